@@ -1,0 +1,50 @@
+# syntax=docker/dockerfile:1
+# The image of gptserve: storyteller inside, any other model mounted or fetched. The last target, cuda, is the default
+# and needs only the NVIDIA driver on its host; cpu is the same without it.
+ARG PYTHON_VERSION=3.12
+
+FROM python:${PYTHON_VERSION}-slim AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+RUN python3 -m venv --without-pip /opt/gptserve
+COPY pyproject.toml constraints.txt ./
+# An index that holds the torch build to use, such as PyTorch's own of CPU builds; else pip's default, which for Linux
+# on x86-64 is the CUDA build.
+ARG TORCH_INDEX_URL=
+RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+        > requirements.txt \
+    && install="pip --python /opt/gptserve/bin/python install --no-cache-dir --constraint constraints.txt" \
+    && $install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch \
+    && $install --requirement requirements.txt
+COPY . .
+RUN pip --python /opt/gptserve/bin/python install --no-cache-dir --no-deps .
+# Headers, build tools and the tests of libraries; nothing here is opened while serving.
+RUN cd /opt/gptserve/lib/python3*/site-packages \
+    && rm -rf torch/include torch/share/cmake torch/test \
+    && find torch/bin -type f ! -name torch_shm_manager -delete \
+    && find . -name '*.a' -delete \
+    && find . -type d -name tests -prune -exec rm -rf {} +
+
+FROM python:${PYTHON_VERSION}-slim AS runtime
+RUN useradd --create-home --uid 1000 gptserve && install --directory --owner 1000 --group 1000 /cache
+COPY --from=build /opt/gptserve /opt/gptserve
+ENV PATH=/opt/gptserve/bin:$PATH \
+    HF_HOME=/cache \
+    GPTSERVE_HOST=0.0.0.0
+USER 1000:1000
+WORKDIR /home/gptserve
+EXPOSE 8000
+# Knows the port and TLS by their variables only: where flags or a file set them, run with --no-healthcheck or one of
+# your own. The certificate names another host than the loopback address and is not checked; proxies are passed by.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "import os, ssl, urllib.request as r; get = os.environ.get; scheme = 'https' if get('GPTSERVE_SSL_CERTFILE') else 'http'; opener = r.build_opener(r.ProxyHandler({}), r.HTTPSHandler(context=ssl._create_unverified_context())); opener.open('%s://127.0.0.1:%s/health' % (scheme, get('GPTSERVE_PORT', '8000')), timeout=4)"]
+ENTRYPOINT ["gptserve"]
+CMD ["serve"]
+
+FROM runtime AS cpu
+
+FROM runtime AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility

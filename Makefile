@@ -1,0 +1,58 @@
+# Every target first brings .venv up to date, so `make serve` and `make test` are all a fresh clone needs.
+# serve installs what serving needs; the others add the tools of development.
+
+PYTHON ?= python3
+MODEL ?=
+ARGS ?=
+TARGET ?= cpu
+
+venv := .venv
+bin := $(venv)/bin
+# A running server holds the compiled kernel open: the new one must be a new file, for pip writes into the old one.
+install := rm -f engine/attention/_cpu_paged*.so && \
+	$(bin)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# What an installation depends on: the metadata, the pins and the kernel that it compiles.
+inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/attention/*.cpp engine/attention/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: serve test check bench image gpu help
+
+serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
+	$(bin)/gptserve serve $(MODEL) $(ARGS)
+
+test: $(venv)/developing  ## run the tests, or ARGS="tests/engine -k name"
+	$(bin)/pytest $(ARGS)
+
+check: $(venv)/developing  ## lint, formatting, types, import directions, size budget, spelling
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+	$(bin)/lint-imports
+	$(bin)/python -m bench.size_budget
+	$(bin)/codespell
+
+bench: $(venv)/developing  ## measure decoding against transformers on this machine
+	$(bin)/python -m bench.decode $(ARGS)
+
+gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure decoding on it
+	$(bin)/pytest -m gpu $(ARGS)
+	$(bin)/python -m bench.decode --device cuda
+
+image:  ## build the container image gptserve; TARGET=cuda for the one with the CUDA libraries
+	docker build --target $(TARGET) --tag gptserve $(ARGS) .
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# pip is the last that comes into a new environment, so that one that stopped half-way is begun again.
+$(bin)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(venv) || { rm -rf $(venv); exit 1; }
+
+$(venv)/serving: $(inputs) | $(bin)/pip
+	$(install) --editable .
+	@touch $@
+
+$(venv)/developing: $(inputs) | $(bin)/pip
+	$(install) --editable '.[dev]'
+	@touch $@ $(venv)/serving

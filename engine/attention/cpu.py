@@ -1,0 +1,226 @@
+"""Attention on the CPU: the compiled kernel of cpu_paged.cpp, called through ctypes.
+
+This file packs pointers and sizes and checks what the kernel takes on trust; the arithmetic stands in
+cpu_paged_kernel.h. The library is built when the package is installed, where there is a C++ compiler; without it
+`is_available()` is False and the chooser of the backend takes another. Threads are torch's own: the kernel runs in the
+OpenMP pool torch has loaded, with torch.get_num_threads() threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionMetadata, AttentionSpec
+
+logger = logging.getLogger(__name__)
+
+Instructions = Literal["generic", "avx2", "avx512"]
+
+ABI = 1
+"""paged_abi() of the cpu_paged.cpp that the structures below mirror."""
+INSTRUCTIONS: tuple[Instructions, ...] = ("generic", "avx2", "avx512")
+"""By the kernel's number; a CPU that has one has those before it."""
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class CpuAttention:
+    """The AttentionBackend for fp32 and bf16 models on a CPU; head sizes are multiples of 8.
+
+    The bits of a row depend on its own tokens alone, as the protocol asks, and not on the number of threads; between
+    instruction sets they may differ. One thread at a time may use an instance.
+    """
+
+    name = "cpu"
+
+    def __init__(self, instructions: Instructions | None = None) -> None:
+        """Load the kernel; `instructions` is one of supported_instructions(), None the best of them."""
+        library = _load_library()
+        assert library is not None, "CpuAttention exists only where is_available()"
+        self._library = library
+        best = library.paged_best_instructions()
+        self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
+        assert self._instructions <= best, f"this CPU has no {instructions}"
+        self._parallel = _find_parallel()
+        self._scratch = torch.empty(0, 0)
+        self._metadata: AttentionMetadata | None = None
+        self._batch = _Batch()
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether the kernel was built and loads."""
+        return _load_library() is not None
+
+    @staticmethod
+    def supported_instructions() -> tuple[Instructions, ...]:
+        """Return the instruction sets that run here, the best last; none without the kernel."""
+        library = _load_library()
+        return INSTRUCTIONS[: library.paged_best_instructions() + 1] if library is not None else ()
+
+    def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
+        """Store key and value, which may be strided views of one projection."""
+        cache = _describe(cache_2NGBD)
+        batch = self._pack(metadata, cache)
+        _check_rows(key_TGD, cache_2NGBD, batch)
+        _check_rows(value_TGD, cache_2NGBD, batch)
+        assert key_TGD.shape[1] == value_TGD.shape[1] == cache.num_kv_heads
+        token_stride = key_TGD.stride(0)
+        assert value_TGD.stride(0) == token_stride
+        self._library.paged_write(batch, cache, key_TGD.data_ptr(), value_TGD.data_ptr(), token_stride)
+
+    def attend(
+        self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        """Return attention as [T, H, D], contiguous; the query may be a strided view."""
+        cache = _describe(cache_2NGBD)
+        batch = self._pack(metadata, cache)
+        _check_rows(query_THD, cache_2NGBD, batch)
+        assert query_THD.shape[1] == spec.num_heads and spec.num_heads % spec.num_kv_heads == 0
+        assert cache.num_kv_heads == spec.num_kv_heads and cache.head_size == spec.head_size
+        out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        self._library.paged_attend(
+            batch,
+            cache,
+            query_THD.data_ptr(),
+            query_THD.stride(0),
+            out_THD.data_ptr(),
+            spec.num_heads,
+            spec.scale,
+            spec.window or 0,
+            self._instructions,
+        )
+        return out_THD
+
+    def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
+        """Return the metadata as the kernel wants it; packed once a step, for all layers share one metadata."""
+        num_threads = torch.get_num_threads()
+        if metadata is self._metadata and num_threads == self._batch.num_threads:
+            return self._batch
+        starts_S1, lens_S = metadata.query_starts_S1, metadata.kv_lens_S
+        tables_SN, slots_T = metadata.block_tables_SN, metadata.slots_T
+        for ints in (starts_S1, lens_S, tables_SN):
+            assert ints.dtype is torch.int32 and ints.is_contiguous() and ints.device.type == "cpu"
+        assert slots_T.dtype is torch.int64 and slots_T.is_contiguous() and slots_T.device.type == "cpu"
+        assert len(starts_S1) == len(lens_S) + 1 == len(tables_SN) + 1
+        max_kv_len = max(metadata.kv_lens, default=0)
+        assert tables_SN.shape[1] * cache.block_size >= max_kv_len
+        self._reserve(max_kv_len, cache.head_size, num_threads)
+        self._metadata = metadata
+        self._batch = _Batch(
+            query_starts=starts_S1.data_ptr(),
+            kv_lens=lens_S.data_ptr(),
+            block_tables=tables_SN.data_ptr(),
+            slots=slots_T.data_ptr(),
+            table_stride=tables_SN.shape[1],
+            num_seqs=len(lens_S),
+            num_tokens=len(slots_T),
+            scratch=self._scratch.data_ptr(),
+            scratch_stride=self._scratch.shape[1],
+            max_kv_len=max_kv_len,
+            parallel=self._parallel,
+            num_threads=num_threads,
+        )
+        return self._batch
+
+    def _reserve(self, max_kv_len: int, head_size: int, num_threads: int) -> None:
+        """Make scratch at least as large as needed, for the next power of two of positions so that it seldom grows."""
+        room = 1 << max(0, max_kv_len - 1).bit_length()
+        need = self._library.paged_scratch_floats(room, head_size)
+        if self._scratch.shape[0] < num_threads or self._scratch.shape[1] < need:
+            self._scratch = torch.empty(num_threads, need)
+
+
+class _Batch(Structure):
+    """Batch of cpu_paged.cpp."""
+
+    _fields_ = (
+        ("query_starts", c_void_p),
+        ("kv_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("slots", c_void_p),
+        ("table_stride", c_int64),
+        ("num_seqs", c_int64),
+        ("num_tokens", c_int64),
+        ("scratch", c_void_p),
+        ("scratch_stride", c_int64),
+        ("max_kv_len", c_int64),
+        ("parallel", c_void_p),
+        ("num_threads", c_int64),
+    )
+
+
+class _Cache(Structure):
+    """Cache of cpu_paged.cpp."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("num_blocks", c_int64),
+        ("num_kv_heads", c_int64),
+        ("block_size", c_int64),
+        ("head_size", c_int64),
+        ("element_size", c_int64),
+    )
+
+
+def _describe(cache_2NGBD: Tensor) -> _Cache:
+    assert cache_2NGBD.dtype in SUPPORTED_DTYPES and cache_2NGBD.is_contiguous() and cache_2NGBD.device.type == "cpu"
+    two, num_blocks, num_kv_heads, block_size, head_size = cache_2NGBD.shape
+    assert two == 2 and head_size % 8 == 0
+    return _Cache(cache_2NGBD.data_ptr(), num_blocks, num_kv_heads, block_size, head_size, cache_2NGBD.element_size())
+
+
+def _check_rows(rows_TXD: Tensor, cache_2NGBD: Tensor, batch: _Batch) -> None:
+    """Assert that the rows of a query, key or value are as the kernel reads them: only the token stride is free."""
+    num_tokens, _, head_size = rows_TXD.shape
+    assert rows_TXD.dtype is cache_2NGBD.dtype and rows_TXD.device.type == "cpu"
+    assert num_tokens == batch.num_tokens and head_size == cache_2NGBD.shape[4]
+    assert rows_TXD.stride()[1:] == (head_size, 1)
+
+
+def _load_library() -> ctypes.CDLL | None:
+    """Return the library that the installation built beside this file, or None if there is none of this version."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_cpu_paged{suffix}")
+        if not path.exists():
+            continue
+        try:
+            library = ctypes.CDLL(str(path))
+            if library.paged_abi() != ABI:
+                raise OSError(f"its version is {library.paged_abi()}, not {ABI}: install the package again")
+        except OSError as error:
+            logger.warning("the CPU attention kernel %s is not used: %s", path, error)
+            return None
+        library.paged_scratch_floats.argtypes = (c_int64, c_int64)
+        library.paged_scratch_floats.restype = c_int64
+        library.paged_write.argtypes = (POINTER(_Batch), POINTER(_Cache), c_void_p, c_void_p, c_int64)
+        library.paged_write.restype = None
+        library.paged_attend.argtypes = (
+            *(POINTER(_Batch), POINTER(_Cache), c_void_p, c_int64, c_void_p),
+            *(c_int64, c_float, c_int64, c_int),
+        )
+        library.paged_attend.restype = None
+        return library
+    return None
+
+
+def _find_parallel() -> int | None:
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch shares with the process.
+
+    torch opens its runtime, whatever the file is called, for global symbol lookup; LLVM's and Intel's runtimes export
+    this entry too. Linking a runtime of our own would give the process a second pool of spinning threads.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except AttributeError:
+        logger.warning(
+            "torch's OpenMP runtime has no GOMP_parallel: attention uses 1 thread instead of %d",
+            torch.get_num_threads(),
+        )
+        return None

@@ -1,0 +1,256 @@
+// Causal attention over the paged KV cache on a CPU, and the store into that cache: a C ABI for cpu.py.
+//
+// It knows no torch and owns no threads: the caller passes pointers, a scratch area and the `parallel` function of the
+// OpenMP runtime that torch has loaded, so that one pool serves both. Which instructions run is chosen at run time
+// among what was compiled; cpu_paged_kernel.h holds the arithmetic. Tasks are handed out by a counter: what a
+// row's bits are never depends on which thread or tile computed it.
+
+#include <stdint.h>
+
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Sums stay in registers only if the loops over them are unrolled before the compiler assigns storage.
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef uint16_t bf16;
+
+constexpr int GROUP = 16;          // positions handled together: a multiple of every LANES
+constexpr int MAX_TILE_ROWS = 32;  // query rows that share a pass over keys and values, so converting bf16 costs little
+constexpr int PREFETCH = 64;       // positions fetched ahead: some 200 ns of work, more than a memory latency
+constexpr int RING = 8;            // groups located at a time, more than PREFETCH / GROUP
+
+// Work for which waking a second thread, some 3 us, pays.
+constexpr int64_t WRITE_TASK_BYTES = 1 << 16;
+constexpr int64_t ATTEND_MULTIPLICATIONS = 1 << 15;
+
+template <int... I>
+using lane_list = std::integer_sequence<int, I...>;
+template <int N>
+using make_lanes = std::make_integer_sequence<int, N>;
+
+// Floats of a head, in whole loads of the widest instruction set.
+static inline int64_t padded_head(int64_t head_size) { return (head_size + 31) / 32 * 32; }
+
+// Floats of scratch a thread needs; 16 beyond the row keep rows of 2^n positions out of the same cache sets.
+static inline int64_t score_row(int64_t max_positions) { return (max_positions + 2 * GROUP) / GROUP * GROUP + 16; }
+
+typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
+
+// One step's batch; mirrored by cpu.py.
+struct Batch {
+    const int32_t* query_starts;  // [num_seqs + 1]
+    const int32_t* kv_lens;       // [num_seqs]
+    const int32_t* block_tables;  // [num_seqs][table_stride]
+    const int64_t* slots;         // [num_tokens]
+    int64_t table_stride, num_seqs, num_tokens;
+    float* scratch;               // [num_threads][scratch_stride], 64-byte aligned
+    int64_t scratch_stride;
+    int64_t max_kv_len;
+    Parallel parallel;            // GOMP_parallel, or null: everything runs on the calling thread
+    int64_t num_threads;
+};
+
+// The cache of one layer, [2][num_blocks][num_kv_heads][block_size][head_size]; mirrored by cpu.py.
+struct Cache {
+    void* data;
+    int64_t num_blocks, num_kv_heads, block_size, head_size;
+    int64_t element_size;  // 4: fp32, 2: bf16
+};
+
+// What the threads of one call share.
+struct Attend {
+    const Batch& batch;
+    const Cache& cache;
+    const void* query;
+    int64_t query_stride;
+    void* out;
+    int64_t num_heads, window;
+    float scale_log2e;
+    int64_t score_stride;
+    void (*tile)(const Attend&, float* scratch, int64_t s, int64_t g, int64_t row, int rows);
+    int tile_rows;
+    int64_t next_thread, next_task;
+};
+
+#define ISA generic
+#define LANES 4
+#define ROWS 2
+#if defined(__aarch64__)
+#define FMA(a, b, c) ((Vec)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#else
+#define FMA(a, b, c) ((a) * (b) + (c))  // a software FMA would be far slower, and rounding twice is as exact as needed
+#endif
+#include "cpu_paged_kernel.h"
+
+#if defined(__x86_64__)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define ISA avx2
+#define LANES 8
+#define ROWS 2
+#define FMA(a, b, c) ((Vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#include "cpu_paged_kernel.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#endif
+#define ISA avx512
+#define LANES 16
+#define ROWS 4
+#define FMA(a, b, c) ((Vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#include "cpu_paged_kernel.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+enum Instructions { GENERIC = 0, AVX2 = 1, AVX512 = 2 };
+
+static int best_instructions() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#endif
+    return GENERIC;
+}
+
+template <class T>
+static auto tile_function([[maybe_unused]] int instructions) {
+#if defined(__x86_64__)
+    if (instructions == AVX512) return avx512::attend_tile<T>;
+    if (instructions == AVX2) return avx2::attend_tile<T>;
+#endif
+    return generic::attend_tile<T>;
+}
+
+// (token, head) pairs of sequence s that read the same KV head.
+static int64_t rows_of(const Attend& a, int64_t s) {
+    return (a.batch.query_starts[s + 1] - a.batch.query_starts[s]) * (a.num_heads / a.cache.num_kv_heads);
+}
+
+static int64_t tiles_of(const Attend& a, int64_t s) { return (rows_of(a, s) + a.tile_rows - 1) / a.tile_rows; }
+
+static int64_t tasks_of(const Attend& a) {
+    int64_t tasks = 0;
+    for (int64_t s = 0; s < a.batch.num_seqs; s++) tasks += tiles_of(a, s) * a.cache.num_kv_heads;
+    return tasks;
+}
+
+// Multiplications of the scores, the causal triangle taken for a square.
+static int64_t multiplications_of(const Attend& a) {
+    int64_t pairs = 0;
+    for (int64_t s = 0; s < a.batch.num_seqs; s++) pairs += rows_of(a, s) * a.batch.kv_lens[s];
+    return pairs * a.cache.num_kv_heads * a.cache.head_size;
+}
+
+static void attend_tasks(void* shared) {
+    Attend& a = *(Attend*)shared;
+    const int64_t thread = __atomic_fetch_add(&a.next_thread, 1, __ATOMIC_RELAXED);
+    float* scratch = a.batch.scratch + thread * a.batch.scratch_stride;
+    int64_t s = 0, first = 0;  // the sequence of the last task, and its first task: tasks only ascend
+    for (;;) {
+        const int64_t task = __atomic_fetch_add(&a.next_task, 1, __ATOMIC_RELAXED);
+        while (s < a.batch.num_seqs && task >= first + tiles_of(a, s) * a.cache.num_kv_heads)
+            first += tiles_of(a, s++) * a.cache.num_kv_heads;
+        if (s == a.batch.num_seqs) return;
+        // The tiles of a head lie together, the longest first: the next task finds the head's keys in the CPU's cache.
+        const int64_t tiles = tiles_of(a, s), g = (task - first) / tiles;
+        const int64_t row = (tiles - 1 - (task - first) % tiles) * a.tile_rows, left = rows_of(a, s) - row;
+        a.tile(a, scratch, s, g, row, left < a.tile_rows ? left : a.tile_rows);
+    }
+}
+
+struct Write {
+    const Batch* batch;
+    const Cache* cache;
+    const char *key, *value;
+    int64_t token_bytes;  // from one token to the next in key and in value
+    int64_t tokens_a_task, next_task;
+};
+
+static void write_tasks(void* shared) {
+    Write& w = *(Write*)shared;
+    const Cache& cache = *w.cache;
+    const int64_t head_bytes = cache.head_size * cache.element_size;
+    const int64_t plane_bytes = cache.num_blocks * cache.num_kv_heads * cache.block_size * head_bytes;
+    for (;;) {
+        const int64_t from = __atomic_fetch_add(&w.next_task, 1, __ATOMIC_RELAXED) * w.tokens_a_task;
+        const int64_t end = from + w.tokens_a_task, num_tokens = w.batch->num_tokens;
+        if (from >= num_tokens) return;
+        for (int64_t t = from; t < end && t < num_tokens; t++) {
+            const int64_t slot = w.batch->slots[t];
+            if (slot < 0) continue;
+            const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
+            for (int64_t g = 0; g < cache.num_kv_heads; g++) {
+                const int64_t row = (block * cache.num_kv_heads + g) * cache.block_size + offset;
+                char* to = (char*)cache.data + row * head_bytes;
+                const int64_t at = t * w.token_bytes + g * head_bytes;
+                __builtin_memcpy(to, w.key + at, head_bytes);
+                __builtin_memcpy(to + plane_bytes, w.value + at, head_bytes);
+            }
+        }
+    }
+}
+
+static void run(const Batch& batch, void (*tasks)(void*), void* shared, int64_t num_tasks) {
+    if (batch.parallel && batch.num_threads > 1 && num_tasks > 1) batch.parallel(tasks, shared, batch.num_threads, 0);
+    else tasks(shared);
+}
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Raised with every change of what is below or of the structs above: a stale library is then refused, not called.
+EXPORT int paged_abi() { return 1; }
+
+EXPORT int paged_best_instructions() { return best_instructions(); }
+
+EXPORT int64_t paged_scratch_floats(int64_t max_kv_len, int64_t head_size) {
+    return 2 * (MAX_TILE_ROWS + GROUP) * padded_head(head_size) + MAX_TILE_ROWS * score_row(max_kv_len);
+}
+
+// key and value are [num_tokens][num_kv_heads][head_size] with token_stride elements from token to token.
+EXPORT void paged_write(const Batch* batch, const Cache* cache, const void* key, const void* value,
+                        int64_t token_stride) {
+    Write w = {batch, cache, (const char*)key, (const char*)value, token_stride * cache->element_size, 0, 0};
+    const int64_t bytes = 2 * cache->num_kv_heads * cache->head_size * cache->element_size;
+    w.tokens_a_task = (WRITE_TASK_BYTES + bytes - 1) / bytes;
+    run(*batch, write_tasks, &w, (batch->num_tokens + w.tokens_a_task - 1) / w.tokens_a_task);
+}
+
+// query is [num_tokens][num_heads][head_size] with query_stride elements from token to token; out is contiguous.
+EXPORT void paged_attend(const Batch* batch, const Cache* cache, const void* query, int64_t query_stride, void* out,
+                         int64_t num_heads, float scale, int64_t window, int instructions) {
+    Attend a = {*batch, *cache, query, query_stride, out, num_heads, window, 0, 0, nullptr, MAX_TILE_ROWS, 0, 0};
+    a.scale_log2e = scale * 1.44269504088896341f;
+    a.score_stride = score_row(batch->max_kv_len);
+    a.tile = cache->element_size == 2 ? tile_function<bf16>(instructions) : tile_function<float>(instructions);
+    // Few tasks leave threads idle: cut smaller tiles then. Tiles do not change any row's arithmetic.
+    while (a.tile_rows > 4 && tasks_of(a) < 4 * batch->num_threads) a.tile_rows /= 2;
+    run(*batch, attend_tasks, &a, multiplications_of(a) < ATTEND_MULTIPLICATIONS ? 1 : tasks_of(a));
+
+    const int64_t used = batch->query_starts[batch->num_seqs];
+    const int64_t row_bytes = num_heads * cache->head_size * cache->element_size;
+    __builtin_memset((char*)out + used * row_bytes, 0, (batch->num_tokens - used) * row_bytes);
+}

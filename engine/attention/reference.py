@@ -1,0 +1,62 @@
+"""Attention in plain torch, one sequence at a time: any device and dtype, and the truth for tests of the kernels.
+
+Each sequence's keys and values are gathered from its blocks and multiplied with bmm in fp32, which on a CPU gives a
+row the same bits whatever the other rows and whatever masked positions follow. Shape letters as in
+engine/attention/__init__.py, with L rows and K keys of one sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionMetadata, AttentionSpec
+
+_MIN_ROWS = 4
+"""Fewer rows take another bmm path in fp32, with another order of summation."""
+
+
+class ReferenceAttention:
+    """The AttentionBackend for everything without a kernel of its own."""
+
+    name = "reference"
+
+    def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
+        num_rows, block_size = metadata.query_starts[-1], cache_2NGBD.shape[3]
+        slots = metadata.slots_T[:num_rows]
+        blocks, offsets = slots // block_size, slots % block_size
+        cache_2NGBD[0, blocks, :, offsets] = key_TGD[:num_rows]
+        cache_2NGBD[1, blocks, :, offsets] = value_TGD[:num_rows]
+
+    def attend(
+        self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        out_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
+        block_size = cache_2NGBD.shape[3]
+        starts = metadata.query_starts
+        for s, kv_len in enumerate(metadata.kv_lens):
+            num_blocks = -(-kv_len // block_size)
+            gathered_2NGBD = cache_2NGBD[:, metadata.block_tables_SN[s, :num_blocks]]
+            gathered_2GKD = gathered_2NGBD.transpose(1, 2).flatten(2, 3)[:, :, :kv_len].float()
+            rows = slice(starts[s], starts[s + 1])
+            out_THD[rows] = _attend_one(query_THD[rows].float(), gathered_2GKD[0], gathered_2GKD[1], spec)
+        return out_THD
+
+
+def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return [L, H, D] in fp32: the L rows are the last L of K positions."""
+    num_rows, num_keys = query_LHD.shape[0], key_GKD.shape[1]
+    if num_rows < _MIN_ROWS:
+        query_LHD = torch.cat([query_LHD, query_LHD[-1:].expand(_MIN_ROWS - num_rows, -1, -1)])
+    group = spec.num_heads // spec.num_kv_heads
+    key_HKD = key_GKD.repeat_interleave(group, dim=0)
+    value_HKD = value_GKD.repeat_interleave(group, dim=0)
+    scores_HLK = torch.bmm(query_LHD.transpose(0, 1), key_HKD.transpose(1, 2)) * spec.scale
+    last = torch.arange(num_keys - num_rows, num_keys, device=query_LHD.device)
+    last_L1 = torch.cat([last, last[-1:].expand(query_LHD.shape[0] - num_rows)])[:, None]
+    keys_K = torch.arange(num_keys, device=query_LHD.device)
+    hidden_LK = keys_K > last_L1
+    if spec.window is not None:
+        hidden_LK |= keys_K <= last_L1 - spec.window
+    probs_HLK = scores_HLK.masked_fill_(hidden_LK, float("-inf")).softmax(-1)
+    return torch.bmm(probs_HLK, value_HKD).transpose(0, 1)[:num_rows]

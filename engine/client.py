@@ -1,0 +1,239 @@
+"""How the server talks to an engine: submit requests, read token outputs, abort.
+
+`EngineClient` is the contract; `ProcessClient` (engine/process_client.py) and `ThreadClient` (engine/thread_client.py)
+keep it and share `LoopClient`, which knows neither processes nor threads. Token ids only; torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from engine.errors import EngineDiedError, EngineStartError, QueueFullError
+from engine.loop import Abort, Command, EngineFactory, Failed, Message, Ready, Stepped, Submit
+from engine.request import EngineInfo, Request, TokenOutput
+from engine.stats import EngineStats
+
+
+class EngineClient(Protocol):
+    """A running engine seen from an event loop. All methods are called on the loop `start` ran on."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is; valid once `start` has returned."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The counters as of the latest step."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine is loaded and can still answer."""
+
+    async def start(self) -> None:
+        """Load the model and decode one real token. Raises EngineStartError."""
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Queue all the requests or none of them; their ids have never been used with this client.
+
+        Raises QueueFullError when they do not fit into the queue, EngineDiedError when there is no engine, and
+        InvalidRequestError when the engine cannot compute one of them.
+        """
+
+    async def wait_until_dead(self) -> EngineDiedError:
+        """Return the cause once the engine has died on its own; never returns if `close` came first."""
+
+    async def close(self) -> None:
+        """End the engine and every stream; idempotent, leaves no thread or process."""
+
+
+class TokenStream:
+    """The outputs of the requests of one `submit`, in the order the engine made them.
+
+    Each iteration gives everything that arrived since the last one, never an empty tuple. Ends when every request has
+    finished or was aborted; raises EngineDiedError when the engine died or was closed. Whoever stops iterating early
+    calls `abort`. Memory is bounded by the requests' own max_tokens. Invariant: after `abort()`, or once iteration has
+    ended, the client holds no reference to this stream.
+    """
+
+    def __init__(self, request_ids: Iterable[str], abort: Callable[[Sequence[str]], None]) -> None:
+        self._live = set(request_ids)
+        self._abort = abort
+        self._arrived: list[TokenOutput] = []
+        self._failure: EngineDiedError | None = None
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> tuple[TokenOutput, ...]:
+        while not self._arrived:
+            if self._failure is not None:
+                raise self._failure
+            if not self._live:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        outputs = tuple(self._arrived)
+        self._arrived.clear()
+        return outputs
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Stop computing these requests (None: all that still live) and forget what had arrived for them."""
+        ids = [i for i in (self._live if request_ids is None else request_ids) if i in self._live]
+        self._live.difference_update(ids)
+        gone = set(ids)
+        self._arrived = [output for output in self._arrived if output.request_id not in gone]
+        self._changed.set()
+        if ids:
+            self._abort(ids)
+
+    def push(self, output: TokenOutput) -> None:
+        """Hand in what the engine made; called by the client only, on the event loop."""
+        if output.request_id not in self._live:
+            return
+        if output.finish_reason is not None:
+            self._live.discard(output.request_id)
+        self._arrived.append(output)
+        self._changed.set()
+
+    def fail(self, error: EngineDiedError) -> None:
+        """End the stream with `error` after what has arrived; called by the client only."""
+        self._failure = error
+        self._changed.set()
+
+
+class LoopClient(ABC):
+    """A client of the loop in engine/loop.py, wherever that runs; subclasses launch it and carry its messages.
+
+    A subclass hands every message to `_receive` by `_post` and, once the loop has ended and all it held is free, the
+    reason to `_ended`. Invariant: `_streams` holds the live requests and nothing else.
+    """
+
+    def __init__(self, factory: EngineFactory) -> None:
+        self._factory = factory
+        self._streams: dict[str, TokenStream] = {}
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._cause: str | None = None
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = asyncio.Event()
+        self._died = asyncio.Event()
+        self._gone = asyncio.Event()
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "the engine has not been started"
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def is_alive(self) -> bool:
+        return self._info is not None and self._cause is None
+
+    async def start(self) -> None:
+        assert self._loop is None, "a client is started once"
+        if self._cause is None:
+            self._loop = asyncio.get_running_loop()
+            try:
+                self._launch()
+            except Exception as error:
+                self._ended(f"the engine could not be started: {error}")
+                raise EngineStartError(self._cause) from error
+            await self._started.wait()
+        if not self.is_alive:
+            raise EngineStartError(self._cause)
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        if not self.is_alive:
+            raise EngineDiedError(self._cause or "the engine has not been started")
+        for request in requests:
+            request.check(self.info)
+        limit = self.info.max_num_seqs + self.info.max_num_queued_reqs
+        if len(self._streams) + len(requests) > limit:
+            raise QueueFullError(
+                f"the queue is full: at most {limit} requests may run or wait, "
+                f"{len(self._streams)} do and {len(requests)} more came"
+            )
+        stream = TokenStream((request.request_id for request in requests), self._abort)
+        streams = {request.request_id: stream for request in requests}
+        assert len(streams) == len(requests), "a request id is used once"
+        assert self._streams.keys().isdisjoint(streams), "a request id is used once"
+        self._send(Submit(tuple(requests)))
+        self._streams |= streams
+        return stream
+
+    async def wait_until_dead(self) -> EngineDiedError:
+        await self._died.wait()
+        return EngineDiedError(self._cause)
+
+    async def close(self) -> None:
+        self._closed = True
+        self._end_streams("the engine was closed")
+        if self._loop is not None and not self._gone.is_set():
+            await self._stop()
+
+    @abstractmethod
+    def _launch(self) -> None:
+        """Begin to run `serve` elsewhere; leaves nothing when it raises."""
+
+    @abstractmethod
+    def _send(self, command: Command) -> None:
+        """Give `command` to the loop without waiting; to one that has ended it may be given in vain."""
+
+    @abstractmethod
+    async def _stop(self) -> None:
+        """End the loop, by force where that is possible, and return once `_ended` has run."""
+
+    def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Call back on the event loop, from any thread. Raises ConnectionError when that loop is closed."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError as error:
+            raise ConnectionError("the event loop is closed") from error
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Stepped(outputs, stats):
+                self._stats = stats
+                for output in outputs:
+                    self._deliver(output)
+            case Ready(info, stats):
+                self._info, self._stats = info, stats
+                self._started.set()
+            case Failed(cause):
+                self._cause = self._cause or cause  # the streams hear of it in `_ended`, when all of it is over
+
+    def _deliver(self, output: TokenOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return  # aborted while this was on the wire
+        if output.finish_reason is not None:
+            del self._streams[output.request_id]
+        stream.push(output)
+
+    def _ended(self, cause: str) -> None:
+        self._end_streams(cause)
+        self._started.set()
+        self._gone.set()
+        if not self._closed:
+            self._died.set()
+
+    def _end_streams(self, cause: str) -> None:
+        """Fail all streams; the first cause is the one that is told."""
+        self._cause = self._cause or cause
+        for stream in set(self._streams.values()):
+            stream.fail(EngineDiedError(self._cause))
+        self._streams.clear()
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        live = tuple(request_id for request_id in request_ids if self._streams.pop(request_id, None))
+        if live:
+            self._send(Abort(live))

@@ -1,0 +1,143 @@
+"""The engine: requests in, one `step` at a time, token outputs out.
+
+It joins Scheduler (who computes what), BlockPool (which blocks) and ModelRunner (the computing) and turns what they
+give into TokenOutputs. It knows no text, no HTTP and no process; loop.py and LLM drive it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.errors import EngineStartError
+from engine.model_runner import ModelRunner
+from engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+from engine.scheduler import Progress, ScheduledBatch, Scheduler
+from engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILURES_IN_A_ROW = 3
+"""A step can fail for one request's sake (memory); a device that is broken fails every step."""
+_NOT_FINITE = "the model's logits for this request were not finite (NaN or infinity)"
+
+
+class Engine:
+    """A loaded model that answers requests. Not thread-safe: one thread calls everything.
+
+    Raises WeightsError or EngineError, each with one clear sentence, when the model cannot be served as configured.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        self._runner = ModelRunner(config, progress)
+        self.info: EngineInfo = self._runner.info
+        self._pool = BlockPool(
+            self.info.num_blocks, self.info.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.info.max_model_len,
+            eos_token_ids=self.info.eos_token_ids,
+        )
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._failures_in_a_row = 0
+        self._prove()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute anything."""
+        return self._scheduler.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        """The counters of this moment."""
+        scheduler, pool = self._scheduler, self._pool
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError when this model cannot compute it."""
+        request.check(self.info)
+        sequence = self._scheduler.add(request)
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs[request.request_id] = [None] * sequence.num_prompt_tokens
+        self._num_prompt_tokens += sequence.num_prompt_tokens
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its blocks; one that has ended or was never there is no error."""
+        self._scheduler.abort(request_id)
+        self._prompt_logprobs.pop(request_id, None)
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one batch and return what it added to each sequence that got a token or ended."""
+        batch = self._scheduler.schedule()
+        if not batch.items:
+            return []
+        try:
+            result = self._runner.run(batch)
+        except BaseException as error:
+            return self._give_up(batch, error)
+        self._failures_in_a_row = 0
+        for index, entries in result.prompt_logprobs.items():
+            collected = self._prompt_logprobs[batch.items[index].sequence.request.request_id]
+            for position, entry in entries:
+                collected[position] = entry
+        self._num_steps += 1
+        progressed = self._scheduler.update(batch, result.sampled.token_ids)
+        return [self._output(p, entry) for p, entry in zip(progressed, result.sampled.logprobs, strict=True)]
+
+    def _output(self, progress: Progress, logprobs: TokenLogprobs | None) -> TokenOutput:
+        sequence = progress.sequence
+        request_id = sequence.request.request_id
+        prompt_logprobs = self._prompt_logprobs.pop(request_id, None)
+        self._num_generated_tokens += progress.token_id is not None
+        failed = progress.finish_reason is FinishReason.ERROR
+        return TokenOutput(
+            request_id=request_id,
+            token_ids=() if progress.token_id is None else (progress.token_id,),
+            logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            finish_reason=progress.finish_reason,
+            stop_token_id=progress.stop_token_id,
+            num_cached_tokens=sequence.num_cached_tokens,
+            error=_NOT_FINITE if failed else None,
+        )
+
+    def _give_up(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:
+        """Fail the sequences of a step that raised, whose blocks hold nobody knows what.
+
+        Raises `error` again when it is no failure of the step (Ctrl-C) or when steps keep failing: none will work then.
+        """
+        failed = [sequence.request.request_id for sequence in self._scheduler.abandon(batch)]
+        for request_id in failed:
+            self._prompt_logprobs.pop(request_id, None)
+        self._failures_in_a_row += 1
+        if not isinstance(error, Exception) or self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+            raise error
+        logger.error("a step of %d sequences failed", len(batch.items), exc_info=error)
+        message = f"the step that computed this request failed: {error}"
+        return [TokenOutput(i, (), finish_reason=FinishReason.ERROR, error=message) for i in failed]
+
+    def _prove(self) -> None:
+        """Decode one real token, so that an engine that cannot is never called ready."""
+        # With prompt_logprobs it does not look for a prefix, which would be counted.
+        self.add(Request("warm-up", (0,), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), seed=0))
+        outputs = self.step()
+        if [output.finish_reason for output in outputs] not in ([FinishReason.LENGTH], [FinishReason.STOP]):
+            raise EngineStartError(f"the model cannot decode: {outputs[0].error}")
+        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0

@@ -1,0 +1,91 @@
+"""Matrix products with weights: the one place that decides how y = x W^T + b is computed.
+
+On a CPU the weight is packed once for oneDNN, which reads it near memory speed and gives each row of x the same bits
+whatever the other rows are, as long as there are at least two of them (the batch pads a single row). Elsewhere it is
+torch's own linear. layers.py and decoder.py build one `Linear` per weight and know nothing of packing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weights.config import Activation
+
+MIN_ROWS = 2
+"""A single row takes another code path in oneDNN with another order of summation; two and more agree bit for bit."""
+
+_ONEDNN_ACTIVATIONS: dict[Activation, tuple[str, str]] = {
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "silu": ("swish", ""),
+}
+
+
+class Linear(Protocol):
+    """y = act(x W^T + b) + residual for x [rows, in], in the weight's dtype; rows >= MIN_ROWS."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return [rows, out]; residual ([rows, out]) is added after the product. Mutates nothing."""
+
+
+def has_onednn() -> bool:
+    """Return whether this build of torch can pack weights for the CPU."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Linear:
+    """Return the fastest exact Linear for a weight [out, in] on its device; the weight may be dropped afterwards."""
+    if weight.device.type == "cpu" and has_onednn() and weight.dtype != torch.float16:
+        return PackedLinear(weight, bias, activation)
+    return DenseLinear(weight, bias, activation)
+
+
+class DenseLinear:
+    """torch's linear: any device and dtype, and the truth the packed one is tested against."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
+        self._weight, self._bias, self._activation = weight, bias, activation
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = activate(functional.linear(x, self._weight, self._bias), self._activation)
+        return y if residual is None else y + residual
+
+
+class PackedLinear:
+    """oneDNN with the weight in its own blocked layout; bias, activation and residual are fused into the product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = bias
+        self._attr, self._algorithm = _ONEDNN_ACTIVATIONS[activation] if activation else ("none", "")
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert x.shape[0] >= MIN_ROWS, "a single row must be padded: its bits would differ from those in a batch"
+        ops = torch.ops.mkldnn
+        if residual is None:
+            y: Tensor = ops._linear_pointwise(x, self._packed, self._bias, self._attr, [], self._algorithm)
+        else:
+            assert self._attr == "none", "oneDNN adds a residual or applies an activation, not both"
+            y = ops._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
+        return y
+
+
+def activate(x: Tensor, activation: Activation | None) -> Tensor:
+    """Return the activation of x, elementwise. gelu_tanh is Hendrycks & Gimpel 2016, section 2, as GPT-2 uses it."""
+    match activation:
+        case None:
+            return x
+        case "gelu":
+            return functional.gelu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "relu":
+            return functional.relu(x)
+        case "silu":
+            return functional.silu(x)

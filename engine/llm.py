@@ -1,0 +1,110 @@
+"""Generation without a server: `LLM("folder or hub id").generate(["Once upon a time"], SamplingParams(max_tokens=64))`.
+
+It resolves the model, tokenizes, steps an Engine in the calling thread and gives text back. The server does not use it;
+scripts, benchmarks and `gptserve complete --local` do.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.loading_bar import LoadingBar
+from engine.request import SEED_LIMIT, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+from weights.source import resolve_model
+from weights.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt; a stop token is in token_ids but not in text. `seed` repeats it."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    seed: int
+
+
+class LLM:
+    """A loaded model with its tokenizer. `options` are the fields of EngineConfig.
+
+    Raises WeightsError or EngineError when the model cannot be loaded.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, revision: str | None = None, **options: Any) -> None:
+        folder = resolve_model(None if model is None else str(model), revision)
+        self.tokenizer = Tokenizer.of_model(folder)
+        with LoadingBar() as bar:
+            self.engine = Engine(EngineConfig(model_dir=folder, **options), bar.update)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        seed: int | None = None,
+    ) -> list[Completion]:
+        """Return a completion per prompt (text or token ids), in their order; the same seed serves every prompt.
+
+        Raises InvalidRequestError for a prompt or parameter the model cannot take; then nothing is computed.
+        """
+        seed = secrets.randbelow(SEED_LIMIT) if seed is None else seed
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        ids = [tuple(self.tokenizer.encode(p) if isinstance(p, str) else p) for p in prompts]
+        requests = [self._request(prompt_ids, params or SamplingParams(), seed) for prompt_ids in ids]
+        outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
+        for output in self.stream(requests):
+            outputs[output.request_id].append(output)
+        return [self._completion(request, outputs[request.request_id]) for request in requests]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[TokenOutput]:
+        """Yield the outputs of the requests as they are made; a consumer that stops early aborts them.
+
+        One stream at a time: beginning another one before the first has ended raises EngineError.
+        """
+        if self.engine.has_work:
+            raise EngineError("this LLM is computing another stream: exhaust or close that first")
+        for request in requests:
+            request.check(self.engine.info)
+        live = {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self.engine.add(request)
+            while live:
+                for output in self.engine.step():
+                    if output.finish_reason is not None:
+                        live.discard(output.request_id)
+                    yield output
+        finally:
+            for request_id in live:
+                self.engine.abort(request_id)
+
+    def _request(self, ids: tuple[int, ...], params: SamplingParams, seed: int) -> Request:
+        self._num_requests += 1
+        return Request(f"llm-{self._num_requests}", ids, params, seed)
+
+    def _completion(self, request: Request, outputs: list[TokenOutput]) -> Completion:
+        last = outputs[-1]
+        if last.finish_reason is None or last.finish_reason is FinishReason.ERROR:
+            raise EngineError(last.error or "the request ended without a reason")
+        token_ids = tuple(token for output in outputs for token in output.token_ids)
+        shown = token_ids[:-1] if last.stop_token_id is not None else token_ids
+        return Completion(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=token_ids,
+            text=self.tokenizer.decode(shown),
+            finish_reason=last.finish_reason,
+            logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+            prompt_logprobs=outputs[0].prompt_logprobs,
+            seed=request.seed,
+        )

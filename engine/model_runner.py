@@ -1,0 +1,185 @@
+"""Runs the model: a ScheduledBatch in, sampled tokens and prompt logprobs out.
+
+It owns everything with tensors (weights, KV cache, attention backend) and resolves what EngineConfig left open: device,
+dtype, threads, context and cache size. It does not know why a sequence was scheduled. Called by Engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention import choose_backend
+from engine.batch import build_model_input
+from engine.config import DType, EngineConfig
+from engine.decoder import Decoder
+from engine.errors import InvalidConfigurationError
+from engine.kv_cache import KVCache, plan_num_blocks
+from engine.linear import MIN_ROWS, has_onednn
+from engine.request import EngineInfo, TokenLogprobs
+from engine.sampler import SampledTokens, sample, top_logprobs
+from engine.scheduler import ScheduledBatch, ScheduledSequence
+from weights.checkpoint import Checkpoint
+from weights.config import ModelConfig
+from weights.families import load_config
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: dict[DType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_LOGIT_ROWS = 64
+"""Rows of prompt logits held at once: 64 fp32 rows of a 50,000-token vocabulary are 13 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a forward pass gave: `sampled` has one row per item of the batch that samples, in their order.
+
+    prompt_logprobs maps the index of an item to the entries of the prompt tokens it covered, as (position, entry).
+    """
+
+    sampled: SampledTokens
+    prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
+
+
+class ModelRunner:
+    """A loaded model on its device, with its KV cache.
+
+    Raises WeightsError for a model that cannot be used and InvalidConfigurationError for a setting that cannot.
+    `progress(bytes_done, bytes_total)` is called while weights load.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.device = _choose_device(config)
+        dtype = _choose_dtype(config, self.device)
+        if self.device.type == "cpu" and not has_onednn():
+            logger.warning("linear: torch has no oneDNN here; products are slower and their bits depend on the batch")
+        self._model = load_config(config.model_dir)
+        max_model_len = _choose_max_model_len(config, self._model.max_position)
+        backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
+        checkpoint = Checkpoint(config.model_dir, self._model)
+        with torch.inference_mode():
+            tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
+            self._decoder = Decoder(self._model, tensors, backend)
+            num_blocks = plan_num_blocks(config, self._model, max_model_len, dtype, self.device)
+            self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
+        num_tokens = num_blocks * config.block_size
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %d tokens in %.1f MiB; %d sequences of %d tokens fit at once",
+            *(num_blocks, config.block_size, num_tokens, sum(layer.nbytes for layer in self._cache.layers) / 2**20),
+            *(num_tokens // max_model_len, max_model_len),
+        )
+        self.info = EngineInfo(
+            vocab_size=self._model.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
+            device=str(self.device),
+            dtype=str(dtype).removeprefix("torch."),
+            attention_backend=backend.name,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            fingerprint=_fingerprint(checkpoint.digest, self._model, self.device, dtype, backend.name),
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Compute the batch's tokens, store their keys and values, and sample for the items that have caught up."""
+        inputs = build_model_input(batch, self.info.block_size, self.device)
+        hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
+        starts = inputs.metadata.query_starts
+        sampling = [i for i, item in enumerate(batch.items) if item.samples]
+        return StepResult(
+            sampled=self._sample(hidden, [starts[i + 1] - 1 for i in sampling], [batch.items[i] for i in sampling]),
+            prompt_logprobs={
+                i: self._prompt_logprobs(hidden[starts[i] : starts[i + 1]], item)
+                for i, item in enumerate(batch.items)
+                if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated
+            },
+        )
+
+    def _sample(self, hidden: Tensor, rows: list[int], items: list[ScheduledSequence]) -> SampledTokens:
+        if not rows:
+            return SampledTokens((), ())
+        return sample(self._logits(hidden, rows), [item.sequence for item in items])
+
+    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Return fp32 logits of these rows, followed by padding rows up to MIN_ROWS."""
+        rows = rows + rows[-1:] * (MIN_ROWS - len(rows))
+        return self._decoder.logits(hidden[rows])
+
+    def _prompt_logprobs(self, hidden: Tensor, item: ScheduledSequence) -> list[tuple[int, TokenLogprobs]]:
+        """Return (position, logprobs) of the prompt tokens that the item's rows predict."""
+        sequence, first = item.sequence, item.sequence.num_computed
+        num_top = sequence.request.params.prompt_logprobs
+        assert num_top is not None
+        last = min(first + item.num_tokens, sequence.num_prompt_tokens - 1)
+        entries: list[tuple[int, TokenLogprobs]] = []
+        for start in range(first, last, _LOGIT_ROWS):
+            positions = range(start + 1, min(start + _LOGIT_ROWS, last) + 1)
+            logits = self._logits(hidden, [p - 1 - first for p in positions])[: len(positions)]
+            targets = torch.tensor([sequence.token_ids[p] for p in positions], device=self.device)
+            entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
+        return entries
+
+
+def _choose_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfigurationError("device is 'cuda', but torch sees no CUDA device")
+    return torch.device(config.device)
+
+
+def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights, activations and cache: for "auto" bf16 where the hardware multiplies it fast."""
+    if config.dtype != "auto":
+        if config.dtype == "float16" and device.type == "cpu":
+            raise InvalidConfigurationError("dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'")
+        is_packed = device.type == "cpu" and has_onednn()
+        if config.dtype == "bfloat16" and is_packed and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            raise InvalidConfigurationError("dtype 'bfloat16' is not supported by this CPU; use 'float32'")
+        return _DTYPES[config.dtype]
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float16
+    return torch.bfloat16 if any(_cpu_bf16_features()) else torch.float32
+
+
+def _choose_max_model_len(config: EngineConfig, max_position: int) -> int:
+    if config.max_model_len is None:
+        return max_position
+    if config.max_model_len > max_position:
+        raise InvalidConfigurationError(
+            f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
+        )
+    return config.max_model_len
+
+
+def _cpu_bf16_features() -> tuple[bool, bool]:
+    """Return whether this CPU has AVX512_BF16 and AMX, the instructions that make bf16 faster than fp32."""
+    return torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
+
+
+def _fingerprint(
+    weights_digest: str, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str
+) -> str:
+    """Return what names the numbers this engine computes: it changes whenever any of them may change."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{torch.backends.cpu.get_cpu_capability()} {_cpu_bf16_features()}"
+    shape = replace(model, eos_token_ids=(), bos_token_id=None)  # these end a text and change no number
+    parts = (weights_digest, repr(shape), device.type, hardware, str(dtype), backend, torch.__version__)
+    return "gptserve-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]

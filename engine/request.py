@@ -1,0 +1,195 @@
+"""What crosses the engine's border: requests in, token outputs out.
+
+Everything here is frozen, torch-free and made of numbers, so it can be pickled between processes. Text never appears.
+The server builds a Request; the engine answers with TokenOutputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20  # vLLM's default cap; each costs a top-k over the vocabulary and ten times a token's wire size
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_CHOICE_INDEX = 2**31 - 1
+SEED_LIMIT = 2**63  # seeds are non-negative and fit a signed 64-bit integer, as the OpenAI client sends them
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; exactly one per request."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Checks itself; an invalid value raises InvalidRequestError naming the field.
+
+    temperature 0 is argmax, the lowest id winning a tie. top_k 0 and top_p 1 and min_p 0 switch that filter off.
+    logprobs is how many alternatives to report per generated token (None: no logprobs at all, 0: the token's own
+    only); prompt_logprobs the same for the prompt's tokens.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_k", self.top_k, 0, None)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 0, MAX_LOGPROBS)
+        _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
+        _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        for token_id, bias in self.logit_bias.items():
+            _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0, param="logit_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to compute: a pure function of the weights and of these fields but the first and `priority`.
+
+    priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
+    only requests with the same salt share blocks.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    choice_index: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < SEED_LIMIT:
+            raise InvalidRequestError(f"seed must be in [0, 2**63), got {self.seed}", param="seed")
+        _check_range("choice_index", self.choice_index, 0, MAX_CHOICE_INDEX)
+        _check_range("priority", self.priority, -(2**31), 2**31 - 1)
+
+    def check(self, info: EngineInfo) -> None:
+        """Raise InvalidRequestError unless the engine described by `info` can compute this request."""
+        num_prompt, limit = len(self.prompt_token_ids), info.max_model_len
+        if num_prompt == 0:
+            raise InvalidRequestError("prompt must hold at least one token, got an empty one", param="prompt")
+        if num_prompt >= limit:
+            raise context_length_error(num_prompt, None, limit)
+        if num_prompt + self.params.max_tokens > limit:
+            raise context_length_error(num_prompt, self.params.max_tokens, limit)
+        for name, ids in (
+            ("prompt", self.prompt_token_ids),
+            ("logit_bias", self.params.logit_bias),
+            ("stop_token_ids", self.params.stop_token_ids),
+        ):
+            if ids and (min(ids) < 0 or max(ids) >= info.vocab_size):
+                worst = min(ids) if min(ids) < 0 else max(ids)
+                raise InvalidRequestError(
+                    f"{name}: token ids must be in [0, {info.vocab_size}), got {worst}", param=name
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probability (natural, fp32 log-softmax of the raw logits) of one token and of the `top` likeliest.
+
+    `top` holds (token id, logprob) with the likeliest first, the lowest id first among equals.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What one step added to one request.
+
+    logprobs, where asked for, has one entry per token id. prompt_logprobs comes once, with the first output, one entry
+    per prompt token, None for the first. After an output with a finish_reason nothing more comes for that request.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a running engine tells its clients about itself."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+    attention_backend: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_queued_reqs: int
+    fingerprint: str
+
+
+def context_length_error(num_prompt: int, max_tokens: int | None, limit: int) -> InvalidRequestError:
+    """Return the error for a request that does not fit a context of `limit` tokens."""
+    if max_tokens is None:
+        message = f"prompt has {num_prompt} tokens; this model's context of {limit} tokens leaves room for {limit - 1}"
+        return InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+    message = (
+        f"max_tokens is {max_tokens} and prompt has {num_prompt} tokens, together {num_prompt + max_tokens}; "
+        f"this model's context is {limit} tokens"
+    )
+    return InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
+
+
+def _check_range(
+    name: str,
+    value: float,
+    low: float | None,
+    high: float | None,
+    *,
+    open_low: bool = False,
+    param: str | None = None,
+) -> None:
+    """Raise InvalidRequestError unless low <= value <= high (low < value with open_low) and value is finite."""
+    too_low = low is not None and (value <= low if open_low else value < low)
+    not_finite = isinstance(value, float) and not math.isfinite(value)
+    if not_finite or too_low or (high is not None and value > high):
+        rule = f"at least {low}" if high is None else f"in {'(' if open_low else '['}{low}, {high}]"
+        raise InvalidRequestError(f"{name} must be {rule}, got {value}", param=param or name)
+
+
+def _check_length(name: str, length: int, limit: int) -> None:
+    if length > limit:
+        raise InvalidRequestError(f"{name} may have at most {limit} entries, got {length}", param=name)

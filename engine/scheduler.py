@@ -1,0 +1,296 @@
+"""Which sequence computes how many tokens in the next step: one rule, no phases.
+
+Every sequence has tokens known and tokens computed; a step lets the second catch up with the first within a budget of
+tokens. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay are all that one rule.
+Torch-free and synchronous: Engine calls `schedule`, computes, and answers with `update` or `abandon`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from engine.block_pool import BlockPool
+from engine.errors import InvalidConfigurationError
+from engine.request import FinishReason, Request
+from engine.sequence import Sequence, SequenceStatus
+
+_in_order_of_service = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """The next num_tokens uncomputed tokens of a sequence; all of them have blocks."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the newest known token is among these, so that its logits give the next; valid until `update`."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """What one step computes, each sequence at most once.
+
+    A sequence may read blocks that another one fills in the same step: each layer stores the keys and values of the
+    whole step before any of them is attended to.
+    """
+
+    items: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are computed."""
+        return sum(item.num_tokens for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step gave to a sequence that was to sample: a token, or the end by ERROR and None.
+
+    finish_reason is set if nothing more comes; stop_token_id is the token that stopped it, if one did.
+    """
+
+    sequence: Sequence
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class Scheduler:
+    """Sequences waiting and running, both in order of service: lower priority value, then earlier arrival.
+
+    - Running sequences go first, in order, each as far as the budget allows; what is left admits waiting ones, in
+      order, while there are seats. The first that cannot be admitted holds back the rest: nobody is overtaken.
+    - Admission takes the blocks of all tokens known at once, so that only growth by sampled tokens can lack one.
+    - A running sequence that lacks a block preempts the last in order, itself if need be, and nobody is admitted in
+      that step. The preempted one gives up its blocks and waits, in its old place, to be computed again; the last in
+      order is never one that this step has already scheduled.
+    - Priority decides the order of admission, of the budget and of preemption: a long prompt of higher priority can
+      take whole steps from sequences that decode. A waiting sequence takes no seat or block away from a running one,
+      whatever their priorities.
+    - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
+      progress and every sequence ends, with exactly one FinishReason.
+
+    Blocks are registered for sharing by the step that will fill them, so equal prompts admitted together are computed
+    once; `abandon` takes that back when the step failed.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        if pool.num_blocks * pool.block_size < max_model_len:
+            raise InvalidConfigurationError(
+                f"num_blocks * block_size must be at least max_model_len ({max_model_len}), "
+                f"got {pool.num_blocks} * {pool.block_size} = {pool.num_blocks * pool.block_size}"
+            )
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._waiting: list[Sequence] = []  # both sorted by order of service
+        self._running: list[Sequence] = []
+        self._live: dict[str, Sequence] = {}
+        self._num_arrivals = 0
+        self._new_blocks: list[int] = []  # registered by the latest step, which has yet to fill them
+        self.num_preemptions = 0
+        self.num_prefix_queried_tokens = 0
+        self.num_prefix_hit_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        """How many sequences hold a seat."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences wait for their first or next seat."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would return a batch with something in it."""
+        return bool(self._live)
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request that has passed Request.check and whose id no live request has."""
+        assert request.request_id not in self._live, f"request id {request.request_id} is in use"
+        assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
+        sequence = Sequence(request, self._num_arrivals, list(request.prompt_token_ids))
+        self._num_arrivals += 1
+        self._live[request.request_id] = sequence
+        insort(self._waiting, sequence, key=_in_order_of_service)
+        return sequence
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a request and free its blocks at once; None if no such request lives. Allowed while a step runs."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, FinishReason.ABORT)
+        return sequence
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose what the next step computes and give it blocks; empty only if there is no work.
+
+        To be followed by `update`, or `abandon`, before the next call.
+        """
+        self._new_blocks.clear()
+        items: list[ScheduledSequence] = []
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(items, self._max_num_batched_tokens)
+        if self.num_preemptions == num_preemptions:
+            self._admit(items, budget)
+        return ScheduledBatch(tuple(items))
+
+    def update(self, batch: ScheduledBatch, token_ids: Iterable[int | None]) -> list[Progress]:
+        """Take in what a step computed: one token for each item of the batch that samples, in their order.
+
+        None stands for a row whose logits were unusable: that sequence fails, and nobody new shares its blocks.
+        Items whose sequence was aborted while the step ran are passed over.
+        """
+        sampling = [item.sequence for item in batch.items if item.samples]
+        for item in batch.items:
+            item.sequence.num_computed += item.num_tokens
+        return [
+            self._take_in(sequence, token_id)
+            for sequence, token_id in zip(sampling, token_ids, strict=True)
+            if sequence.status is SequenceStatus.RUNNING
+        ]
+
+    def abandon(self, batch: ScheduledBatch) -> list[Sequence]:
+        """Take back a step that raised: fail every sequence in it and return those, as it may have stored anything.
+
+        The blocks it was to fill are forgotten; what earlier steps stored stays valid and shared.
+        """
+        self._pool.forget(self._new_blocks)
+        failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
+        for sequence in failed:
+            self._end(sequence, FinishReason.ERROR)
+        return failed
+
+    def check_invariants(self) -> None:
+        """Assert everything this class and its pool promise. O(blocks + tokens)."""
+        self._pool.check_invariants([sequence.block_ids for sequence in self._running])
+        everyone = [*self._running, *self._waiting]
+        assert len(everyone) == len(self._live)
+        assert all(self._live[sequence.request.request_id] is sequence for sequence in everyone)
+        assert len(self._running) <= self._max_num_seqs
+        for queue, status in ((self._running, SequenceStatus.RUNNING), (self._waiting, SequenceStatus.WAITING)):
+            assert queue == sorted(queue, key=_in_order_of_service)
+            assert all(sequence.status is status for sequence in queue)
+        for sequence in everyone:
+            assert sequence.finish_reason is None
+            assert 0 <= sequence.num_computed < len(sequence.token_ids) < self._max_model_len
+            assert tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == sequence.request.prompt_token_ids
+        for sequence in self._waiting:
+            assert sequence.num_computed == 0
+            assert not sequence.block_ids
+        for sequence in self._running:
+            assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
+            assert len(sequence.block_ids) <= self._num_blocks_of(sequence)
+
+    def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Schedule the running sequences and return the budget left."""
+        for sequence in self._running:  # preemption may shorten the list meanwhile, at its end only
+            if budget == 0 or not self._grow(sequence):
+                break
+            budget -= self._schedule_tokens(sequence, items, budget)
+        return budget
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give a running sequence blocks for all its tokens, preempting as needed; False if it preempted itself."""
+        while len(sequence.block_ids) * self._pool.block_size < len(sequence.token_ids):
+            new = self._pool.allocate(1)
+            if new is None:
+                last = self._running.pop()
+                self._preempt(last)
+                if last is sequence:
+                    return False
+            else:
+                sequence.block_ids += new
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids.clear()
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        insort(self._waiting, sequence, key=_in_order_of_service)
+        self.num_preemptions += 1
+
+    def _admit(self, items: list[ScheduledSequence], budget: int) -> None:
+        while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
+            sequence = self._waiting[0]
+            wants_match = self._wants_match(sequence)
+            matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if wants_match else []
+            block_ids = self._pool.allocate(self._num_blocks_of(sequence) - len(matched), matched)
+            if block_ids is None:
+                break
+            del self._waiting[0]
+            insort(self._running, sequence, key=_in_order_of_service)
+            sequence.status = SequenceStatus.RUNNING
+            sequence.block_ids = block_ids
+            sequence.num_computed = len(matched) * self._pool.block_size
+            if wants_match and sequence.num_preemptions == 0:
+                sequence.num_cached_tokens = sequence.num_computed
+                self.num_prefix_queried_tokens += sequence.num_prompt_tokens
+                self.num_prefix_hit_tokens += sequence.num_cached_tokens
+            budget -= self._schedule_tokens(sequence, items, budget)
+
+    def _wants_match(self, sequence: Sequence) -> bool:
+        """Whether prefix hits are of use: not as long as the logits of the prompt's own tokens are still wanted."""
+        wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
+        return self._pool.enable_prefix_caching and not wants_prompt_logits
+
+    def _schedule_tokens(self, sequence: Sequence, items: list[ScheduledSequence], budget: int) -> int:
+        """Schedule what the budget allows of a sequence that has its blocks; return how many tokens that is."""
+        num_tokens = min(sequence.num_uncomputed, budget)
+        items.append(ScheduledSequence(sequence, num_tokens))
+        block_size, num_before = self._pool.block_size, sequence.num_computed
+        for index in range(num_before // block_size, (num_before + num_tokens) // block_size):
+            if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
+                self._new_blocks.append(sequence.block_ids[index])
+        return num_tokens
+
+    def _take_in(self, sequence: Sequence, token_id: int | None) -> Progress:
+        """Append a sampled token and end the sequence if it was the last one; a stop counts before a limit."""
+        if token_id is None:
+            self._pool.forget(sequence.block_ids)
+            self._end(sequence, FinishReason.ERROR)
+            return Progress(sequence, None, FinishReason.ERROR)
+        sequence.token_ids.append(token_id)
+        params = sequence.request.params
+        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            self._end(sequence, FinishReason.STOP)
+            return Progress(sequence, token_id, FinishReason.STOP, token_id)
+        if sequence.num_generated >= params.max_tokens or len(sequence.token_ids) >= self._max_model_len:
+            self._end(sequence, FinishReason.LENGTH)
+            return Progress(sequence, token_id, FinishReason.LENGTH)
+        return Progress(sequence, token_id)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
+        queue.remove(sequence)
+        del self._live[sequence.request.request_id]
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids.clear()
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+
+    def _num_blocks_of(self, sequence: Sequence) -> int:
+        """How many blocks all known tokens of a sequence take."""
+        return -(-len(sequence.token_ids) // self._pool.block_size)

@@ -1,0 +1,129 @@
+"""Every error a client can get, in OpenAI's envelope: {"error": {message, type, param, code}}.
+
+`to_api_error` is the one place where an exception becomes a status and a code; `error_response` and `sse.py` only
+render what it returns. Knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import reprlib
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
+from weights.errors import TokenizerError
+
+UNAVAILABLE_RETRY_AFTER_S = 5  # about what an orchestrator needs to route elsewhere or a small model to load
+INTERNAL_ERROR = "internal_error"  # the code of an error nobody expected
+MAX_MESSAGE = 400  # characters; a value of megabytes is not sent back
+UNIONS = frozenset({"prompt", "stop"})  # after these fields of schemas.py pydantic names the member of the union
+
+_ROUTING_ERRORS = {404: ("not_found", "there is no route"), 405: ("method_not_allowed", "this route does not take")}
+
+# What pydantic says in Python's words.
+_JSON_RULES = {
+    "list_type": "input should be an array",
+    "dict_type": "input should be an object",
+    "model_type": "input should be an object",
+    "none_required": "input should be null",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` is the field at fault."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 1] + "…"
+        super().__init__(shown)
+        self.status = status
+        self.message = shown
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+    @property
+    def type(self) -> str:
+        """OpenAI's coarse class of this error."""
+        if self.status >= 500:
+            return "server_error"
+        return "rate_limit_error" if self.status == 429 else "invalid_request_error"
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """Return the envelope."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def unavailable(message: str, *, code: str) -> ApiError:
+    """Return a 503 that says when to try again."""
+    return ApiError(503, message, code=code, headers={"retry-after": str(UNAVAILABLE_RETRY_AFTER_S)})
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Return what a client is told about `error`; one that nobody expected is a 500."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            return ApiError(400, str(error), code=error.code, param=error.param)
+        case TokenizerError():
+            return ApiError(400, f"prompt: {error}", code="invalid_value", param="prompt")
+        case ValidationError():
+            return _invalid_body(error)
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after_s)})
+        case EngineDiedError():
+            return unavailable(f"the engine has died: {error}", code="engine_unavailable")
+    return ApiError(500, "the server failed to answer this request", code=INTERNAL_ERROR)
+
+
+def routing_error(error: HTTPException, method: str, path: str) -> ApiError:
+    """Return what a client is told when no route takes its request."""
+    code, rule = _ROUTING_ERRORS[error.status_code]
+    return ApiError(error.status_code, f"{rule} {method} {path}", code=code, headers=dict(error.headers or {}))
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """Render `error` as a response."""
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+def show(value: object) -> str:
+    """Return a value a user gave, as JSON would nearly write it, shortened."""
+    return _Shown().repr(value)
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist, self.maxdict, self.maxstring, self.maxlong, self.maxother = 4, 4, 60, 40, 60
+
+    def repr_bool(self, value: bool, _level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, _value: None, _level: int) -> str:  # noqa: N802 - reprlib finds it by the type's name
+        return "null"
+
+
+def _invalid_body(error: ValidationError) -> ApiError:
+    """Tell the first thing wrong with a request body."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    kind, value = first["type"], first["input"]
+    rule = _JSON_RULES.get(kind) or first["msg"][0].lower() + first["msg"][1:]
+    path = [part for part in first["loc"] if part != "[key]"]
+    if path and path[0] in UNIONS:
+        del path[1:2]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {rule.removeprefix('invalid JSON: ')}", code="invalid_json")
+    if not path:
+        return ApiError(400, f"the body: {rule}, got {show(value)}", code="invalid_type")
+    where = str(path[0])[:60] + "".join(f"[{p}]" if isinstance(p, int) else f".{str(p)[:60]}" for p in path[1:])
+    if kind == "missing":
+        return ApiError(400, f"{where} is required", code="missing_required_parameter", param=where)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"unknown field {where}, got {show(value)}", code="unknown_parameter", param=where)
+    code = "invalid_type" if kind.endswith("_type") or kind == "none_required" else "invalid_value"
+    return ApiError(400, f"{where}: {rule}, got {show(value)}", code=code, param=str(path[0]))

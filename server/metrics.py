@@ -1,0 +1,106 @@
+"""What /metrics shows: the engine's own counters as of its latest step, and what only the server can see.
+
+Names have vLLM's stems, so that its dashboards need only another prefix. One registry per app: nothing is global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.client import EngineClient
+
+TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """The metrics of one app, each labelled with the model's name."""
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model_name))
+        ProcessCollector(registry=self._registry)
+        label = ("model_name",)
+        self.time_to_first_token = Histogram(
+            "gptserve_time_to_first_token_seconds",
+            "From the request to its first token",
+            label,
+            registry=self._registry,
+            buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
+        ).labels(model_name)
+        self.inter_token_latency = Histogram(
+            "gptserve_inter_token_latency_seconds",
+            "From one token of a choice to its next",
+            label,
+            registry=self._registry,
+            buckets=INTER_TOKEN_BUCKETS,
+        ).labels(model_name)
+        self.request_latency = Histogram(
+            "gptserve_e2e_request_latency_seconds",
+            "From the request to the end of its answer",
+            label,
+            registry=self._registry,
+            buckets=REQUEST_BUCKETS,
+        ).labels(model_name)
+        self._model_name = model_name
+        self._finished = Counter(
+            "gptserve_request_success",
+            "Choices that ended, by reason",
+            (*label, "finished_reason"),
+            registry=self._registry,
+        )
+        self._rejections = Counter(
+            "gptserve_admission_rejections",
+            "Completions refused with status 429 or 503, by error code",
+            (*label, "code"),
+            registry=self._registry,
+        )
+
+    def count_finished(self, reason: str, number: int) -> None:
+        """Count choices that ended by `reason`."""
+        self._finished.labels(self._model_name, reason).inc(number)
+
+    def count_rejection(self, code: str) -> None:
+        """Count a completion that was not let in."""
+        self._rejections.labels(self._model_name, code).inc()
+
+    def render(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # registering must not ask an engine that has not started
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._engine.stats
+        num_blocks = self._engine.info.num_blocks if self._engine.is_alive else 0
+        usage = stats.num_used_blocks / num_blocks if num_blocks else 0.0
+        yield self._gauge("num_requests_running", "Requests being computed", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all", usage)
+        yield self._counter("prompt_tokens", "Prompt tokens taken in", stats.num_prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated", stats.num_generated_tokens)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up", stats.num_prefix_queried_tokens)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache", stats.num_prefix_hit_tokens)
+        yield self._counter("num_preemptions", "Sequences that lost their blocks", stats.num_preemptions)
+
+    def _gauge(self, stem: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"gptserve_{stem}", text, labels=("model_name",))
+        family.add_metric((self._model_name,), value)
+        return family
+
+    def _counter(self, stem: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"gptserve_{stem}", text, labels=("model_name",))
+        family.add_metric((self._model_name,), value)
+        return family

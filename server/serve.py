@@ -1,0 +1,206 @@
+"""The life of a serving process: bind, load, serve, drain, end.
+
+It joins the engine's client, the app and uvicorn, and decides when the process ends and with which status. It knows
+nothing of routes or of the engine's work. `cli` calls `serve`; the web framework is imported while the engine loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from engine.process_client import ProcessClient
+from engine.thread_client import ThreadClient
+from server.lifecycle import Lifecycle
+from server.logs import load_logging_engine
+from server.settings import ServerSettings
+from weights.source import model_name, resolve_model
+
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 1  # not 0, or whoever is to restart us would not
+LAST_EVENTS_LIMIT_S = 5  # for clients to take what is left for them once nothing more is computed
+HUNG_UP_LIMIT_S = 5  # for what runs on although its client is gone; nothing is known to
+
+logger = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The server cannot start; the message is the cause in one sentence."""
+
+
+def serve(settings: ServerSettings) -> int:
+    """Serve until a signal or the engine's death; return the exit status.
+
+    Raises StartError, WeightsError or EngineError when the server cannot start.
+    """
+    # The first process of a container ignores SIGTERM unless it handles it; so a download can be ended, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with _bind(settings.host, settings.port) as listener:
+        folder = resolve_model(settings.model, settings.revision)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(ServingProcess(settings, folder, listener).run())
+
+
+class ServingProcess:
+    """One server from its loading to its end. The first SIGINT or SIGTERM drains it, the second ends it at once."""
+
+    def __init__(self, settings: ServerSettings, folder: Path, listener: socket.socket) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._listener = listener
+        self._told_to_stop = asyncio.Event()
+        self._told_twice = asyncio.Event()
+        config = replace(settings.engine, model_dir=folder)
+        factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
+        self._engine = ThreadClient(factory) if settings.in_process else ProcessClient(factory)
+
+    async def run(self) -> int:
+        """Load, then serve; return the exit status. Whatever happens, no engine is left behind."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._receive_signal)
+        try:
+            loading = asyncio.create_task(self._load())
+            await _first(self._told_to_stop.wait(), loading)
+            if not loading.done():
+                loading.cancel()
+                return EXIT_OK
+            return await self._serve(loading.result())
+        finally:
+            await self._engine.close()
+
+    async def _load(self) -> HttpServer:
+        server, _ = await asyncio.gather(asyncio.to_thread(self._build_server), self._engine.start())
+        return server
+
+    def _receive_signal(self) -> None:
+        (self._told_twice if self._told_to_stop.is_set() else self._told_to_stop).set()
+
+    def _build_server(self) -> HttpServer:
+        """Import the web framework and open the tokenizer, in a thread: it takes as long as loading a small model."""
+        from server.app import AppOptions, create_app
+        from server.protocol import BoundedHttpProtocol
+        from weights.tokenizer import Tokenizer
+
+        settings = self._settings
+        options = AppOptions(
+            model_name=settings.served_model_name or model_name(settings.model),
+            api_keys=settings.api_keys,
+            max_body_bytes=settings.max_body_bytes,
+            keep_alive_s=settings.sse_keep_alive_interval_s,
+        )
+        app = create_app(self._engine, Tokenizer.of_model(self._folder), options)
+        config = uvicorn.Config(
+            app,
+            http=BoundedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+        )
+        try:
+            config.load()
+        except OSError as error:
+            raise StartError(f"ssl-keyfile and ssl-certfile cannot be used: {error.strerror}") from error
+        return HttpServer(config, options.model_name, app.state.lifecycle)
+
+    async def _serve(self, server: HttpServer) -> int:
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        await _first(self._told_to_stop.wait(), self._engine.wait_until_dead(), serving)
+        if self._told_to_stop.is_set():
+            await self._drain(server.lifecycle)
+        status = EXIT_OK
+        if not self._engine.is_alive:
+            status = EXIT_ENGINE_DIED
+            logger.critical("ending: %s", await self._engine.wait_until_dead())
+        await self._engine.close()  # what still streams ends with an error event
+        server.should_exit = True
+        await _first(serving, self._told_twice.wait(), asyncio.sleep(LAST_EVENTS_LIMIT_S))
+        if not serving.done():
+            why = "told to stop again" if self._told_twice.is_set() else f"{LAST_EVENTS_LIMIT_S} s have passed"
+            server.hang_up(why)
+        await serving
+        return status
+
+    async def _drain(self, lifecycle: Lifecycle) -> None:
+        """Refuse what is new and wait for what runs, up to the time limit."""
+        lifecycle.drain()
+        limit_s = self._settings.shutdown_timeout_s
+        logger.info("stopping: %d completions may finish within %g s", lifecycle.num_active, limit_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await _first(lifecycle.wait_idle(), self._told_twice.wait(), self._engine.wait_until_dead())
+        if lifecycle.num_active:
+            logger.warning("%d completions are cut off", lifecycle.num_active)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a socket that is bound already, with the signals left to ServingProcess."""
+
+    def __init__(self, config: uvicorn.Config, model_name: str, lifecycle: Lifecycle) -> None:
+        super().__init__(config)
+        self._model_name = model_name
+        self.lifecycle = lifecycle
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+    def hang_up(self, why: str) -> None:
+        """Drop every connection; each request then ends as one whose client has gone, and uvicorn with the last."""
+        connections = list(self.server_state.connections)
+        logger.warning("hanging up on %d clients: %s", len(connections), why)
+        for connection in connections:
+            connection.transport.abort()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say where."""
+        await super().startup(sockets)
+        assert sockets is not None
+        host, port = sockets[0].getsockname()[:2]
+        scheme = "https" if self.config.is_ssl else "http"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        body = '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}'
+        logger.info("%s ready on %s  (try: curl -N %s/v1/completions --json '%s')", self._model_name, url, url, body)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the address, so that a taken one is known before the model is loaded; whoever connects is refused yet."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+async def _first(*awaitables: Awaitable[object]) -> None:
+    """Return when one of these is done; of the others, cancel the coroutines and leave the futures be."""
+    futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future, awaitable in zip(futures, awaitables, strict=True):
+            if future is not awaitable:
+                future.cancel()

@@ -1,0 +1,91 @@
+"""What every route works with: the engine, the tokenizer, the options, the metrics. Made by `create_app`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.client import EngineClient, TokenStream
+from engine.errors import EngineError
+from engine.request import Request
+from server.errors import ApiError, show, to_api_error, unavailable
+from server.lifecycle import Lifecycle
+from server.metrics import Metrics
+
+
+class Tokenizer(Protocol):
+    """What the server asks of weights.tokenizer.Tokenizer."""
+
+    @property
+    def max_token_bytes(self) -> int:
+        """The most bytes a token stands for."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppOptions:
+    """How the API is to behave. Without api_keys anyone may ask; max_choices bounds prompts times n."""
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 2 * 2**20
+    body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
+    keep_alive_s: float = 15.0
+    max_choices: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Everything a route needs, in one hand."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    options: AppOptions
+    lifecycle: Lifecycle
+    metrics: Metrics
+
+    def admit(self) -> None:
+        """Raise ApiError unless a completion may start now."""
+        with self._counting_rejections():
+            self.check_ready()
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Queue the requests. Raises ApiError or EngineError."""
+        with self._counting_rejections():
+            self.check_ready()
+            return self.engine.submit(requests)
+
+    def check_ready(self) -> None:
+        """Raise ApiError unless a completion may start now."""
+        self.check_alive()
+        if self.lifecycle.is_draining:
+            raise unavailable("the server is shutting down", code="draining")
+
+    def check_alive(self) -> None:
+        """Raise ApiError unless the engine can answer."""
+        if not self.engine.is_alive:
+            raise unavailable("no engine is running: it is loading or has died", code="engine_unavailable")
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError unless `name` is the model served."""
+        served = self.options.model_name
+        if name != served:
+            message = f"model {show(name)} does not exist; this server has {served!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    @contextmanager
+    def _counting_rejections(self) -> Iterator[None]:
+        try:
+            yield
+        except (ApiError, EngineError) as error:
+            api_error = to_api_error(error)
+            if api_error.status in (429, 503):
+                self.metrics.count_rejection(api_error.code)
+            raise

@@ -1,0 +1,288 @@
+"""Everything `gptserve serve` can be told, from the command line, the environment and a file.
+
+The fields of ServerSettings and EngineConfig are the one table of options: each is a flag (--max-num-seqs), a variable
+(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Nothing unknown is
+passed over. The only file that knows variables; it imports neither torch nor the web framework. `cli` calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from engine.config import EngineConfig
+from engine.errors import InvalidConfigurationError
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_VARIABLE_PREFIX = "GPTSERVE_"
+_REDACTED = "***"
+_ENGINE_HELP = {
+    "device": "where to compute",
+    "dtype": "of weights, activations and KV cache",
+    "attention_backend": "which attention kernel to use",
+    "block_size": "tokens in a block of the KV cache",
+    "num_blocks": "blocks of the KV cache, instead of as many as fit",
+    "kv_cache_bytes": "size of the KV cache, such as 2GiB, instead of as much as fits",
+    "gpu_memory_utilization": "share of the GPU's memory to use, weights included",
+    "max_model_len": "longest sequence in tokens, prompt and completion together, instead of the model's own",
+    "max_num_seqs": "sequences computed at once",
+    "max_num_batched_tokens": "tokens computed in one step",
+    "max_num_queued_reqs": "requests that may wait; more get status 429",
+    "enable_prefix_caching": "keep the KV cache of prompts for prompts that begin alike",
+    "num_threads": "CPU threads of the engine, instead of one a core",
+}
+
+
+class SettingsError(Exception):
+    """A setting is unknown or its value breaks a rule; the message says which, where it stands and what was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The effective configuration. engine.model_dir is the model as named; `serve.py` puts the folder in its place.
+
+    A field with a default is an option and its annotation the help text; one kept out of repr is a secret; a tuple is
+    a flag in the singular that may be repeated. `sources` says where each value that is no default came from, by
+    option name.
+    """
+
+    engine: EngineConfig
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    model: Annotated[str | None, "folder or hub id of the model (default: the embedded storyteller)"] = None
+    revision: Annotated[str | None, "branch, tag or commit of a hub model"] = None
+    served_model_name: Annotated[str | None, "name of the model in the API, instead of its own"] = None
+    host: Annotated[str, "address to listen on; 0.0.0.0 is every one"] = "127.0.0.1"
+    port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
+    api_keys: Annotated[tuple[str, ...], "key that requests must bear; may be repeated"] = field(default=(), repr=False)
+    ssl_keyfile: Annotated[Path | None, "private key for TLS, PEM"] = None
+    ssl_certfile: Annotated[Path | None, "certificate chain for TLS, PEM"] = None
+    max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20
+    sse_keep_alive_interval_s: Annotated[float, "seconds of silence after which a stream gets a comment"] = 15.0
+    shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
+    log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
+    log_level: Annotated[LogLevel, "least severity to log"] = "info"
+    in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
+    config: Annotated[Path | None, "TOML file with the other settings"] = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"port must be in [0, 65535], got {self.port}")
+        if self.max_body_bytes < 1:
+            raise SettingsError(f"max-body-bytes must be at least 1, got {self.max_body_bytes}")
+        if not (math.isfinite(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0):
+            raise SettingsError(f"shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
+        if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
+            raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
+        if not all(self.api_keys):
+            raise SettingsError("api-key must not be empty")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
+        for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
+            if path is not None and not path.is_file():
+                raise SettingsError(f"{name} must be a file, got {path}")
+
+    def describe(self) -> str:
+        """Return every option with its value on one line, what was set first, secrets redacted."""
+        shown = {option.name: option.show(self) for option in server_options()}
+        chosen = ", ".join(f"{shown.pop(name)} ({source})" for name, source in self.sources.items())
+        return "; ".join(filter(None, (chosen, "defaults: " + " ".join(shown.values()))))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting. `name` is its key in a file and, after two dashes, its flag; `field` is where its value goes.
+
+    `convert` makes the value of a text or raises ValueError; `rule` says what it accepts.
+    """
+
+    name: str
+    field: str
+    of_engine: bool
+    default: object
+    help: str
+    secret: bool
+    rule: str
+    convert: Callable[[str], object]
+    choices: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return _VARIABLE_PREFIX + self.name.upper().replace("-", "_")
+
+    def parse(self, value: object, source: str) -> object:
+        """Return `value`, a text or what argparse or TOML made of one, as the field's type. Raises SettingsError."""
+        try:
+            return self.convert(_as_text(value))
+        except ValueError:
+            given = _REDACTED if self.secret else repr(value)
+            raise SettingsError(f"{source} must be {self.rule}, got {given}") from None
+
+    def show(self, settings: ServerSettings) -> str:
+        """Return name=value as it is in `settings`; a dash for none."""
+        value = getattr(settings.engine if self.of_engine else settings, self.field)
+        if value is None or value == ():
+            return f"{self.name}=-"
+        return f"{self.name}={_REDACTED if self.secret else _as_text(value)}"
+
+
+def server_options() -> tuple[Option, ...]:
+    """Return every option there is, the server's before the engine's."""
+    hints = get_type_hints(ServerSettings, include_extras=True)
+    notes = {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return (*_options_of(ServerSettings, notes), *_options_of(EngineConfig, _ENGINE_HELP, of_engine=True))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of every option; one that is not given leaves nothing behind in the namespace."""
+    for option in server_options():
+        no_default = option.default is None or option.default == ()
+        text = option.help if no_default else f"{option.help} (default: {_as_text(option.default)})"
+        keywords: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if isinstance(option.default, bool):
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            keywords["action"] = "append" if isinstance(option.default, tuple) else "store"
+            keywords["metavar"] = "|".join(option.choices) or option.name.split("-")[-1].upper()
+        parser.add_argument(f"--{option.name}", **keywords)
+
+
+def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -> ServerSettings:
+    """Return the settings: flag (by option name, as `add_flags` leaves them), else variable, else file, else default.
+
+    Raises SettingsError.
+    """
+    options = {option.name: option for option in server_options()}
+    given = _from_environment(options, environment) | {name: (value, f"--{name}") for name, value in flags.items()}
+    if "config" in given:
+        given = _from_file(options, Path(str(given["config"][0]))) | given
+    values = {name: options[name].parse(value, source) for name, (value, source) in given.items()}
+    sources = {name: given[name][1] for name, value in values.items() if value != options[name].default}
+    of_server = {options[name].field: value for name, value in values.items() if not options[name].of_engine}
+    of_engine = {options[name].field: value for name, value in values.items() if options[name].of_engine}
+    try:
+        engine = EngineConfig(model_dir=Path(str(values.get("model", ""))), **of_engine)  # type: ignore[arg-type]
+    except InvalidConfigurationError as error:
+        raise SettingsError(str(error)) from None
+    return ServerSettings(engine=engine, sources=sources, **of_server)  # type: ignore[arg-type]
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text such as 512MiB, 2GiB, 1.5GB or 4096 means. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip())
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is no size")
+    unit: int = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
+    return round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" with the nearest known name, or nothing where none is near."""
+    bare = {other.removeprefix(_VARIABLE_PREFIX): other for other in known}
+    nearest = difflib.get_close_matches(name.removeprefix(_VARIABLE_PREFIX), bare, n=1)
+    return f"; did you mean {bare[nearest[0]]}?" if nearest else ""
+
+
+def client_api_key(environment: Mapping[str, str]) -> str | None:
+    """Return the key that a client on this machine bears: the first in the variable that also arms the server."""
+    return environment.get(f"{_VARIABLE_PREFIX}API_KEY", "").split(",")[0].strip() or None
+
+
+def _from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    """Return value and source by option name."""
+    if f"{_VARIABLE_PREFIX}SERVICE_HOST" in environment:
+        raise SettingsError(
+            "a Kubernetes service named gptserve puts its own GPTSERVE_… variables into this pod, where they would be "
+            "read as settings; set enableServiceLinks: false in the pod's spec or rename the service"
+        )
+    names = {option.variable: option.name for option in options.values()}
+    given: dict[str, tuple[object, str]] = {}
+    for variable, value in environment.items():
+        if not variable.startswith(_VARIABLE_PREFIX):
+            continue
+        if variable not in names:
+            raise SettingsError(f"unknown variable {variable}{suggestion(variable, names)}")
+        given[names[variable]] = (value, variable)
+    return given
+
+
+def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[object, str]]:
+    """Return value and source by option name; a key may be written with dashes or underscores."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"config must be a file that can be read, got {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"config must be a TOML file, got {path}: {error}") from None
+    known = [name for name in options if name != "config"]
+    given: dict[str, tuple[object, str]] = {}
+    for key, value in content.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            raise SettingsError(f"unknown key {key} in {path}{suggestion(name, known)}")
+        if name in given or isinstance(value, dict):
+            raise SettingsError(f"{key} in {path} must be one plain value, got {'two' if name in given else 'a table'}")
+        given[name] = (value, f"{key} in {path}")
+    return given
+
+
+def _options_of(cls: type, notes: Mapping[str, str], *, of_engine: bool = False) -> list[Option]:
+    """Return an option for each field of `cls` with a default; its flag is its name without the unit of seconds."""
+    hints = get_type_hints(cls, include_extras=True)
+    options = []
+    for f in fields(cls):
+        if f.default is MISSING:
+            continue
+        name = f.name.removesuffix("_s").replace("_", "-")
+        if isinstance(f.default, tuple):
+            name = name.removesuffix("s")
+        rule, convert, choices = _format_of(f.name, hints[f.name])
+        options.append(Option(name, f.name, of_engine, f.default, notes[f.name], not f.repr, rule, convert, choices))
+    return options
+
+
+def _format_of(name: str, hint: Any) -> tuple[str, Callable[[str], object], tuple[str, ...]]:
+    """Return rule, converter and choices of a field of this name and type."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return f"one of {', '.join(choices)}", lambda text: choices[choices.index(text)], choices
+    if get_origin(hint) is tuple:
+        return "text or a list of texts", lambda text: tuple(part.strip() for part in text.split(",")), ()
+    if name.endswith("_bytes"):
+        return "a number of bytes such as 4096, 512MiB or 2GiB", parse_size, ()
+    formats: dict[object, tuple[str, Callable[[str], object], tuple[str, ...]]] = {
+        str: ("text", str, ()),
+        int: ("a whole number", int, ()),
+        float: ("a number", float, ()),
+        bool: ("true or false", _parse_bool, ()),
+        Path: ("a path", Path, ()),
+    }
+    return formats[next(t for t in get_args(hint) or (hint,) if t is not type(None))]
+
+
+def _parse_bool(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return words[text.lower()]
+
+
+def _as_text(value: object) -> str:
+    """Return `value` as it would be written in a variable."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return str(value)

@@ -1,0 +1,103 @@
+"""Server-sent events for one completion stream, and the connection they go out on.
+
+A chunk is a part rendered once per stream plus the JSON of its text: serialising a model per token would cost more than
+all the rest. JSON is kept to ASCII, for clients that split lines at every Unicode line separator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from starlette.types import Receive, Send
+
+from server.output import Delta
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
+)
+DONE = "data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class EventEncoder:
+    """Renders the events of one stream. `head` is what all its chunks share; ids count from 1."""
+
+    def __init__(self, head: Mapping[str, object], *, include_usage: bool) -> None:
+        self._encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+        self._head = self._encode(head)[:-1] + ',"choices":['
+        self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._plain_end = ',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._no_usage
+        self._last_id = 0
+
+    def chunk(self, index: int, delta: Delta, usage: Mapping[str, object] | None = None) -> str:
+        """Return the event for what was added to choice `index`."""
+        self._last_id += 1
+        start = f"id: {self._last_id}\ndata: {self._head}"
+        if delta.logprobs is None and delta.finish_reason is None and usage is None:
+            return f'{start}{{"index":{index},"text":{self._encode(delta.text)}{self._plain_end}'
+        return f"{start}{self._encode(delta.to_json(index))}]{self._usage(usage)}"
+
+    def usage_chunk(self, usage: Mapping[str, object]) -> str:
+        """Return the event that closes a stream with include_usage."""
+        self._last_id += 1
+        return f"id: {self._last_id}\ndata: {self._head}]" + self._usage(usage)
+
+    def error(self, body: Mapping[str, object]) -> str:
+        """Return the event that ends a stream that failed; it has no id, for it is no part of the completion."""
+        return f"data: {self._encode(body)}\n\n"
+
+    def _usage(self, usage: Mapping[str, object] | None) -> str:
+        return self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
+
+
+class Connection:
+    """A client that waits for its answer: calls `on_gone` when it hangs up, comments on a stream that is silent.
+
+    An async context: within it the connection is watched, after it the response can be ended.
+    """
+
+    def __init__(
+        self, receive: Receive, send: Send, on_gone: Callable[[], None], *, keep_alive_s: float | None = None
+    ) -> None:
+        self.is_gone = False
+        self._receive = receive
+        self._send = send
+        self._on_gone = on_gone
+        self._keep_alive_s = keep_alive_s
+        self._clock = asyncio.get_running_loop().time
+        self._last_write = self._clock()
+
+    async def __aenter__(self) -> Connection:
+        self._watch = asyncio.create_task(self._attend())
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        await asyncio.wait([self._watch])
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of the body; waits while the client reads too slowly."""
+        self._last_write = self._clock()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _attend(self) -> None:
+        while True:
+            silent_at = None if self._keep_alive_s is None else self._last_write + self._keep_alive_s
+            try:
+                async with asyncio.timeout_at(silent_at):
+                    message = await self._receive()
+            except TimeoutError:
+                if self._clock() - self._last_write >= (self._keep_alive_s or 0):
+                    await self.write(KEEP_ALIVE)
+                continue
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                self._on_gone()
+                return

@@ -1,0 +1,52 @@
+"""Fixtures every test may use: tiny random GPT-2 checkpoints written by transformers, and the embedded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MakeGPT2 = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_gpt2(tmp_path_factory: pytest.TempPathFactory) -> MakeGPT2:
+    """Write a GPT-2 with random weights and the config fields given, once per set of fields; return its folder."""
+    made: dict[tuple[tuple[str, Any], ...], Path] = {}
+
+    def make(**fields: Any) -> Path:
+        key = tuple(sorted(fields.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("gpt2")
+            _write_gpt2(made[key], fields)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(make_gpt2: MakeGPT2) -> Path:
+    """The default tiny model: 2 layers of 4 heads, 96 tokens, a context of 128."""
+    return make_gpt2()
+
+
+@pytest.fixture(scope="session")
+def storyteller() -> Path:
+    return Path(__file__).parents[1] / "weights" / "storyteller"
+
+
+def _write_gpt2(folder: Path, fields: dict[str, Any]) -> None:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    defaults = {"vocab_size": 96, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    # A spread of 0.2 instead of 0.02 gives logits that differ clearly, so that equal ids mean something.
+    config = GPT2Config(**{**defaults, "eos_token_id": None, "bos_token_id": None, "initializer_range": 0.2, **fields})
+    model = GPT2LMHeadModel(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)

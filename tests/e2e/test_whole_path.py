@@ -1,0 +1,163 @@
+"""The real server with the real engine and the embedded model: what it costs, and what hang-ups leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from engine import LLM
+from engine.request import SamplingParams
+from tests.server.serving import Process
+
+RSS_LIMIT_BYTES = 150 * 10**6
+NUM_HANG_UPS = 200
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    """One server for all tests of this file."""
+    server = Process("--num-blocks", "512", "--max-num-queued-reqs", "512")
+    try:
+        yield server
+    finally:
+        server.popen.terminate()
+        assert server.wait()[0] == 0
+
+
+@pytest.fixture(scope="module")
+def client(process: Process) -> Iterator[httpx.Client]:
+    with process.wait_until_ready() as client:
+        yield client
+
+
+def gauges(client: httpx.Client) -> dict[str, float]:
+    """Return the metrics without labels, by name."""
+    lines = client.get("/metrics").text.splitlines()
+    return {
+        re.sub(r"\{.*\}", "", name): float(value) for name, value in (x.rsplit(" ", 1) for x in lines if x[0] != "#")
+    }
+
+
+def resources(process: Process) -> dict[str, int]:
+    counts = {}
+    for name, p in (("server", psutil.Process(process.popen.pid)), ("engine", process.engine())):
+        counts |= {f"{name} threads": p.num_threads(), f"{name} descriptors": p.num_fds()}
+    return counts
+
+
+def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = client.post("/v1/completions", json={"prompt": "Once upon a time", **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_http_gives_what_the_engine_gives(client: httpx.Client) -> None:
+    answer = complete(client, max_tokens=40, temperature=0.8, seed=3)
+    llm = LLM(num_threads=1, kv_cache_bytes=2**26, device="cpu")
+    (expected,) = llm.generate("Once upon a time", SamplingParams(max_tokens=40, temperature=0.8), seed=3)
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["system_fingerprint"] == llm.engine.info.fingerprint
+
+
+def test_a_stream_gives_the_same_text_in_parts(client: httpx.Client) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0.8, "seed": 3}
+    text = ""
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+    assert text == complete(client, **body)["choices"][0]["text"]
+    assert len(events) > 20
+
+
+def test_a_completion_can_be_repeated_by_the_seed_it_reports(client: httpx.Client) -> None:
+    first = complete(client, max_tokens=30, temperature=1.5)
+    again = complete(client, max_tokens=30, temperature=1.5, seed=first["seed"])
+    assert again["choices"] == first["choices"]
+    assert complete(client, max_tokens=30, temperature=1.5)["choices"] != first["choices"]
+
+
+def test_echoed_logprobs_of_a_text_equal_those_of_generating_it(client: httpx.Client) -> None:
+    made = complete(client, max_tokens=20, temperature=0, logprobs=1)["choices"][0]
+    text = "Once upon a time" + made["text"]
+    echoed = complete(client, prompt=text, max_tokens=1, temperature=0, logprobs=1, echo=True)["choices"][0]
+    assert echoed["text"].startswith(text)
+    assert echoed["logprobs"]["token_logprobs"][-21:-1] == made["logprobs"]["token_logprobs"]
+    assert echoed["logprobs"]["token_logprobs"][0] is None
+    for token, offset in zip(echoed["logprobs"]["tokens"], echoed["logprobs"]["text_offset"], strict=True):
+        assert echoed["text"][offset:].startswith(token) or not token.isascii() or token == "<|endoftext|>"
+
+
+def test_the_server_process_has_no_torch_and_is_small(client: httpx.Client, process: Process) -> None:
+    complete(client, max_tokens=5)
+    server = psutil.Process(process.popen.pid)
+    assert server.memory_info().rss < RSS_LIMIT_BYTES
+    assert not [m.path for m in server.memory_maps() if "torch" in m.path]
+    assert [m.path for m in process.engine().memory_maps() if "torch" in m.path]
+
+
+def test_200_clients_that_hang_up_leave_nothing_behind(client: httpx.Client, process: Process) -> None:
+    complete(client, max_tokens=5)
+    url = str(client.base_url)
+    before = resources(process)
+    asyncio.run(hang_up_many(url))
+    with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2, "stream": True}) as last:
+        assert last.read()
+    stats = gauges(client)
+    assert stats["gptserve_num_requests_running"] == 0
+    assert stats["gptserve_num_requests_waiting"] == 0
+    assert stats["gptserve_kv_cache_usage_perc"] == 0
+    assert resources(process) == before
+    aborted = re.search(
+        r'gptserve_request_success_total\{finished_reason="abort".*\} (\d+)', client.get("/metrics").text
+    )
+    assert aborted
+    assert int(aborted[1]) > NUM_HANG_UPS // 2
+
+
+async def hang_up_many(url: str) -> None:
+    """Start completions of every kind and leave each at a random moment: before, during or right after its events."""
+    rng = random.Random(0)
+
+    async def hang_up(n: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        prompt = "Once upon a time" * rng.randint(1, 20)
+        body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": n % 3 != 0, "n": 1 + n % 2}
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        )
+        sent = f"{head}\r\n\r\n".encode() + data
+        writer.write(sent if n % 10 else sent[: rng.randint(1, len(sent))])
+        if n % 10:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * rng.random()):
+                    for _ in range(rng.choice((0, 0, 1, 5, 20))):
+                        await reader.read(2000)
+        writer.transport.abort()
+
+    for start in range(0, NUM_HANG_UPS, 40):
+        await asyncio.gather(*(hang_up(n) for n in range(start, start + 40)))
+
+
+def test_the_openai_client_streams_cancels_and_gets_typed_errors(client: httpx.Client) -> None:
+    with openai.OpenAI(base_url=str(client.base_url.join("/v1")), api_key="none", max_retries=0) as api:
+        stream = api.completions.create(model="storyteller", prompt="Once", max_tokens=400, stream=True, seed=1)
+        next(iter(stream))
+        stream.close()
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.completions.create(model="storyteller", prompt="Once", max_tokens=10**9)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError):
+            api.completions.create(model="gpt-5", prompt="Once")

@@ -1,0 +1,99 @@
+"""What the tests of the engine's clients share: short requests, ways to read a stream, a gate, a count of resources."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.client import LoopClient, TokenStream
+from engine.request import Request, SamplingParams, TokenOutput
+from tests.engine import fake_step_engine as fake
+
+LIMIT_S = 60.0
+ENDLESS = 90_000
+MakeClient = Callable[..., LoopClient]
+
+
+class Gate:
+    """A FIFO at which the fake waits; each `open` lets it pass once."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = str(path)
+        self._fd = os.open(path, os.O_RDWR)
+
+    def open(self) -> None:
+        os.write(self._fd, b".")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, LIMIT_S))
+
+
+@asynccontextmanager
+async def started(client: LoopClient) -> AsyncIterator[LoopClient]:
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+def make_request(request_id: str, max_tokens: int = 5, first: int = 1, num_prompt: int = 3) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(request_id, (first,) * num_prompt, params, seed=len(request_id))
+
+
+def expected(request: Request) -> list[int]:
+    return [fake.token(request, i) for i in range(request.params.max_tokens)]
+
+
+async def collect(stream: TokenStream) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    async for outputs in stream:
+        assert outputs
+        for output in outputs:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
+
+
+async def first_output(stream: TokenStream) -> TokenOutput:
+    return (await anext(stream))[0]
+
+
+async def last_output(stream: TokenStream) -> TokenOutput:
+    return [output async for outputs in stream for output in outputs][-1]
+
+
+async def until_idle(client: LoopClient) -> None:
+    """Wait until the engine says that it holds nothing: it says so in answer to a request that follows all others."""
+    await collect(client.submit([make_request("probe", 1)]))
+    while client.stats.num_running:
+        await collect(client.submit([make_request("probe", 1)]))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Assert that the block leaves no process, thread or descriptor but the two that libraries keep for good."""
+    resource_tracker.ensure_running()  # multiprocessing's process that outlives all others, and its descriptor
+    before = _holdings()
+    yield
+    assert _holdings() == before
+
+
+def _holdings() -> tuple[set[int], set[int | None], int]:
+    process = psutil.Process()
+    children = {child.pid for child in process.children(recursive=True)} - {resource_tracker._resource_tracker._pid}
+    threads = {thread.native_id for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    return children, threads, process.num_fds()

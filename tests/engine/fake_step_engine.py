@@ -1,0 +1,122 @@
+"""A StepEngine without a model, for tests of the loop and its clients; a spawned child imports it by name.
+
+Token i of a request is (seed + i) % 90; a request whose prompt begins with one of the ids below makes it misbehave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import time
+from typing import Literal
+
+from engine.errors import InvalidRequestError
+from engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from engine.stats import EngineStats
+from weights.errors import InvalidConfigError
+
+REFUSE, FAIL, RAISE, WAIT, HANG, EXIT, KILL = range(90, 97)
+
+INFO = EngineInfo(
+    vocab_size=100,
+    max_model_len=100_000,
+    eos_token_ids=(),
+    device="none",
+    dtype="none",
+    attention_backend="none",
+    block_size=16,
+    num_blocks=100,
+    max_num_seqs=2_000,
+    max_num_queued_reqs=0,
+    fingerprint="fake",
+)
+
+
+class FakeStepEngine:
+    """gate is a FIFO: a step over WAIT, like a load that waits, reads one byte of it before it goes on."""
+
+    def __init__(self, info: EngineInfo, gate: str, step_s: float) -> None:
+        self.info = info
+        self._gate = gate
+        self._step_s = step_s
+        self._requests: dict[str, Request] = {}
+        self._num_done: dict[str, int] = {}
+        self._num_steps = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self._requests), num_steps=self._num_steps)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        if request.prompt_token_ids[0] == REFUSE:
+            raise InvalidRequestError("prompt begins with the refused id", param="prompt")
+        assert request.request_id not in self._requests
+        self._requests[request.request_id] = request
+        self._num_done[request.request_id] = 0
+
+    def abort(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._num_done.pop(request_id, None)
+
+    def step(self) -> list[TokenOutput]:
+        time.sleep(self._step_s)  # the time a model would take
+        self._num_steps += 1
+        return [self._advance(request) for request in list(self._requests.values())]
+
+    def _advance(self, request: Request) -> TokenOutput:
+        if self._misbehave(request.prompt_token_ids[0]):
+            self.abort(request.request_id)
+            return TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="told to fail")
+        num_done = self._num_done[request.request_id]
+        token_ids = (token(request, num_done),)
+        if num_done + 1 == request.params.max_tokens:
+            self.abort(request.request_id)
+            return TokenOutput(request.request_id, token_ids, finish_reason=FinishReason.LENGTH)
+        self._num_done[request.request_id] += 1
+        return TokenOutput(request.request_id, token_ids)
+
+    def _misbehave(self, what: int) -> bool:
+        if what == RAISE:
+            raise ValueError("told to raise\nand to say so in two lines")
+        if what == WAIT:
+            wait(self._gate)
+        if what == HANG:
+            os.write(1, b"hangs\n")
+            ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter locked, as a stuck extension would
+        if what == EXIT:
+            os._exit(7)
+        if what == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return what == FAIL
+
+
+def token(request: Request, index: int) -> int:
+    return (request.seed + index) % 90
+
+
+def wait(gate: str) -> None:
+    with open(gate, "rb") as fifo:
+        fifo.read(1)
+
+
+def load(
+    gate: str = "",
+    loading: Literal["succeeds", "waits", "refuses", "raises", "is killed"] = "succeeds",
+    step_s: float = 0.0005,
+    **info: int,
+) -> FakeStepEngine:
+    if loading == "waits":
+        wait(gate)
+    if loading == "refuses":
+        raise InvalidConfigError("config.json: n_layer must be at least 1, got 0")
+    if loading == "raises":
+        raise ZeroDivisionError("told to raise")
+    if loading == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return FakeStepEngine(dataclasses.replace(INFO, **info), gate, step_s)

@@ -1,0 +1,54 @@
+"""Builds engines and runs requests to their end, for tests of what an engine computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import Request, SamplingParams, TokenOutput
+
+Outputs = dict[str, list[TokenOutput]]
+
+
+def make_engine(folder: Path, **options: Any) -> Engine:
+    """Return an fp32 CPU engine with a small cache and one thread (a tiny model gains nothing by two)."""
+    return Engine(
+        EngineConfig(
+            **{
+                "model_dir": folder,
+                "dtype": "float32",
+                "device": "cpu",
+                "kv_cache_bytes": 2**24,
+                "num_threads": 1,
+                **options,
+            }
+        )
+    )
+
+
+def make_request(request_id: str, prompt: Sequence[int], *, seed: int = 0, **params: Any) -> Request:
+    return Request(request_id, tuple(prompt), SamplingParams(**{"ignore_eos": True, **params}), seed)
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> Outputs:
+    """Add all requests at once and compute them to their end."""
+    outputs: Outputs = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def token_ids(outputs: Sequence[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def ragged_prompts(num: int, longest: int, vocab_size: int = 96) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(num)]

@@ -1,0 +1,39 @@
+"""The engine's configuration checks itself at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import InvalidConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "mps"}, "device must be one of auto, cpu, cuda, got 'mps'"),
+        ({"dtype": "bf16"}, "dtype must be one of auto, float32, bfloat16, float16, got 'bf16'"),
+        ({"attention_backend": "flash"}, "attention_backend must be one of auto, reference, cpu, got 'flash'"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        ({"block_size": 2.5}, "block_size must be an integer of at least 1, got 2.5"),
+        ({"max_model_len": 1}, "max_model_len must be an integer of at least 2, got 1"),
+        ({"num_blocks": -1}, "num_blocks must be an integer of at least 1, got -1"),
+        ({"max_num_queued_reqs": -1}, "max_num_queued_reqs must be an integer of at least 0, got -1"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be in (0, 1], got 1.1"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 63},
+            "max_num_batched_tokens must be at least max_num_seqs (64), got 63",
+        ),
+    ],
+)
+def test_a_setting_that_breaks_a_rule_is_named_with_rule_and_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigurationError) as caught:
+        EngineConfig(model_dir=Path(), **options)
+    assert str(caught.value) == message
+
+
+def test_the_defaults_keep_the_rules() -> None:
+    assert EngineConfig(model_dir=Path()).block_size == 16

@@ -1,0 +1,295 @@
+"""The engine: what a request gets depends on that request alone, bit for bit, and every request ends once.
+
+Results are token ids with their logprobs as Python floats, so equality is bitwise equality of the logits' log-softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.engine
+from engine.engine import Engine
+from engine.errors import EngineStartError, InvalidRequestError
+from engine.model_runner import ModelRunner, StepResult
+from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+from engine.scheduler import ScheduledBatch
+from engine.stats import EngineStats
+from tests.conftest import MakeGPT2
+from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
+
+Result = tuple[list[int], list[TokenLogprobs]]
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 10, "presence_penalty": 0.5},
+]
+
+
+def result(outputs: list[TokenOutput]) -> Result:
+    return token_ids(outputs), [entry for output in outputs for entry in output.logprobs]
+
+
+def mixed_requests(num: int = 32, longest: int = 60, max_tokens: int = 24) -> list[Request]:
+    """Ragged prompts, greedy and sampled mixed, each with its own seed."""
+    return [
+        make_request(str(i), prompt, seed=i, max_tokens=max_tokens, logprobs=2, **KINDS[i % len(KINDS)])
+        for i, prompt in enumerate(ragged_prompts(num, longest))
+    ]
+
+
+def compute(folder: Path, requests: list[Request], **options: Any) -> dict[str, Result]:
+    return {i: result(outputs) for i, outputs in run(make_engine(folder, **options), requests).items()}
+
+
+@pytest.fixture(scope="module")
+def solo(tiny_gpt2: Path) -> dict[str, Result]:
+    """Each of the mixed requests run alone, one after the other, in an engine without a prefix cache."""
+    engine = make_engine(tiny_gpt2, enable_prefix_caching=False)
+    return {r.request_id: result(run(engine, [r])[r.request_id]) for r in mixed_requests()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 7},
+        {"max_num_batched_tokens": 5, "max_num_seqs": 5},
+        {"block_size": 8},
+        {"block_size": 32},
+        {"num_threads": 2},
+        {"attention_backend": "reference"},
+    ],
+    ids=str,
+)
+def test_alone_equals_in_a_ragged_batch_of_32_in_any_chunks(
+    tiny_gpt2: Path, solo: dict[str, Result], options: dict[str, Any]
+) -> None:
+    if options.get("attention_backend") == "reference":  # another backend sums in another order: its own solo runs
+        engine = make_engine(tiny_gpt2, enable_prefix_caching=False, **options)
+        solo = {r.request_id: result(run(engine, [r])[r.request_id]) for r in mixed_requests()}
+    assert compute(tiny_gpt2, mixed_requests(), **options) == solo
+
+
+def test_alone_equals_in_a_batch_in_bf16(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2, dtype="bfloat16", enable_prefix_caching=False)
+    alone = {r.request_id: result(run(engine, [r])[r.request_id]) for r in mixed_requests()}
+    assert compute(tiny_gpt2, mixed_requests(), dtype="bfloat16", max_num_batched_tokens=64) == alone
+
+
+def test_sums_in_another_order_are_seen_by_the_comparison(tiny_gpt2: Path, solo: dict[str, Result]) -> None:
+    """The negative control of the comparisons above: the other backend rounds elsewhere."""
+    if make_engine(tiny_gpt2).info.attention_backend == "reference":
+        pytest.skip("there is no other backend here")
+    other = compute(tiny_gpt2, mixed_requests(), attention_backend="reference")
+    for i, (tokens, logprobs) in solo.items():
+        assert other[i][0][0] == tokens[0]
+        assert other[i][1][0].logprob == pytest.approx(logprobs[0].logprob, abs=1e-4)
+    assert sum(other[i] == solo[i] for i in solo) < len(solo) // 2
+
+
+def test_another_seed_gives_another_result(tiny_gpt2: Path, solo: dict[str, Result]) -> None:
+    prompts = ragged_prompts(32, 60)
+    other = [make_request(str(i), p, seed=1000 + i, max_tokens=24, logprobs=2) for i, p in enumerate(prompts)]
+    results = compute(tiny_gpt2, other)
+    assert sum(results[i] == solo[i] for i in solo) == 0
+
+
+def test_preempted_equals_undisturbed(tiny_gpt2: Path, solo: dict[str, Result]) -> None:
+    engine = make_engine(tiny_gpt2, num_blocks=16, block_size=8, enable_prefix_caching=False)
+    outputs = run(engine, mixed_requests())
+    assert engine.stats.num_preemptions > 5
+    assert {i: result(o) for i, o in outputs.items()} == solo
+
+
+def test_prefix_cached_equals_cold(tiny_gpt2: Path, solo: dict[str, Result]) -> None:
+    engine = make_engine(tiny_gpt2, block_size=4)
+    run(engine, mixed_requests())
+    warm = run(engine, mixed_requests())
+    assert {i: result(o) for i, o in warm.items()} == solo
+    assert sum(outputs[0].num_cached_tokens for outputs in warm.values()) > 500
+
+
+def test_cached_equals_uncached(tiny_gpt2: Path) -> None:
+    """Decoding over the KV cache gives what computing every prefix anew gives."""
+    request = make_request("cached", [5, 6, 7], max_tokens=20, temperature=0.9, logprobs=3, seed=4)
+    tokens, logprobs = compute(tiny_gpt2, [request])["cached"]
+    engine = make_engine(tiny_gpt2, enable_prefix_caching=False)
+    for i in range(20):
+        anew = make_request(str(i), [5, 6, 7, *tokens[:i]], max_tokens=1, temperature=0.9, logprobs=3, seed=4)
+        assert result(run(engine, [anew])[str(i)]) == ([tokens[i]], [logprobs[i]])
+
+
+def test_choices_of_one_prompt_share_its_blocks_and_differ(tiny_gpt2: Path) -> None:
+    prompt = tuple(range(40))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine = make_engine(tiny_gpt2)
+    choices = [Request(str(i), prompt, params, seed=9, choice_index=i) for i in range(4)]
+    outputs = run(engine, choices)
+    assert [outputs[str(i)][0].num_cached_tokens for i in range(4)] == [0, 32, 32, 32]
+    alone = run(make_engine(tiny_gpt2), [choices[0]])
+    assert token_ids(alone["0"]) == token_ids(outputs["0"])
+    assert len({tuple(token_ids(outputs[str(i)])) for i in range(4)}) == 4
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(tiny_gpt2: Path, chunk: int) -> None:
+    prompt = [3, 1, 4, 1, 5]
+    generated = compute(tiny_gpt2, [make_request("g", prompt, max_tokens=30, temperature=0.0, logprobs=2)])["g"]
+    engine = make_engine(tiny_gpt2, max_num_batched_tokens=chunk, max_num_seqs=7)
+    whole = [*prompt, *generated[0]]
+    for _ in range(2):  # the second time the prefix cache holds the prompt
+        outputs = run(engine, [make_request("e", whole, max_tokens=2, prompt_logprobs=2)])["e"]
+        entries = outputs[0].prompt_logprobs
+        assert entries is not None
+        assert entries[0] is None
+        assert [entry.token_id for entry in entries if entry] == whole[1:]
+        assert list(entries[len(prompt) :]) == generated[1]
+        assert outputs[1].prompt_logprobs is None
+
+
+def test_stop_token_ends_with_stop_and_the_limit_with_length(tiny_gpt2: Path) -> None:
+    plain = run(make_engine(tiny_gpt2), [make_request("p", [1], max_tokens=10, temperature=0.0)])["p"]
+    tokens = token_ids(plain)
+    assert plain[-1].finish_reason is FinishReason.LENGTH
+    stop = tokens[4]
+    stopped = run(
+        make_engine(tiny_gpt2), [make_request("s", [1], max_tokens=10, temperature=0.0, stop_token_ids=(stop,))]
+    )["s"]
+    assert token_ids(stopped) == tokens[: tokens.index(stop) + 1]
+    assert (stopped[-1].finish_reason, stopped[-1].stop_token_id) == (FinishReason.STOP, stop)
+
+
+def test_end_of_text_ends_unless_ignored(make_gpt2: MakeGPT2, tiny_gpt2: Path) -> None:
+    tokens = token_ids(run(make_engine(tiny_gpt2), [make_request("p", [1], max_tokens=10, temperature=0.0)])["p"])
+    folder = make_gpt2(eos_token_id=tokens[2])
+    heeded = run(make_engine(folder), [make_request("h", [1], max_tokens=10, temperature=0.0, ignore_eos=False)])["h"]
+    assert token_ids(heeded) == tokens[: tokens.index(tokens[2]) + 1]
+    assert heeded[-1].finish_reason is FinishReason.STOP
+    ignored = run(make_engine(folder), [make_request("i", [1], max_tokens=10, temperature=0.0)])["i"]
+    assert token_ids(ignored) == tokens
+
+
+def test_a_sequence_may_fill_the_whole_context(tiny_gpt2: Path) -> None:
+    outputs = run(make_engine(tiny_gpt2), [make_request("f", [1] * 100, max_tokens=28, temperature=0.0)])["f"]
+    assert len(token_ids(outputs)) == 28
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ([], {}, "prompt"),
+        ([96], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([1] * 128, {}, "prompt"),
+        ([1] * 100, {"max_tokens": 29}, "max_tokens"),
+        ([1], {"logit_bias": {96: 1.0}}, "logit_bias"),
+        ([1], {"stop_token_ids": (-1,)}, "stop_token_ids"),
+    ],
+)
+def test_a_request_the_model_cannot_compute_is_refused(
+    tiny_gpt2: Path, prompt: list[int], params: dict[str, Any], param: str
+) -> None:
+    engine = make_engine(tiny_gpt2)
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.add(make_request("bad", prompt, **params))
+    assert caught.value.param == param
+    assert not engine.has_work
+
+
+def test_aborted_requests_leave_nothing_behind(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2)
+    for request in mixed_requests(8):
+        engine.add(request)
+    engine.step()
+    for i in range(8):
+        engine.abort(str(i))
+    engine.abort("never there")
+    assert not engine.has_work
+    assert (engine.stats.num_running, engine.stats.num_waiting, engine.stats.num_used_blocks) == (0, 0, 0)
+    assert engine.step() == []
+
+
+def test_stats_count_tokens_and_hits(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2)
+    assert engine.stats == EngineStats()
+    for name in ("a", "b"):
+        run(engine, [make_request(name, range(40), max_tokens=5)])
+    stats = engine.stats
+    assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (80, 10)
+    assert stats.num_prefix_hit_tokens == 32
+    assert stats.num_used_blocks == 0
+
+
+class FailingRunner:
+    """A ModelRunner whose chosen runs raise."""
+
+    def __init__(self, runner: ModelRunner, failing: dict[int, BaseException]) -> None:
+        self._runner, self._failing, self._num_runs = runner, failing, 0
+        self.info = runner.info
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        self._num_runs += 1
+        if self._num_runs in self._failing:
+            raise self._failing[self._num_runs]
+        return self._runner.run(batch)
+
+
+@pytest.fixture
+def make_failing(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """Make an engine whose runs of these numbers raise; the first run is the engine's own proof."""
+
+    def make(error: BaseException, *runs: int) -> Engine:
+        failing = dict.fromkeys(runs, error)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.engine, "ModelRunner", lambda *args: FailingRunner(ModelRunner(*args), failing))
+            return make_engine(tiny_gpt2)
+
+    return make
+
+
+def long_request(name: str) -> Request:
+    return make_request(name, range(40), max_tokens=5, temperature=0.0, logprobs=1)
+
+
+def test_a_step_that_raises_fails_its_requests_and_no_others(
+    tiny_gpt2: Path, make_failing: Callable[..., Engine]
+) -> None:
+    failing = make_failing(MemoryError("no memory for this step"), 3)
+    first = run(failing, [long_request("first")])["first"]
+    assert first[-1].finish_reason is FinishReason.ERROR
+    assert first[-1].error == "the step that computed this request failed: no memory for this step"
+    second = run(failing, [long_request("second")])["second"]
+    assert result(second) == result(run(make_engine(tiny_gpt2), [long_request("second")])["second"])
+    assert failing.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(("error", "runs"), [(KeyboardInterrupt(), [2]), (MemoryError(), [2, 3, 4])])
+def test_a_step_that_was_broken_off_leaves_no_block_to_be_found(
+    tiny_gpt2: Path, make_failing: Callable[..., Engine], error: BaseException, runs: list[int]
+) -> None:
+    failing = make_failing(error, *runs)
+    for i in range(len(runs) - 1):
+        run(failing, [long_request(str(i))])
+    with pytest.raises(type(error)):
+        run(failing, [long_request("broken off")])
+    after = run(failing, [long_request("after")])["after"]
+    assert after[0].num_cached_tokens == 0
+    assert result(after) == result(run(make_engine(tiny_gpt2), [long_request("after")])["after"])
+
+
+def test_a_model_that_cannot_decode_is_never_ready(make_gpt2: MakeGPT2, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_gpt2()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.ln_f.bias"].fill_(float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(EngineStartError, match="not finite"):
+        make_engine(tmp_path)

@@ -1,0 +1,64 @@
+"""The packed linear against torch's, and its rows' independence of the batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine.linear import MIN_ROWS, DenseLinear, PackedLinear, make_linear
+from weights.config import Activation
+
+ACTIVATIONS: tuple[Activation | None, ...] = (None, "gelu", "gelu_tanh", "relu", "silu")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_equals_dense(activation: Activation | None, bias: bool) -> None:
+    weight, x = torch.randn(48, 32), torch.randn(5, 32)
+    b = torch.randn(48) if bias else None
+    expected = DenseLinear(weight, b, activation)(x)
+    torch.testing.assert_close(PackedLinear(weight, b, activation)(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_adds_the_residual_and_leaves_it_unchanged() -> None:
+    weight, bias, x, residual = torch.randn(48, 32), torch.randn(48), torch.randn(5, 32), torch.randn(5, 48)
+    kept = residual.clone()
+    expected = DenseLinear(weight, bias)(x, residual)
+    torch.testing.assert_close(PackedLinear(weight, bias)(x, residual), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(768, 2304), (3072, 768), (640, 96)])
+def test_a_row_has_the_same_bits_in_any_batch_of_at_least_two(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, bias = torch.randn(shape[1], shape[0], dtype=dtype), torch.randn(shape[1], dtype=dtype)
+    linear = PackedLinear(weight, bias)
+    x, residual = torch.randn(64, shape[0], dtype=dtype), torch.randn(64, shape[1], dtype=dtype)
+    plain, added = linear(x), linear(x, residual)
+    for start, end in pairwise((0, 2, 5, 12, 28, 64)):
+        assert torch.equal(linear(x[start:end]), plain[start:end])
+        assert torch.equal(linear(x[start:end], residual[start:end]), added[start:end])
+    order = torch.randperm(64)
+    assert torch.equal(linear(x[order]), plain[order])
+
+
+def test_sums_in_another_order_are_seen_by_the_comparison() -> None:
+    """The negative control of the test above, in fp32, where no rounding of the result hides the order."""
+    weight, bias, x = torch.randn(96, 640), torch.randn(96), torch.randn(64, 640)
+    plain, mixed = PackedLinear(weight, bias)(x), torch.randperm(640)
+    other = PackedLinear(weight[:, mixed], bias)(x[:, mixed])
+    torch.testing.assert_close(other, plain, atol=1e-3, rtol=1e-3)
+    assert not torch.equal(other, plain)
+
+
+def test_a_single_row_is_refused() -> None:
+    linear = PackedLinear(torch.randn(8, 8), None)
+    with pytest.raises(AssertionError, match="single row"):
+        linear(torch.randn(MIN_ROWS - 1, 8))
+
+
+def test_the_cpu_gets_the_packed_linear() -> None:
+    assert isinstance(make_linear(torch.randn(8, 8), None), PackedLinear)
+    assert isinstance(make_linear(torch.randn(8, 8).half(), None), DenseLinear)

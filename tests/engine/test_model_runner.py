@@ -1,0 +1,128 @@
+"""What the runner chooses where the configuration leaves it open, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention.cpu import CpuAttention
+from engine.errors import InvalidConfigurationError
+from engine.request import EngineInfo
+from tests.conftest import MakeGPT2
+from tests.engine.runs import make_engine, make_request, run, token_ids
+
+
+def info(folder: Path, **options: Any) -> EngineInfo:
+    return make_engine(folder, **options).info
+
+
+def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for supported, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+        assert info(tiny_gpt2, dtype="auto").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'"),
+        ({"num_blocks": 10**12}, f"num_blocks is {10**12}, but memory for that many could not be allocated"),
+        ({"max_model_len": 129}, "max_model_len must be at most the model's context of 128 tokens, got 129"),
+    ],
+)
+def test_a_setting_this_model_or_device_cannot_take_is_refused(
+    tiny_gpt2: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidConfigurationError) as caught:
+        make_engine(tiny_gpt2, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none(tiny_gpt2: Path) -> None:
+    with pytest.raises(InvalidConfigurationError, match="device is 'cuda', but torch sees no CUDA device"):
+        make_engine(tiny_gpt2, device="cuda")
+
+
+def test_the_context_may_be_shortened(tiny_gpt2: Path) -> None:
+    assert info(tiny_gpt2, max_model_len=50).max_model_len == 50
+    assert info(tiny_gpt2).max_model_len == 128
+
+
+def test_the_fingerprint_changes_with_whatever_changes_numbers(tiny_gpt2: Path, make_gpt2: MakeGPT2) -> None:
+    same = {info(tiny_gpt2).fingerprint, info(tiny_gpt2, max_num_seqs=2, block_size=8).fingerprint}
+    others = {
+        info(tiny_gpt2, dtype="bfloat16").fingerprint,
+        info(make_gpt2(initializer_range=0.21)).fingerprint,
+    }
+    assert len(same) == 1
+    assert len(same | others) == 3
+
+
+def test_the_fingerprint_changes_with_the_shape_and_not_with_what_ends_a_text(tiny_gpt2: Path, tmp_path: Path) -> None:
+    seen = []
+    for change in ({}, {"eos_token_id": 7}, {"layer_norm_epsilon": 0.1}, {"n_head": 2}, {"scale_attn_weights": False}):
+        config = json.loads((tiny_gpt2 / "config.json").read_text()) | change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").write_bytes((tiny_gpt2 / "model.safetensors").read_bytes())
+        seen.append(info(tmp_path).fingerprint)
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 4
+
+
+def test_the_cache_is_told_before_it_is_used(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        make_engine(tiny_gpt2, num_blocks=20)
+    assert (
+        "KV cache: 20 blocks of 16 tokens, 320 tokens in 0.3 MiB; 2 sequences of 128 tokens fit at once" in caplog.text
+    )
+
+
+def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CpuAttention, "is_available", staticmethod(lambda: False))
+    with caplog.at_level(logging.WARNING):
+        assert info(tiny_gpt2).attention_backend == "reference"
+    assert "not compiled" in caplog.text
+    with pytest.raises(InvalidConfigurationError, match="attention_backend 'cpu' cannot be used: it was not compiled"):
+        make_engine(tiny_gpt2, attention_backend="cpu")
+
+
+def test_without_onednn_the_loss_of_exactness_is_told(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_engine(tiny_gpt2)
+    assert "oneDNN" not in caplog.text
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(tiny_gpt2)
+    assert "torch has no oneDNN here" in caplog.text
+    assert len(token_ids(run(engine, [make_request("r", [1, 2], max_tokens=3)])["r"])) == 3
+
+
+def test_a_head_size_the_kernel_cannot_compute_takes_the_reference(make_gpt2: MakeGPT2) -> None:
+    assert info(make_gpt2(n_embd=12, n_head=1)).attention_backend == "reference"
+
+
+def test_progress_ends_at_the_whole_models_bytes(tiny_gpt2: Path) -> None:
+    from engine.config import EngineConfig
+    from engine.model_runner import ModelRunner
+
+    seen: list[tuple[int, int]] = []
+    ModelRunner(EngineConfig(model_dir=tiny_gpt2, kv_cache_bytes=2**24), lambda done, total: seen.append((done, total)))
+    done = [d for d, _ in seen]
+    assert done == sorted(done)
+    assert seen[-1] == (seen[-1][1], (tiny_gpt2 / "model.safetensors").stat().st_size - header_bytes(tiny_gpt2))
+
+
+def header_bytes(folder: Path) -> int:
+    return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")

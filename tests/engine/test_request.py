@@ -1,0 +1,125 @@
+"""Requests check themselves: every rule, with the exact sentence a client will read."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from engine.errors import InvalidRequestError
+from engine.request import EngineInfo, Request, SamplingParams
+
+INFO = EngineInfo(
+    vocab_size=100,
+    max_model_len=32,
+    eos_token_ids=(99,),
+    device="cpu",
+    dtype="float32",
+    attention_backend="reference",
+    block_size=16,
+    num_blocks=8,
+    max_num_seqs=4,
+    max_num_queued_reqs=4,
+    fingerprint="gptserve-0",
+)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+        ("max_tokens", -5, "max_tokens must be at least 1, got -5"),
+        ("temperature", -0.1, "temperature must be in [0.0, 2.0], got -0.1"),
+        ("temperature", 2.1, "temperature must be in [0.0, 2.0], got 2.1"),
+        ("temperature", NAN, "temperature must be in [0.0, 2.0], got nan"),
+        ("temperature", INF, "temperature must be in [0.0, 2.0], got inf"),
+        ("top_k", -2, "top_k must be at least 0, got -2"),
+        ("top_p", 0.0, "top_p must be in (0.0, 1.0], got 0.0"),
+        ("top_p", 1.5, "top_p must be in (0.0, 1.0], got 1.5"),
+        ("min_p", -0.5, "min_p must be in [0.0, 1.0], got -0.5"),
+        ("presence_penalty", 2.5, "presence_penalty must be in [-2.0, 2.0], got 2.5"),
+        ("frequency_penalty", -INF, "frequency_penalty must be in [-2.0, 2.0], got -inf"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be in [0.01, 100.0], got 0.0"),
+        ("repetition_penalty", 1e-40, "repetition_penalty must be in [0.01, 100.0], got 1e-40"),
+        ("logprobs", 21, "logprobs must be in [0, 20], got 21"),
+        ("prompt_logprobs", -1, "prompt_logprobs must be in [0, 20], got -1"),
+        ("logit_bias", {5: 101.0}, "logit_bias.5 must be in [-100.0, 100.0], got 101.0"),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0), "logit_bias may have at most 1024 entries, got 1025"),
+        ("stop_token_ids", tuple(range(65)), "stop_token_ids may have at most 64 entries, got 65"),
+    ],
+)
+def test_a_parameter_out_of_range_is_named_with_rule_and_value(field: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert str(caught.value) == message
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_an_integer_too_large_for_a_float_is_refused_or_accepted_like_any_other(value: int) -> None:
+    if value < 0:
+        with pytest.raises(InvalidRequestError):
+            SamplingParams(top_k=value)
+    else:
+        assert SamplingParams(top_k=value).top_k == value
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "code", "message"),
+    [
+        ((), {}, "prompt", "invalid_value", "prompt must hold at least one token, got an empty one"),
+        ((100,), {}, "prompt", "invalid_value", "prompt: token ids must be in [0, 100), got 100"),
+        ((3, -1), {}, "prompt", "invalid_value", "prompt: token ids must be in [0, 100), got -1"),
+        (
+            (1,) * 32,
+            {},
+            "prompt",
+            "context_length_exceeded",
+            "prompt has 32 tokens; this model's context of 32 tokens leaves room for 31",
+        ),
+        (
+            (1,) * 20,
+            {"max_tokens": 13},
+            "max_tokens",
+            "context_length_exceeded",
+            "max_tokens is 13 and prompt has 20 tokens, together 33; this model's context is 32 tokens",
+        ),
+        (
+            (1,),
+            {"logit_bias": {2**70: 1.0}},
+            "logit_bias",
+            "invalid_value",
+            f"logit_bias: token ids must be in [0, 100), got {2**70}",
+        ),
+        (
+            (1,),
+            {"stop_token_ids": (100,)},
+            "stop_token_ids",
+            "invalid_value",
+            "stop_token_ids: token ids must be in [0, 100), got 100",
+        ),
+    ],
+)
+def test_a_request_the_model_cannot_take_is_explained(
+    prompt: tuple[int, ...], params: dict[str, Any], param: str, code: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Request("r", prompt, SamplingParams(**params), seed=0).check(INFO)
+    assert (str(caught.value), caught.value.param, caught.value.code) == (message, param, code)
+
+
+def test_a_request_that_just_fits_is_taken() -> None:
+    Request("r", (0, 99) * 10, SamplingParams(max_tokens=12), seed=0).check(INFO)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_is_a_non_negative_63_bit_integer(seed: int) -> None:
+    with pytest.raises(InvalidRequestError, match=r"seed must be in \[0, 2\*\*63\)"):
+        Request("r", (1,), SamplingParams(), seed=seed)
+
+
+def test_a_request_survives_the_way_between_processes() -> None:
+    request = Request("r", (1, 2), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(4,)), seed=2**63 - 1)
+    assert pickle.loads(pickle.dumps(request)) == request

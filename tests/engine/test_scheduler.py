@@ -1,0 +1,440 @@
+"""The rules of service, one by one, on hand-made situations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.errors import InvalidConfigurationError
+from engine.request import FinishReason, Request, SamplingParams
+from engine.scheduler import ScheduledBatch, Scheduler
+from engine.sequence import Sequence, SequenceStatus
+
+BLOCK_SIZE = 4
+EOS = 99
+
+
+def make_scheduler(
+    num_blocks: int = 64, *, seats: int = 8, budget: int = 64, max_model_len: int = 32, caching: bool = True
+) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching),
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        eos_token_ids=(EOS,),
+    )
+
+
+def add(
+    scheduler: Scheduler, name: str, prompt: Iterable[int], *, priority: int = 0, salt: str = "", **params: Any
+) -> Sequence:
+    sampling = SamplingParams(**{"max_tokens": 16, **params})
+    return scheduler.add(Request(name, tuple(prompt), sampling, seed=0, priority=priority, cache_salt=salt))
+
+
+def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[Sequence, Sequence]:
+    """Fill a pool of 8 blocks with two sequences and compute their prompts; then the old one lacks a block."""
+    old, young = add(scheduler, "old", range(16)), add(scheduler, "young", range(20, 35), **params)
+    assert step(scheduler) == {"old": 16, "young": 15}
+    return old, young
+
+
+def step(scheduler: Scheduler, token_id: int = 7) -> dict[str, int]:
+    """Run one step in which every sampled token is token_id; return how many tokens each request computed."""
+    batch = scheduler.schedule()
+    scheduler.check_invariants()
+    scheduled = tokens_by_name(batch)
+    scheduler.update(batch, [token_id for item in batch.items if item.samples])
+    scheduler.check_invariants()
+    return scheduled
+
+
+def tokens_by_name(batch: ScheduledBatch) -> dict[str, int]:
+    return {item.sequence.request.request_id: item.num_tokens for item in batch.items}
+
+
+# One rule
+
+
+def test_a_prompt_is_computed_at_once_then_one_token_a_step() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", range(6))
+    assert step(scheduler) == {"a": 6}
+    assert (sequence.num_computed, sequence.num_generated, sequence.num_uncomputed) == (6, 1, 1)
+    assert step(scheduler) == {"a": 1}
+    assert sequence.token_ids == [*range(6), 7, 7]
+
+
+def test_a_prompt_over_the_budget_is_computed_in_chunks_and_samples_only_at_its_end() -> None:
+    scheduler = make_scheduler(budget=4)
+    add(scheduler, "a", range(10))
+    samples = []
+    for _ in range(4):
+        batch = scheduler.schedule()
+        samples.append((batch.num_tokens, batch.items[0].samples))
+        scheduler.update(batch, [7] if batch.items[0].samples else [])
+    assert samples == [(4, False), (4, False), (2, True), (1, True)]
+
+
+def test_running_sequences_go_before_a_new_prompt_which_takes_the_rest_of_the_budget() -> None:
+    scheduler = make_scheduler(budget=8)
+    add(scheduler, "a", range(5))
+    step(scheduler)
+    add(scheduler, "b", range(10, 20))
+    assert step(scheduler) == {"a": 1, "b": 7}
+    assert step(scheduler) == {"a": 1, "b": 3}
+
+
+def test_each_sampling_item_takes_exactly_one_token() -> None:
+    scheduler = make_scheduler(budget=8)
+    add(scheduler, "whole", range(4))
+    add(scheduler, "chunk", range(10, 20))
+    batch = scheduler.schedule()
+    assert [item.samples for item in batch.items] == [True, False]
+    with pytest.raises(ValueError, match="zip"):
+        scheduler.update(batch, [7, None])
+
+
+def test_an_idle_scheduler_has_no_work() -> None:
+    scheduler = make_scheduler()
+    assert not scheduler.has_work
+    assert scheduler.schedule() == ScheduledBatch(())
+    add(scheduler, "a", [1])
+    assert scheduler.has_work
+    scheduler.abort("a")
+    assert not scheduler.has_work
+
+
+# Admission
+
+
+def test_seats_are_given_first_come_first_served() -> None:
+    scheduler = make_scheduler(seats=2)
+    for name in "abc":
+        add(scheduler, name, [1, 2])
+    assert step(scheduler) == {"a": 2, "b": 2}
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    scheduler.abort("a")
+    assert step(scheduler) == {"b": 1, "c": 2}
+
+
+def test_lower_priority_values_are_admitted_first() -> None:
+    scheduler = make_scheduler(seats=2)
+    add(scheduler, "late", [1, 2], priority=1)
+    add(scheduler, "soon", [1, 2], priority=0)
+    add(scheduler, "first", [1, 2], priority=-1)
+    assert list(step(scheduler)) == ["first", "soon"]
+
+
+def test_a_running_sequence_keeps_its_seat_whatever_waits() -> None:
+    scheduler = make_scheduler(seats=1)
+    add(scheduler, "running", [1, 2], priority=1)
+    step(scheduler)
+    add(scheduler, "urgent", [1, 2], priority=0)
+    assert step(scheduler) == {"running": 1}
+
+
+def test_an_urgent_newcomer_comes_first_in_the_budget_once_admitted() -> None:
+    scheduler = make_scheduler(budget=4)
+    add(scheduler, "patient", range(4), priority=1)
+    step(scheduler)
+    add(scheduler, "urgent", range(10, 20))
+    assert step(scheduler) == {"patient": 1, "urgent": 3}
+    assert step(scheduler) == {"urgent": 4}
+
+
+def test_admission_takes_blocks_for_all_known_tokens_though_it_computes_fewer() -> None:
+    scheduler = make_scheduler(8, budget=4)
+    sequence = add(scheduler, "a", range(20))
+    assert step(scheduler) == {"a": 4}
+    assert len(sequence.block_ids) == 5
+
+
+def test_the_first_that_does_not_fit_holds_back_those_behind_it() -> None:
+    scheduler = make_scheduler(8)
+    add(scheduler, "a", range(20))
+    add(scheduler, "large", range(20, 40))
+    add(scheduler, "small", [1])
+    assert step(scheduler) == {"a": 20}
+    scheduler.abort("a")
+    assert step(scheduler) == {"large": 20, "small": 1}
+
+
+def test_a_pool_too_small_for_one_context_is_refused_with_the_numbers() -> None:
+    make_scheduler(8, max_model_len=32)
+    with pytest.raises(InvalidConfigurationError, match=r"max_model_len \(33\), got 8 \* 4 = 32"):
+        make_scheduler(8, max_model_len=33)
+
+
+# Preemption
+
+
+def test_the_youngest_is_preempted_when_a_block_is_lacking_and_nobody_is_admitted_in_that_step() -> None:
+    scheduler = make_scheduler(8, caching=False)
+    old, young = add_old_and_young(scheduler)
+    add(scheduler, "new", [1], priority=-1)
+    assert step(scheduler) == {"old": 1}
+    assert (young.status, young.num_computed, young.block_ids) == (SequenceStatus.WAITING, 0, [])
+    assert (old.num_preemptions, young.num_preemptions, scheduler.num_preemptions) == (0, 1, 1)
+
+
+def test_a_preempted_sequence_keeps_its_tokens_and_comes_back_first() -> None:
+    scheduler = make_scheduler(8, caching=False)
+    _, young = add_old_and_young(scheduler)
+    add(scheduler, "new", [1])
+    step(scheduler)
+    assert young.token_ids == [*range(20, 35), 7]
+    scheduler.abort("old")
+    assert step(scheduler) == {"young": 16, "new": 1}
+
+
+def test_priority_decides_before_age_who_is_preempted() -> None:
+    scheduler = make_scheduler(8, caching=False)
+    add(scheduler, "old but patient", range(16), priority=1)
+    add(scheduler, "young but urgent", range(20, 36), priority=0)
+    step(scheduler)
+    assert step(scheduler) == {"young but urgent": 1}
+
+
+def test_a_sequence_last_in_order_preempts_itself() -> None:
+    scheduler = make_scheduler(8, caching=False)
+    add(scheduler, "old", range(14))
+    add(scheduler, "young", range(20, 36))
+    step(scheduler)
+    assert step(scheduler) == {"old": 1}
+    assert scheduler.num_preemptions == 1
+
+
+def test_as_many_as_needed_are_preempted_and_no_more() -> None:
+    scheduler = make_scheduler(8, caching=False)
+    for name, prompt in (("a", range(12)), ("b", range(12, 24)), ("c", [1]), ("d", [2])):
+        add(scheduler, name, prompt)
+    step(scheduler)
+    assert step(scheduler) == {"a": 1, "b": 1}
+    assert scheduler.num_preemptions == 2
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    scheduler = make_scheduler(8)
+    _, young = add_old_and_young(scheduler)
+    step(scheduler)
+    assert young.num_computed == 0
+    scheduler.abort("old")
+    assert step(scheduler) == {"young": 4}, "three blocks are found, the last token is computed in a new one"
+    assert young.num_cached_tokens == 0, "cached tokens are those of the first admission"
+    assert scheduler.num_prefix_hit_tokens == 0
+
+
+# The prefix cache
+
+
+def test_a_cached_prompt_is_computed_from_its_first_unknown_block_on() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(10))
+    step(scheduler)
+    again = add(scheduler, "b", [*range(8), 50, 51])
+    assert step(scheduler) == {"a": 1, "b": 2}
+    assert again.num_cached_tokens == 8
+    assert (scheduler.num_prefix_queried_tokens, scheduler.num_prefix_hit_tokens) == (20, 8)
+
+
+def test_the_last_block_is_computed_even_if_all_of_it_is_cached() -> None:
+    scheduler = make_scheduler()
+    first = add(scheduler, "a", range(8))
+    step(scheduler)
+    again = add(scheduler, "b", range(8))
+    assert step(scheduler)["b"] == 4
+    assert again.block_ids[0] == first.block_ids[0]
+    assert again.block_ids[1] != first.block_ids[1]
+
+
+def test_equal_prompts_admitted_in_one_step_are_computed_once() -> None:
+    scheduler = make_scheduler()
+    sequences = [add(scheduler, name, range(10)) for name in "abcd"]
+    assert step(scheduler) == {"a": 10, "b": 2, "c": 2, "d": 2}
+    assert len({tuple(sequence.block_ids[:2]) for sequence in sequences}) == 1
+
+
+def test_a_block_is_shared_only_from_the_step_that_fills_it_on() -> None:
+    scheduler = make_scheduler(seats=2, budget=6)
+    add(scheduler, "a", range(10))
+    assert step(scheduler) == {"a": 6}
+    add(scheduler, "b", range(10))
+    assert step(scheduler) == {"a": 4, "b": 2}
+
+
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(6), max_tokens=3)
+    while scheduler.has_work:
+        step(scheduler)
+    turn = add(scheduler, "b", [*range(6), 7, 7, 7, 1])
+    assert step(scheduler) == {"b": 2}
+    assert turn.num_cached_tokens == 8
+
+
+def test_requests_with_different_salts_share_nothing() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(10), salt="a")
+    add(scheduler, "b", range(10), salt="b")
+    assert step(scheduler) == {"a": 10, "b": 10}
+
+
+def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_shares_it() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(10), prompt_logprobs=0)
+    add(scheduler, "b", range(10), prompt_logprobs=0)
+    add(scheduler, "c", range(10))
+    assert step(scheduler) == {"a": 10, "b": 10, "c": 2}
+    assert scheduler.num_prefix_queried_tokens == 10
+
+
+def test_a_preempted_request_whose_prompt_logprobs_are_done_uses_the_cache() -> None:
+    scheduler = make_scheduler(8)
+    add_old_and_young(scheduler, prompt_logprobs=0)
+    step(scheduler)
+    scheduler.abort("old")
+    assert step(scheduler) == {"young": 4}
+
+
+def test_without_prefix_caching_nothing_is_shared_or_counted() -> None:
+    scheduler = make_scheduler(caching=False)
+    add(scheduler, "a", range(10))
+    add(scheduler, "b", range(10))
+    assert step(scheduler) == {"a": 10, "b": 10}
+    assert scheduler.num_prefix_queried_tokens == 0
+
+
+# The end
+
+
+@pytest.mark.parametrize(
+    ("params", "token_id", "expected"),
+    [
+        ({}, EOS, (FinishReason.STOP, EOS)),
+        ({"ignore_eos": True}, EOS, (None, None)),
+        ({"ignore_eos": True, "stop_token_ids": (EOS,)}, EOS, (FinishReason.STOP, EOS)),
+        ({"stop_token_ids": (5, 6)}, 6, (FinishReason.STOP, 6)),
+        ({"stop_token_ids": (5, 6)}, 7, (None, None)),
+        ({"max_tokens": 1}, 7, (FinishReason.LENGTH, None)),
+        ({"max_tokens": 1}, EOS, (FinishReason.STOP, EOS)),
+    ],
+)
+def test_what_ends_a_sequence(
+    params: dict[str, Any], token_id: int, expected: tuple[FinishReason | None, int | None]
+) -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", [1, 2], **params)
+    [progress] = scheduler.update(scheduler.schedule(), [token_id])
+    assert (progress.finish_reason, progress.stop_token_id) == expected
+    assert (progress.sequence, progress.token_id) == (sequence, token_id)
+    assert sequence.finish_reason is expected[0]
+    assert scheduler.has_work == (expected[0] is None)
+    assert sequence.token_ids == [1, 2, token_id]
+
+
+def test_the_context_ends_a_sequence_that_may_generate_more() -> None:
+    scheduler = make_scheduler(8, max_model_len=5)
+    sequence = add(scheduler, "a", [1, 2, 3], max_tokens=16)
+    step(scheduler)
+    assert sequence.finish_reason is None
+    step(scheduler)
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert len(sequence.token_ids) == 5
+
+
+def test_what_ends_frees_its_blocks_in_the_same_step() -> None:
+    scheduler = make_scheduler(8, seats=1)
+    add(scheduler, "a", range(30), max_tokens=1)
+    add(scheduler, "b", range(40, 70))
+    assert step(scheduler) == {"a": 30}
+    assert step(scheduler) == {"b": 30}
+
+
+def test_an_abort_frees_blocks_at_once_wherever_the_sequence_stands() -> None:
+    scheduler = make_scheduler(8, seats=1)
+    running, waiting = add(scheduler, "running", range(30)), add(scheduler, "waiting", range(40, 70))
+    step(scheduler)
+    assert scheduler.abort("waiting") is waiting
+    assert scheduler.abort("running") is running
+    scheduler.check_invariants()
+    assert (waiting.finish_reason, running.finish_reason) == (FinishReason.ABORT, FinishReason.ABORT)
+    add(scheduler, "next", range(40, 70))
+    assert step(scheduler) == {"next": 30}
+
+
+def test_aborting_what_is_unknown_or_has_ended_is_no_error() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", [1])
+    assert scheduler.abort("b") is None
+    assert scheduler.abort("a") is not None
+    assert scheduler.abort("a") is None
+
+
+def test_an_abort_while_the_step_runs_is_passed_over_by_update() -> None:
+    scheduler = make_scheduler()
+    gone, stays = add(scheduler, "gone", [1, 2]), add(scheduler, "stays", [3, 4])
+    batch = scheduler.schedule()
+    scheduler.abort("gone")
+    [progress] = scheduler.update(batch, [5, 6])
+    assert (progress.sequence, progress.token_id) == (stays, 6)
+    assert gone.token_ids == [1, 2]
+    assert gone.finish_reason is FinishReason.ABORT
+    scheduler.check_invariants()
+
+
+def test_an_id_can_be_used_again_after_its_request_ended() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", [1])
+    with pytest.raises(AssertionError, match="in use"):
+        add(scheduler, "a", [1])
+    scheduler.abort("a")
+    add(scheduler, "a", [1])
+
+
+# Failure
+
+
+def test_an_unusable_row_fails_its_own_sequence_and_its_blocks_are_not_shared_again() -> None:
+    scheduler = make_scheduler()
+    bad, good = add(scheduler, "bad", range(10)), add(scheduler, "good", range(20, 30))
+    batch = scheduler.schedule()
+    progress = scheduler.update(batch, [None, 7])
+    assert [(p.sequence, p.token_id, p.finish_reason) for p in progress] == [
+        (bad, None, FinishReason.ERROR),
+        (good, 7, None),
+    ]
+    scheduler.check_invariants()
+    add(scheduler, "like bad", range(10))
+    add(scheduler, "like good", range(20, 30))
+    assert step(scheduler) == {"good": 1, "like bad": 10, "like good": 2}
+
+
+def test_an_abandoned_step_fails_its_sequences_and_shares_nothing_it_was_to_fill() -> None:
+    scheduler = make_scheduler(budget=10, seats=3)
+    add(scheduler, "done", range(4), max_tokens=1)
+    step(scheduler)
+    first, second = add(scheduler, "first", range(10)), add(scheduler, "second", range(20, 30))
+    waiting = add(scheduler, "waiting", range(10))
+    batch = scheduler.schedule()
+    assert tokens_by_name(batch) == {"first": 6, "second": 4}
+    assert scheduler.abandon(batch) == [first, second]
+    assert (first.finish_reason, second.finish_reason) == (FinishReason.ERROR, FinishReason.ERROR)
+    scheduler.check_invariants()
+    assert step(scheduler) == {"waiting": 6}, "the block of the step before is still found"
+    assert waiting.num_cached_tokens == 4
+
+
+def test_an_abort_before_a_step_is_abandoned_leaves_no_unfilled_block_to_find() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(10))
+    batch = scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.abandon(batch) == []
+    scheduler.check_invariants()
+    add(scheduler, "b", range(10))
+    assert step(scheduler) == {"b": 10}

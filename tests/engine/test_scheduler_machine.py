@@ -1,0 +1,445 @@
+"""Scheduler and BlockPool under random service, against a shadow of what the KV cache would hold.
+
+A cell of the shadow holds the prefix its keys and values were computed from (salt and tokens up to its position), so a
+block that is shared wrongly, reused too early or never filled shows when a sequence attends to it. Tokens are drawn
+from what was attended to; every request has to end with those of a plain loop over that request alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.block_pool import BlockPool
+from engine.request import FinishReason, Request, SamplingParams
+from engine.scheduler import ScheduledBatch, ScheduledSequence, Scheduler
+from engine.sequence import Sequence as LiveSequence
+from engine.sequence import SequenceStatus
+
+STOP, EOS = 2, 3
+Prefix = tuple[str, tuple[int, ...]]
+
+# Derandomized: the default run judges the change at hand, by the same steps every time, and is never red by chance;
+# test_survives_much_more_random_service looks for what they do not show.
+SETTINGS = settings(
+    max_examples=180,
+    stateful_step_count=50,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+UNTIL_A_FAILURE = settings(SETTINGS, phases=[Phase.generate])
+
+
+def next_token(request: Request, prefix: Sequence[int]) -> int:
+    """Return the token after a prefix: mostly 0 or 1, so that prefixes meet again, sometimes STOP or EOS."""
+    return (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, STOP, EOS)[crc32(bytes([request.seed, *prefix])) % 12]
+
+
+def complete_alone(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
+    """Return all tokens and the end of a request, by the definition of one."""
+    token_ids, params = list(request.prompt_token_ids), request.params
+    while True:
+        token_id = next_token(request, token_ids)
+        token_ids.append(token_id)
+        if token_id in params.stop_token_ids or (token_id == EOS and not params.ignore_eos):
+            return token_ids, FinishReason.STOP
+        if len(token_ids) in (len(request.prompt_token_ids) + params.max_tokens, max_model_len):
+            return token_ids, FinishReason.LENGTH
+
+
+class ShadowCache:
+    """What each slot's keys and values were computed from; None for a slot that a failed step may have written."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.cells: dict[tuple[int, int], Prefix | None] = {}
+
+    def cell(self, sequence: LiveSequence, position: int) -> tuple[int, int]:
+        return sequence.block_ids[position // self._block_size], position % self._block_size
+
+    def cells_of(self, sequence: LiveSequence, start: int, end: int) -> set[tuple[int, int]]:
+        return {self.cell(sequence, position) for position in range(start, end)}
+
+    def forward(self, batch: ScheduledBatch) -> list[int]:
+        """Store all, then attend to all, as a layer does; return a token for each item that samples.
+
+        Asserts that every position a sequence attends to holds that sequence's own prefix.
+        """
+        for item in batch.items:
+            for position in range(item.sequence.num_computed, item.sequence.num_computed + item.num_tokens):
+                self.cells[self.cell(item.sequence, position)] = prefix_at(item.sequence, position)
+        token_ids = []
+        for item in batch.items:
+            content: Prefix | None = None
+            for position in range(item.sequence.num_computed + item.num_tokens):
+                content, own = self.cells.get(self.cell(item.sequence, position)), prefix_at(item.sequence, position)
+                assert content == own, f"attends to foreign content at position {position}: {content} instead of {own}"
+            assert content is not None
+            if item.samples:
+                token_ids.append(next_token(item.sequence.request, content[1]))
+        return token_ids
+
+    def spoil(self, cells: Iterable[tuple[int, int]]) -> None:
+        """Leave something undefined in these cells."""
+        self.cells.update(dict.fromkeys(cells))
+
+
+def prefix_at(sequence: LiveSequence, position: int) -> Prefix:
+    return sequence.request.cache_salt, tuple(sequence.token_ids[: position + 1])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, aborts and failures; `seen` counts what happened, over all examples."""
+
+    def __init__(
+        self, pool_class: type[BlockPool], scheduler_class: type[Scheduler], seen: Counter[str], check_internals: bool
+    ) -> None:
+        super().__init__()
+        self.pool_class = pool_class
+        self.scheduler_class = scheduler_class
+        self.seen = seen
+        self.check_internals = check_internals
+        self.sequences: list[LiveSequence] = []
+        self.ended: dict[str, FinishReason] = {}
+        self.is_whole = False  # no step was broken off by a failed check
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        max_model_len=st.sampled_from([16, 12, 9, 3]),
+        num_spare_blocks=st.sampled_from([0, 1, 2, 4, 6]),
+        max_num_seqs=st.sampled_from([4, 6, 3, 2, 1]),
+        max_num_batched_tokens=st.sampled_from([12, 8, 5, 3, 1]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def build(self, block_size: int, num_spare_blocks: int, caching: bool, **limits: int) -> None:
+        self.limits = limits
+        num_blocks = -(-limits["max_model_len"] // block_size) + num_spare_blocks
+        self.pool = self.pool_class(num_blocks, block_size, caching)
+        self.scheduler = self.scheduler_class(self.pool, eos_token_ids=(EOS,), **limits)
+        self.shadow = ShadowCache(block_size)
+        self.is_whole = True
+
+    def has_work(self) -> bool:
+        return self.is_whole and self.scheduler.has_work
+
+    # What clients do
+
+    @rule(
+        origin=st.integers(0, 9),
+        num_shared=st.integers(0, 10),
+        tail=st.lists(st.integers(0, 1), max_size=4),
+        num_choices=st.sampled_from([4, 2, 1]),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        salt=st.sampled_from(["", "", "s"]),
+        seed=st.integers(0, 1),
+        params=st.builds(
+            SamplingParams,
+            max_tokens=st.sampled_from([14, 10, 6, 3, 1]),
+            ignore_eos=st.sampled_from([True, True, False]),
+            stop_token_ids=st.sampled_from([(), (), (STOP,)]),
+            prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        ),
+    )
+    def add(
+        self,
+        origin: int,
+        num_shared: int,
+        tail: list[int],
+        num_choices: int,
+        priority: int,
+        salt: str,
+        seed: int,
+        params: SamplingParams,
+    ) -> None:
+        """Add the choices of one prompt, which may begin like an earlier sequence or go on from it."""
+        earlier = self.sequences[-1 - origin % len(self.sequences)].token_ids if self.sequences else []
+        prompt = ((earlier[:num_shared] + tail) or [0])[: self.limits["max_model_len"] - 1]
+        for choice in range(num_choices):
+            request_id = str(len(self.sequences))
+            request = Request(request_id, tuple(prompt), params, seed, choice, priority, salt)
+            self.sequences.append(self.scheduler.add(request))
+        self.seen["requests"] += num_choices
+
+    @precondition(has_work)
+    @rule(index=st.integers(0, 20))
+    def abort(self, index: int) -> None:
+        self.abort_one(self.sequences[-1 - index % len(self.sequences)])
+
+    # What the engine does
+
+    @precondition(has_work)
+    @rule(num_steps=st.integers(1, 8))
+    def run_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
+    @precondition(has_work)
+    @rule(fault=st.sampled_from(["abort", "unusable row", "raise", "abort and raise"]), which=st.integers(0, 5))
+    def run_disturbed_step(self, fault: str, which: int) -> None:
+        """Run a step during which a client aborts, or that gives an unusable row, or that raises."""
+        self.step(
+            aborted=which if "abort" in fault else None,
+            bad_row=which if fault == "unusable row" else None,
+            raises="raise" in fault,
+        )
+
+    @invariant()
+    def internals_agree(self) -> None:
+        if self.check_internals:
+            self.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        """Drain, and see that every request ended once and that nothing is left."""
+        if not self.is_whole:
+            return
+        num_left = sum(sequence.status is not SequenceStatus.FINISHED for sequence in self.sequences)
+        for _ in range(num_left * self.limits["max_model_len"] ** 2):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, "service does not end"
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert set(self.ended) == {sequence.request.request_id for sequence in self.sequences}, "a request was lost"
+        self.internals_agree()
+        assert self.pool.num_used == 0
+        self.seen["preemptions"] += self.scheduler.num_preemptions
+        self.seen["prefix hits"] += self.scheduler.num_prefix_hit_tokens
+        self.seen["examples"] += 1
+
+    def step(self, *, bad_row: int | None = None, aborted: int | None = None, raises: bool = False) -> None:
+        self.seen["steps" if self.scheduler.has_work else "idle steps"] += 1
+        self.is_whole = False
+        batch = self.schedule()
+        if raises:
+            self.shadow.spoil(cell for item in batch.items for cell in self.cells_to_fill(item))
+        else:
+            token_ids: list[int | None] = list(self.shadow.forward(batch))
+        if aborted is not None and batch.items:
+            self.abort_one(batch.items[aborted % len(batch.items)].sequence)
+        if raises:
+            for sequence in self.scheduler.abandon(batch):
+                self.take_end(sequence, FinishReason.ERROR)
+        else:
+            self.update(batch, token_ids, bad_row)
+        self.is_whole = True
+
+    # One step, taken apart
+
+    def schedule(self) -> ScheduledBatch:
+        """Schedule, and check the batch against the rules of service."""
+        running = [s for s in self.sequences if s.status is SequenceStatus.RUNNING]
+        before = {s: (s.num_computed, s.num_preemptions) for s in running}
+        had_work = self.scheduler.has_work
+        batch = self.scheduler.schedule()
+        self.internals_agree()
+        scheduled = [item.sequence for item in batch.items]
+        assert bool(scheduled) == had_work, "a step makes progress"
+        assert len(set(scheduled)) == len(scheduled)
+        assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= self.limits["max_num_batched_tokens"]
+        assert len(scheduled) <= self.scheduler.num_running <= self.limits["max_num_seqs"]
+        for item in batch.items:
+            assert item.num_tokens > 0
+            assert item.samples == (item.sequence.num_computed + item.num_tokens == len(item.sequence.token_ids))
+        preempted = {s for s in running if s.status is SequenceStatus.WAITING}
+        for sequence, (num_computed, num_preemptions) in before.items():
+            is_preempted = sequence in preempted
+            assert sequence.num_computed == (0 if is_preempted else num_computed)
+            assert sequence.num_preemptions == num_preemptions + is_preempted
+        self.check_order(batch, set(running), preempted)
+        self.check_nothing_in_use_is_overwritten(batch, [s for s in running if s not in preempted])
+        return batch
+
+    def check_order(self, batch: ScheduledBatch, running: set[LiveSequence], preempted: set[LiveSequence]) -> None:
+        place = {s: (s.request.priority, index) for index, s in enumerate(self.sequences)}
+        new = [item.sequence for item in batch.items if item.sequence not in running]
+        waiting = [s for s in self.sequences if s.status is SequenceStatus.WAITING]
+        if preempted:
+            assert not new
+            assert max(place[item.sequence] for item in batch.items) < min(place[s] for s in preempted)
+        assert [place[s] for s in new] == sorted(place[s] for s in [*new, *waiting])[: len(new)], "one was overtaken"
+        for sequence in new:
+            if sequence.num_preemptions == 0:
+                assert sequence.num_cached_tokens == sequence.num_computed
+            if sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0:
+                assert sequence.num_computed == 0, "all logits of the prompt are wanted"
+        filled = {s.block_ids[0] for s in new if s.num_computed == 0}
+        self.seen["shared at once"] += sum(s.num_computed > 0 and s.block_ids[0] in filled for s in new)
+
+    def check_nothing_in_use_is_overwritten(self, batch: ScheduledBatch, running: list[LiveSequence]) -> None:
+        in_use = set().union(*(self.shadow.cells_of(s, 0, s.num_computed) for s in running))
+        for item in batch.items:
+            cells = self.cells_to_fill(item)
+            assert not cells & in_use, "overwrites what another sequence attends to"
+            in_use |= cells
+
+    def update(self, batch: ScheduledBatch, token_ids: list[int | None], bad_row: int | None) -> None:
+        sampling = [item.sequence for item in batch.items if item.samples]
+        live = [sequence for sequence in sampling if sequence.status is SequenceStatus.RUNNING]
+        failed = live[bad_row % len(live)] if bad_row is not None and live else None
+        if failed is not None:
+            token_ids[sampling.index(failed)] = None
+            shared = {b for s in self.sequences if s is not failed for b in s.block_ids}
+            cells = self.shadow.cells_of(failed, 0, len(failed.token_ids))
+            self.shadow.spoil(cell for cell in cells if cell[0] not in shared)
+        given = dict(zip(sampling, token_ids, strict=True))
+        progress = self.scheduler.update(batch, token_ids)
+        assert [p.sequence for p in progress] == live
+        for p in progress:
+            assert p.token_id == given[p.sequence]
+            assert (p.finish_reason is FinishReason.ERROR) == (p.sequence is failed)
+            assert p.stop_token_id == (p.token_id if p.finish_reason is FinishReason.STOP else None)
+            if p.finish_reason is not None:
+                self.take_end(p.sequence, p.finish_reason)
+
+    def cells_to_fill(self, item: ScheduledSequence) -> set[tuple[int, int]]:
+        start = item.sequence.num_computed
+        return self.shadow.cells_of(item.sequence, start, start + item.num_tokens)
+
+    def abort_one(self, sequence: LiveSequence) -> None:
+        ended_before = sequence.status is SequenceStatus.FINISHED
+        assert self.scheduler.abort(sequence.request.request_id) is (None if ended_before else sequence)
+        if not ended_before:
+            self.take_end(sequence, FinishReason.ABORT)
+
+    def take_end(self, sequence: LiveSequence, reason: FinishReason) -> None:
+        """Record an end, and check it and the tokens against the request computed alone."""
+        request_id = sequence.request.request_id
+        assert request_id not in self.ended, "a request ended twice"
+        assert (sequence.status, sequence.finish_reason) == (SequenceStatus.FINISHED, reason)
+        assert sequence.block_ids == []
+        self.ended[request_id] = reason
+        self.seen[reason] += 1
+        token_ids, reason_alone = complete_alone(sequence.request, self.limits["max_model_len"])
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (sequence.token_ids, reason) == (token_ids, reason_alone)
+        else:
+            assert sequence.token_ids == token_ids[: len(sequence.token_ids)]
+
+
+class IgnoresSalts(BlockPool):
+    """Shares between requests that must not share."""
+
+    def match(self, token_ids: Sequence[int], cache_salt: str) -> list[int]:
+        return super().match(token_ids, "")
+
+    def register(self, block_ids: Sequence[int], index: int, token_ids: Sequence[int], cache_salt: str) -> bool:
+        return super().register(block_ids, index, token_ids, "")
+
+
+class TrustsDigests(BlockPool):
+    """Finds blocks by a digest that collides, without confirming token ids."""
+
+    def match(self, token_ids: Sequence[int], cache_salt: str) -> list[int]:
+        return super().match([0] * len(token_ids), cache_salt)
+
+    def register(self, block_ids: Sequence[int], index: int, token_ids: Sequence[int], cache_salt: str) -> bool:
+        return super().register(block_ids, index, [0] * len(token_ids), cache_salt)
+
+
+class ForgetsChains(BlockPool):
+    """Confirms a block's own tokens but not those before it."""
+
+    def match(self, token_ids: Sequence[int], cache_salt: str) -> list[int]:
+        block_ids: list[int] = []
+        for start in range(0, len(token_ids) - self.block_size, self.block_size):
+            found = super().match([*token_ids[start : start + self.block_size], 0], cache_salt)
+            if not found or found[0] in block_ids:
+                break
+            block_ids += found
+        return block_ids
+
+    def register(self, block_ids: Sequence[int], index: int, token_ids: Sequence[int], cache_salt: str) -> bool:
+        return super().register(block_ids[index:], 0, token_ids[index * self.block_size :], cache_salt)
+
+
+class FreesSharedBlocks(BlockPool):
+    """Lets the first holder that frees a block free it for all."""
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        held = [block_id for block_id in block_ids if self._num_references[block_id]]
+        for block_id in held:
+            self._num_references[block_id] = 1
+        super().free(held)
+
+
+class NeverForgets(BlockPool):
+    """Goes on offering what a failed step was to fill."""
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        pass
+
+
+class LosesPreempted(Scheduler):
+    """Forgets to queue what it preempts."""
+
+    def _preempt(self, sequence: LiveSequence) -> None:
+        super()._preempt(sequence)
+        self._waiting.remove(sequence)
+
+
+class ServesTheLastFirst(Scheduler):
+    """Lets newcomers overtake."""
+
+    def add(self, request: Request) -> LiveSequence:
+        sequence = super().add(request)
+        sequence.arrival = -sequence.arrival
+        self._waiting.sort(key=lambda waiting: waiting.order)
+        return sequence
+
+
+def serve(
+    chosen: settings,
+    *,
+    pool_class: type[BlockPool] = BlockPool,
+    scheduler_class: type[Scheduler] = Scheduler,
+    check_internals: bool = True,
+) -> Counter[str]:
+    """Run the machine and return what it has seen."""
+    seen: Counter[str] = Counter()
+    run_state_machine_as_test(
+        lambda: SchedulerMachine(pool_class, scheduler_class, seen, check_internals), settings=chosen
+    )
+    return seen
+
+
+def test_survives_ten_thousand_steps_of_random_service() -> None:
+    seen = serve(SETTINGS)
+    assert seen["steps"] >= 10_000
+    for event in ("preemptions", "prefix hits", "shared at once", *FinishReason):
+        assert seen[event] >= 30, f"too little happened to prove anything: {seen}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_survives_much_more_random_service() -> None:
+    assert serve(settings(SETTINGS, derandomize=False, max_examples=5000))["steps"] >= 100_000
+
+
+@pytest.mark.parametrize("broken", [IgnoresSalts, TrustsDigests, ForgetsChains, FreesSharedBlocks, NeverForgets])
+def test_the_shadow_alone_catches_a_broken_pool(broken: type[BlockPool]) -> None:
+    with pytest.raises(AssertionError, match=r"attends to foreign content|overwrites what another"):
+        serve(UNTIL_A_FAILURE, pool_class=broken, check_internals=False)
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"), [(LosesPreempted, "makes progress"), (ServesTheLastFirst, "overtaken")]
+)
+def test_the_rules_of_service_catch_a_broken_scheduler(broken: type[Scheduler], complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        serve(UNTIL_A_FAILURE, scheduler_class=broken, check_internals=False)

@@ -1,0 +1,116 @@
+"""The application over a FakeEngineClient: called directly for JSON, behind a real uvicorn for what needs a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from server.app import AppOptions, create_app
+from server.protocol import BoundedHttpProtocol
+from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
+
+MODEL = "test-model"
+
+
+class Api:
+    """An application and its fake engine, called without a socket."""
+
+    def __init__(self, engine: FakeEngineClient, **options: Any) -> None:
+        self.engine = engine
+        self.app = create_app(engine, ByteTokenizer(), AppOptions(MODEL, **options))
+
+    def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        """Send one request on an event loop of its own."""
+
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **arguments)
+
+        return asyncio.run(asyncio.wait_for(send(), 20))
+
+    def get(self, path: str, **arguments: Any) -> httpx.Response:
+        return self.request("GET", path, **arguments)
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.request("POST", "/v1/completions", json=body)
+
+    def post_raw(self, content: bytes) -> httpx.Response:
+        return self.request("POST", "/v1/completions", content=content, headers={"content-type": "application/json"})
+
+
+class LiveServer(Api):
+    """The same behind uvicorn, as the command line runs it, in a thread."""
+
+    def __init__(
+        self, engine: FakeEngineClient, protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol, **options: Any
+    ) -> None:
+        super().__init__(engine, **options)
+        config = uvicorn.Config(
+            self.app, host="127.0.0.1", port=0, loop="uvloop", http=protocol, lifespan="off", log_config=None
+        )
+        self.server = uvicorn.Server(config)
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
+        port: int = self.server.servers[0].sockets[0].getsockname()[1]
+        return port
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[LiveServer]:
+        self._thread.start()
+        assert self._listening.wait(20), "uvicorn did not start"
+        try:
+            yield self
+        finally:
+            self.server.should_exit = self.server.force_exit = True
+            self._thread.join(20)
+            assert not self._thread.is_alive(), "uvicorn did not stop"
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            startup = self.server.startup
+
+            async def announce(*arguments: Any, **options: Any) -> None:
+                await startup(*arguments, **options)
+                self._listening.set()
+
+            self.server.startup = announce  # type: ignore[method-assign]
+            await self.server.serve()
+
+        with asyncio.Runner(loop_factory=self.server.config.get_loop_factory()) as runner:
+            runner.run(serve())
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api(FakeEngineClient())
+
+
+@pytest.fixture
+def make_api() -> Callable[..., Api]:
+    return Api
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., LiveServer]]:
+    """Start live servers that end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(engine: FakeEngineClient, **options: Any) -> LiveServer:
+            return stack.enter_context(LiveServer(engine, **options).running())
+
+        yield start

@@ -1,0 +1,184 @@
+"""FakeEngineClient: the EngineClient contract kept by a script instead of a model, and a tokenizer of single bytes.
+
+By default every step gives each live request the next byte of its reply. `auto=False` leaves the steps to the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from engine.client import TokenStream
+from engine.errors import EngineDiedError, QueueFullError
+from engine.request import EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
+from engine.stats import EngineStats
+
+EOS = 256
+INFO = EngineInfo(
+    vocab_size=257,
+    max_model_len=256,
+    eos_token_ids=(EOS,),
+    device="cpu",
+    dtype="float32",
+    attention_backend="reference",
+    block_size=16,
+    num_blocks=64,
+    max_num_seqs=8,
+    max_num_queued_reqs=4096,
+    fingerprint="fake-1",
+)
+
+Reply = Callable[[Request], Iterable[TokenOutput]]
+
+
+class ByteTokenizer:
+    """Token i is byte i; EOS is the end of text."""
+
+    max_token_bytes = 13
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<|endoftext|>" if token_id == EOS else bytes([token_id])
+
+
+def say(text: str | bytes, *, then_eos: bool = False) -> Reply:
+    """Return a reply of the bytes of `text`, over and over unless the end of text comes after them."""
+    data = text.encode() if isinstance(text, str) else text
+
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        params = request.params
+        produced = 0
+        while True:
+            for token_id in (*data, EOS) if then_eos else data:
+                produced += 1
+                stops = token_id in params.stop_token_ids or (token_id == EOS and not params.ignore_eos)
+                at_limit = produced == params.max_tokens
+                yield TokenOutput(
+                    request_id=request.request_id,
+                    token_ids=(token_id,),
+                    logprobs=() if params.logprobs is None else (logprobs_of(token_id, params.logprobs),),
+                    prompt_logprobs=prompt_logprobs(request) if produced == 1 else None,
+                    finish_reason=FinishReason.STOP if stops else FinishReason.LENGTH if at_limit else None,
+                    stop_token_id=token_id if stops else None,
+                )
+
+    return reply
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Return a token's chosen logprobs: its own is -token_id/8, the likeliest are ids 0, 1, 2, ..."""
+    return TokenLogprobs(token_id, -token_id / 8, tuple((i, -i / 8) for i in range(num_top)))
+
+
+def prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+    """Return the prompt's chosen logprobs, if the request wants them."""
+    num_top = request.params.prompt_logprobs
+    if num_top is None:
+        return None
+    return (None, *(logprobs_of(token_id, num_top) for token_id in request.prompt_token_ids[1:]))
+
+
+class FakeEngineClient:
+    """An EngineClient without a model; `submitted` and `aborted` record what came.
+
+    Everything is called on the event loop but `from_outside` and `wait_for`, which are for the thread of a test. A test
+    may put another `reply` in the place of the one given.
+    """
+
+    def __init__(self, reply: Reply | None = None, *, auto: bool = True, info: EngineInfo = INFO) -> None:
+        self.info = info
+        self.stats = EngineStats()
+        self.is_alive = True
+        self.submitted: list[Request] = []
+        self.aborted: list[str] = []
+        self.num_outputs = 0
+        self.max_requests = info.max_num_seqs + info.max_num_queued_reqs
+        self.reply = reply or say("abc")
+        self._auto = auto
+        self._live: dict[str, tuple[TokenStream, Iterator[TokenOutput]]] = {}
+        self._stepping = False
+        self._changed = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def live_ids(self) -> list[str]:
+        """The requests that have neither ended nor been aborted."""
+        return list(self._live)
+
+    async def start(self) -> None:
+        """Be started already."""
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        if not self.is_alive:
+            raise EngineDiedError("the fake engine is dead")
+        for request in requests:
+            request.check(self.info)
+        if len(self._live) + len(requests) > self.max_requests:
+            raise QueueFullError("the queue is full", retry_after_s=7)
+        self._loop = asyncio.get_running_loop()
+        stream = TokenStream((request.request_id for request in requests), self._forget)
+        for request in requests:
+            assert request.request_id not in self._live
+            self._live[request.request_id] = stream, iter(self.reply(request))
+        self._note(lambda: self.submitted.extend(requests))
+        self._schedule()
+        return stream
+
+    async def wait_until_dead(self) -> EngineDiedError:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        self.die("the fake engine was closed")
+
+    def step(self) -> None:
+        """Give every live request its next output."""
+        for request_id, (stream, outputs) in list(self._live.items()):
+            output = next(outputs, None)
+            if output is None:
+                continue
+            if output.finish_reason is not None:
+                del self._live[request_id]
+            self.num_outputs += 1
+            stream.push(output)
+        self._note(lambda: None)
+
+    def die(self, cause: str = "killed") -> None:
+        """End every stream as a dead engine does."""
+        self.is_alive = False
+        for stream in {id(stream): stream for stream, _ in self._live.values()}.values():
+            stream.fail(EngineDiedError(cause))
+        self._live.clear()
+
+    def from_outside(self, action: Callable[[], None]) -> None:
+        """Run `action` on the event loop, from another thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(action)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Block a thread that is not the event loop's until `condition` holds."""
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout_s), "the fake engine never came to the state waited for"
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._live.pop(request_id, None)
+        self._note(lambda: self.aborted.extend(request_ids))
+
+    def _note(self, change: Callable[[], None]) -> None:
+        with self._changed:
+            change()
+            self._changed.notify_all()
+
+    def _schedule(self) -> None:
+        if self._auto and not self._stepping:
+            self._stepping = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._stepping = False
+        self.step()
+        if self._live:
+            self._schedule()

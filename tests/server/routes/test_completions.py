@@ -1,0 +1,364 @@
+"""POST /v1/completions over a FakeEngineClient. What is refused is in test_completions_refused.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from server.schemas import Completion
+from tests.server.conftest import MODEL, Api, LiveServer
+from tests.server.fake_engine import INFO, FakeEngineClient, say
+
+TEXT = 'Once, "é✓😀"\u2028\n'
+NUM_TOKENS = len(TEXT.encode())
+
+
+class Events:
+    """A completion stream as a client sees it, line by line."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.response = response
+        self._lines = response.iter_lines()
+
+    def next_data(self) -> str:
+        """Return the data of the next event, skipping ids, comments and blanks."""
+        for line in self._lines:
+            if line.startswith("data: "):
+                return line.removeprefix("data: ")
+        raise EOFError
+
+    def next_text(self) -> str:
+        text: str = json.loads(self.next_data())["choices"][0]["text"]
+        return text
+
+    def rest(self) -> list[str]:
+        """Return the data of all events that are left."""
+        return [line.removeprefix("data: ") for line in self._lines if line.startswith("data: ")]
+
+
+@contextlib.contextmanager
+def stream(server: LiveServer, **body: Any) -> Iterator[Events]:
+    request = {"prompt": "x", "stream": True, **body}
+    with httpx.stream("POST", server.url + "/v1/completions", json=request, timeout=20) as response:
+        assert response.status_code == 200
+        yield Events(response)
+
+
+def post(server: LiveServer, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + "/v1/completions", json={"prompt": "x", **body}, timeout=20)
+
+
+def send_raw(server: LiveServer, **body: Any) -> socket.socket:
+    """Send a request and return the socket, its answer unread."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", server.port))
+    content = json.dumps({"prompt": "x", **body}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    client.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
+    return client
+
+
+def parse_events(text: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the data of a whole stream's numbered events, and what follows them; checks the frame of each."""
+    *events, end = text.removesuffix("\n\n").split("\n\n")
+    data = []
+    for number, event in enumerate(events, 1):
+        first, second = event.split("\n")
+        assert first == f"id: {number}"
+        data.append(json.loads(second.removeprefix("data: ")))
+        Completion.model_validate(data[-1], strict=True, extra="forbid")
+    return data, end
+
+
+def test_a_completion(api: Api) -> None:
+    response = api.complete(prompt="hi", max_tokens=4, model=MODEL)
+    body = response.json()
+    Completion.model_validate(body, strict=True, extra="forbid")
+    assert response.headers["content-type"] == "application/json"
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 0
+    assert body == {
+        "object": "text_completion",
+        "model": MODEL,
+        "system_fingerprint": "fake-1",
+        "seed": api.engine.submitted[0].seed,
+        "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 4,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_an_unnamed_model_is_the_one_served(api: Api) -> None:
+    assert api.complete(prompt="hi").json()["model"] == MODEL
+    assert api.complete(prompt="hi", model=None).json()["model"] == MODEL
+
+
+def test_sixteen_tokens_are_the_default(api: Api) -> None:
+    assert api.complete(prompt="hi").json()["usage"]["completion_tokens"] == 16
+
+
+def test_best_of_may_equal_n(api: Api) -> None:
+    assert len(api.complete(prompt="hi", n=2, best_of=2).json()["choices"]) == 2
+
+
+def test_logprobs_have_openais_shape(api: Api) -> None:
+    logprobs = api.complete(prompt="hi", max_tokens=2, logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-97 / 8, -98 / 8],
+        "top_logprobs": [
+            {"\x00": 0.0, "\x01": -1 / 8, "a": -97 / 8},
+            {"\x00": 0.0, "\x01": -1 / 8, "b": -98 / 8},
+        ],
+        "text_offset": [0, 1],
+    }
+
+
+def test_zero_logprobs_report_the_token_itself(api: Api) -> None:
+    logprobs = api.complete(prompt="hi", max_tokens=1, logprobs=0).json()["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"a": -97 / 8}]
+
+
+def test_echo_with_logprobs_scores_the_prompt_first(api: Api) -> None:
+    choice = api.complete(prompt="hé", max_tokens=1, logprobs=1, echo=True).json()["choices"][0]
+    assert choice["text"] == "héa"
+    assert choice["logprobs"] == {
+        "tokens": ["h", "bytes:\\xc3", "bytes:\\xa9", "a"],
+        "token_logprobs": [None, -0xC3 / 8, -0xA9 / 8, -97 / 8],
+        "top_logprobs": [
+            None,
+            {"\x00": 0.0, "bytes:\\xc3": -0xC3 / 8},
+            {"\x00": 0.0, "bytes:\\xa9": -0xA9 / 8},
+            {"\x00": 0.0, "a": -97 / 8},
+        ],
+        "text_offset": [0, 1, 1, 2],
+    }
+
+
+def test_echo_alone_returns_the_prompt(api: Api) -> None:
+    choice = api.complete(prompt="hé", max_tokens=1, echo=True).json()["choices"][0]
+    assert (choice["text"], choice["logprobs"]) == ("héa", None)
+
+
+def test_a_stream_has_its_headers_and_ends_once(api: Api) -> None:
+    response = api.complete(prompt="x", stream=True, max_tokens=3)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert response.headers["x-request-id"]
+    assert response.text.endswith("\n\ndata: [DONE]\n\n")
+    chunks, end = parse_events(response.text)
+    assert end == "data: [DONE]"
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", "c"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert chunks[0]["seed"] == api.engine.submitted[0].seed
+    assert "usage" not in chunks[0]
+
+
+def test_the_last_chunk_has_the_usage_where_asked_for(api: Api) -> None:
+    response = api.complete(prompt="x", stream=True, max_tokens=2, n=2, stream_options={"include_usage": True})
+    chunks, _ = parse_events(response.text)
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 4,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_usage_so_far_comes_with_every_chunk_where_asked_for(api: Api) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = api.complete(prompt="x", stream=True, max_tokens=3, stream_options=options)
+    chunks, _ = parse_events(response.text)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 3},
+        {"prompt": ["x", "yz"], "n": 2, "echo": True},
+        {"logprobs": 3},
+        {"logprobs": 2, "echo": True, "prompt": [120, 0xC3]},
+        {"stop": ["é✓"]},
+        {"stop": ["✓", "never", 'e, "x'], "logprobs": 0},
+        {"stop_token_ids": [0xF0]},
+        {"max_tokens": 9},
+    ],
+)
+def test_a_stream_adds_up_to_the_whole(make_api: Callable[..., Api], body: dict[str, Any]) -> None:
+    api = make_api(FakeEngineClient(say(TEXT, then_eos=True)))
+    request = {"prompt": "x", "max_tokens": 100, "seed": 1, **body}
+    whole = api.complete(**request).json()
+    response = api.complete(**request, stream=True, stream_options={"include_usage": True})
+    chunks, _ = parse_events(response.text)
+    assert chunks[-1]["usage"] == whole["usage"]
+    for expected in whole["choices"]:
+        parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == expected["index"]]
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        assert parts[-1]["finish_reason"] == expected["finish_reason"]
+        assert parts[-1]["stop_reason"] == expected["stop_reason"]
+        assert all(part["finish_reason"] is None for part in parts[:-1])
+        if expected["logprobs"] is None:
+            assert all(part["logprobs"] is None for part in parts)
+        else:
+            for name, values in expected["logprobs"].items():
+                assert [value for part in parts for value in part["logprobs"][name]] == values
+
+
+def test_a_stream_shows_whole_characters_only(make_api: Callable[..., Api]) -> None:
+    api = make_api(FakeEngineClient(say(TEXT)))
+    chunks, _ = parse_events(api.complete(prompt="x", stream=True, max_tokens=NUM_TOKENS).text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == list(TEXT), "a character a chunk, no empty ones"
+
+
+def test_tokens_reach_the_client_as_they_come(serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngineClient(auto=False)
+    with stream(serve(engine), max_tokens=3) as events:
+        for expected in "abc":
+            engine.from_outside(engine.step)
+            assert events.next_text() == expected
+        assert events.rest() == ["[DONE]"]
+
+
+def test_steps_that_pile_up_go_out_together(serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngineClient(auto=False)
+
+    def three_steps() -> None:
+        for _ in range(3):
+            engine.step()
+
+    with stream(serve(engine), max_tokens=3) as events:
+        engine.from_outside(three_steps)
+        parts = list(events.response.iter_raw())
+    assert parts[0].count(b"data: ") == 3
+
+
+def test_a_silent_stream_is_kept_alive(serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngineClient(auto=False)
+    with stream(serve(engine, keep_alive_s=0.02), max_tokens=2) as events:
+        lines = events.response.iter_lines()
+        assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+        engine.from_outside(engine.step)
+        engine.from_outside(engine.step)
+        rest = [line for line in lines if line.startswith(("data", ":"))]
+    assert rest[-1] == "data: [DONE]"
+    assert sum(line.startswith("data: {") for line in rest) == 2
+
+
+def test_a_stream_that_is_not_silent_has_no_comments(api: Api) -> None:
+    assert "keep-alive" not in api.complete(prompt="x", stream=True, max_tokens=200).text
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_goes_away_is_aborted_within_one_step(
+    serve: Callable[..., LiveServer], is_stream: bool, num_steps: int
+) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    client = send_raw(server, stream=is_stream, n=2, max_tokens=100)
+    engine.wait_for(lambda: len(engine.submitted) == 2)
+    for _ in range(num_steps):
+        engine.from_outside(engine.step)
+    engine.wait_for(lambda: engine.num_outputs == 2 * num_steps)
+    assert engine.aborted == [], "a client that waits is served"
+    client.close()
+    engine.wait_for(lambda: len(engine.aborted) == 2)
+    assert engine.live_ids == []
+    assert post(server, max_tokens=0).status_code == 400
+    assert server.app.state.lifecycle.num_active == 0
+
+
+def test_two_hundred_clients_that_hang_up_leave_nothing(serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngineClient(info=replace(INFO, max_model_len=10**6))
+    server = serve(engine)
+    generator = random.Random(0)
+    for _ in range(200):
+        client = send_raw(server, stream=generator.random() < 0.7, max_tokens=10**5, n=generator.randint(1, 3))
+        if generator.random() < 0.5:
+            with contextlib.suppress(TimeoutError):
+                client.settimeout(generator.random() / 100)
+                client.recv(generator.choice([1, 1000]))
+        client.close()
+    assert post(server, max_tokens=5).json()["choices"][0]["text"] == "abcab"
+    engine.wait_for(lambda: engine.live_ids == [])
+    assert server.app.state.lifecycle.num_active == 0
+
+
+def test_a_client_that_reads_slowly_blocks_nobody_and_loses_nothing(serve: Callable[..., LiveServer]) -> None:
+    num_tokens = 30_000  # some 8 MB of events: more than the sockets between hold
+    engine = FakeEngineClient(info=replace(INFO, max_model_len=10**6))
+    server = serve(engine)
+    slow = send_raw(server, stream=True, max_tokens=num_tokens)
+    engine.wait_for(lambda: engine.num_outputs >= num_tokens)
+    assert server.app.state.lifecycle.num_active == 1, "its answer waits in the server"
+    assert post(server, max_tokens=5).json()["choices"][0]["text"] == "abcab"
+    with slow:
+        received = b"".join(iter(lambda: slow.recv(2**20), b""))
+    assert received.count(b"data: {") == num_tokens
+    assert b"data: [DONE]" in received[-100:]
+
+
+def test_draining_lets_streams_finish(serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    with stream(server, max_tokens=2) as events:
+        engine.from_outside(engine.step)
+        assert events.next_text() == "a"
+        server.app.state.lifecycle.drain()
+        assert post(server).status_code == 503
+        assert httpx.get(server.url + "/ready").status_code == 503
+        assert httpx.get(server.url + "/health").status_code == 200
+        engine.from_outside(engine.step)
+        assert events.next_text() == "b"
+        assert events.rest() == ["[DONE]"]
+
+
+def test_an_engine_that_dies_ends_a_stream_with_an_error(serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    with stream(server, max_tokens=5) as events:
+        engine.from_outside(engine.step)
+        assert events.next_text() == "a"
+        engine.from_outside(engine.die)
+        (data,) = events.rest()
+    assert json.loads(data) == {
+        "error": {
+            "message": "the engine has died: killed",
+            "type": "server_error",
+            "param": None,
+            "code": "engine_unavailable",
+        }
+    }
+    assert post(server).status_code == 503
+    assert httpx.get(server.url + "/health").status_code == 503
+
+
+def test_an_engine_that_dies_is_a_503_while_nothing_was_sent(serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    with send_raw(server, max_tokens=5) as client:
+        engine.wait_for(lambda: len(engine.submitted) == 1)
+        engine.from_outside(engine.die)
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 5" in answer

@@ -1,0 +1,252 @@
+"""The command line: what it prints where, and the status it exits with."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from server.cli import main
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line; return exit status, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out, captured.err
+
+    return run
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A stand-in server: keeps what it was asked, answers what its server's `answer` says."""
+
+    def do_POST(self) -> None:
+        self.server.asked = json.loads(self.rfile.read(int(self.headers["content-length"])))  # type: ignore[attr-defined]
+        self.server.path = self.path  # type: ignore[attr-defined]
+        self.server.authorization = self.headers["authorization"]  # type: ignore[attr-defined]
+        status, body = self.server.answer  # type: ignore[attr-defined]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield http
+        http.shutdown()
+        thread.join()
+
+
+def events(*payloads: object) -> str:
+    return "".join(f"id: 1\ndata: {p if isinstance(p, str) else json.dumps(p)}\n\n: keep-alive\n\n" for p in payloads)
+
+
+def text_event(text: str) -> dict[str, object]:
+    return {"choices": [{"index": 0, "text": text}]}
+
+
+def url(server: Any) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_version(run: Any) -> None:
+    status, out, _ = run("--version")
+
+    assert (status, out.split()[0]) == (0, "gptserve")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serve", "--max-num-seq", "3"), "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
+        (("serve", "--prot=3"), "unknown argument --prot; did you mean --port?"),
+        (("serve", "a", "b"), "unknown argument b"),
+        (("serve", "a", "--model", "b"), "the model must be given once, got both MODEL and --model"),
+        (("serve", "--port", "x"), "--port must be a whole number, got 'x'"),
+        (("complete",), "the following arguments are required: TEXT"),
+        (("complete", "x", "--max-tokens", "many"), "argument --max-tokens: invalid int value: 'many'"),
+        (("complete", "x", "--temperature", "nan"), "argument --temperature: must be a finite number, got 'nan'"),
+        (("complete", "x", "--top-p=-inf"), "argument --top-p: must be a finite number, got '-inf'"),
+        (("complete", "x", "--top-p", "much"), "argument --top-p: must be a finite number, got 'much'"),
+        (("complete", "\udcff"), r"argument TEXT: must be UTF-8, got '\udcff'"),
+        (("complete", "x", "--stop", "\udcff"), r"argument --stop: must be UTF-8, got '\udcff'"),
+        (("complete", "x", "--url", "http://h/\udcff"), r"argument --url: must be UTF-8, got 'http://h/\udcff'"),
+        (("complete", "x", "--local", "--url", "u"), "--url and --api-key are for a server, and --local asks none"),
+        (("complete", "x", "--local", "m", "--api-key", "k"), "--url and --api-key are for a server"),
+        (("inspect", "--block-size", "0"), "argument --block-size: must be a whole number of at least 1, got '0'"),
+        (("inspect", "--block-size", "-3"), "argument --block-size: must be a whole number of at least 1, got '-3'"),
+        (("inspect", "--block-size", "x"), "argument --block-size: must be a whole number of at least 1, got 'x'"),
+        (("inspect", "--memory", "much"), "argument --memory: must be a number of bytes such as 8GiB, got 'much'"),
+        (("sevre",), "'sevre'"),
+        ((), "required: COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_status_2(arguments: tuple[str, ...], expected: str, run: Any) -> None:
+    status, out, err = run(*arguments)
+
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+
+
+def test_a_mistyped_flag_does_not_show_its_value(run: Any) -> None:
+    status, out, err = run("serve", "--api-ky=open-sesame")
+
+    assert (status, out, err) == (2, "", "gptserve serve: unknown argument --api-ky; did you mean --api-key?\n")
+
+
+def test_a_wrong_variable_is_status_2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTSERVE_PROT", "1")
+
+    assert run("serve")[::2] == (2, "gptserve serve: unknown variable GPTSERVE_PROT; did you mean GPTSERVE_PORT?\n")
+
+
+def test_the_help_of_serve_names_every_option_once(run: Any) -> None:
+    status, out, _ = run("serve", "--help")
+
+    assert status == 0
+    assert all(out.count(f"\n  --{name} ") == 1 for name in ("port", "max-num-seqs", "kv-cache-bytes", "config"))
+
+
+def test_complete_prints_the_text_as_it_streams(run: Any, server: Any) -> None:
+    server.answer = (200, events(text_event("there"), text_event(" was\u2028a"), {"choices": []}, "[DONE]"))
+
+    status, out, err = run("complete", "Once", "--url", url(server), "--seed", "7", "--stop", "a", "--stop", "b")
+
+    assert (status, out, err) == (0, "there was\u2028a\n", "")
+    assert server.asked == {
+        "prompt": "Once",
+        "stream": True,
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": 7,
+        "stop": ["a", "b"],
+    }
+    assert server.authorization is None
+
+
+def test_complete_reads_the_text_from_stdin(run: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.answer = (200, events("[DONE]"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("from a pipé\r\n".encode()), encoding="latin-1"))
+
+    run("complete", "-", "--url", url(server))
+
+    assert server.asked["prompt"] == "from a pipé\r\n"
+
+
+def test_a_text_on_stdin_that_is_not_utf_8_is_one_sentence_and_status_1(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+
+    assert run("complete", "-") == (1, "", "gptserve: the text on stdin must be UTF-8, got something else at byte 2\n")
+
+
+def test_a_slash_at_the_end_of_the_url_is_left_out(run: Any, server: Any) -> None:
+    server.answer = (200, events("[DONE]"))
+
+    run("complete", "x", "--url", url(server) + "/behind/a/proxy/")
+
+    assert server.path == "/behind/a/proxy/v1/completions"
+
+
+def test_complete_bears_the_key_given_or_that_of_the_environment(
+    run: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = (200, events("[DONE]"))
+    monkeypatch.setenv("GPTSERVE_API_KEY", "first,second")
+
+    run("complete", "x", "--url", url(server))
+    assert server.authorization == "Bearer first"
+
+    run("complete", "x", "--url", url(server), "--api-key", "third")
+    assert server.authorization == "Bearer third"
+
+    run("complete", "x", "--url", url(server), "--api-key", "clé")
+    assert server.authorization.encode("latin-1").decode() == "Bearer clé"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((400, '{"error": {"message": "max_tokens must be at least 1"}}'), "gptserve: max_tokens must be at least 1\n"),
+        ((502, "<html>"), "gptserve: the server answered with status 502 and no message\n"),
+        (
+            (200, events(text_event("a"), {"error": {"message": "the engine has died"}})),
+            "gptserve: the engine has died\n",
+        ),
+        ((200, events(text_event("a"))), "gptserve: the stream ended in the middle of the completion\n"),
+    ],
+)
+def test_a_completion_that_fails_is_one_sentence_and_status_1(
+    answer: tuple[int, str], expected: str, run: Any, server: Any
+) -> None:
+    server.answer = answer
+
+    assert run("complete", "x", "--url", url(server))[::2] == (1, expected)
+
+
+def test_a_server_that_is_not_there_is_one_sentence_and_status_1(run: Any, server: Any) -> None:
+    address = url(server)
+    server.shutdown()
+    server.server_close()
+
+    status, _, err = run("complete", "x", "--url", address)
+
+    assert status == 1
+    assert err.startswith(f"gptserve: no answer from {address}: ")
+    assert err.endswith("is `gptserve serve` running there?\n")
+
+
+def test_a_local_completion_depends_on_the_seed_alone(run: Any) -> None:
+    ask = ("complete", "Once upon a time", "--local", "--max-tokens", "12")
+
+    status, first, _ = run(*ask, "--seed", "1")
+    again = run(*ask, "--seed", "1")[1]
+    other = run(*ask, "--seed", "2")[1]
+
+    assert status == 0
+    assert first.strip()
+    assert first == again != other
+
+
+def test_a_local_completion_ends_before_a_stop_string(run: Any) -> None:
+    ask = ("complete", "Once upon a time", "--local", "--max-tokens", "12", "--temperature", "0")
+    whole = run(*ask)[1].rstrip("\n")
+    stop = whole[len(whole) // 2 :][:3]
+
+    assert run(*ask, "--stop", stop)[1] == whole[: whole.index(stop)] + "\n"
+
+
+def test_a_local_model_that_is_not_there_is_one_sentence_and_status_1(run: Any) -> None:
+    status, out, err = run("complete", "x", "--local", "/no/such/model")
+
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "/no/such/model" in err
+
+
+def test_inspect_prints_tables_or_json(run: Any) -> None:
+    status, table, _ = run("inspect", "--memory", "1GiB")
+    report = json.loads(run("inspect", "--memory", "1GiB", "--json")[1])
+
+    assert status == 0
+    assert report["model"] == "storyteller"
+    assert report["memory_bytes"] == 2**30
+    assert f"{report['num_parameters']:,}" in table

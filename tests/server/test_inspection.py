@@ -1,0 +1,65 @@
+"""The report of a model: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from server.inspection import inspect_model, render
+from weights.config import ModelConfig
+
+TINY = ModelConfig(
+    model_type="gpt2",
+    vocab_size=100,
+    hidden_size=8,
+    num_layers=2,
+    max_position=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=4,
+    attention_scales=(0.5, 0.5),
+    attention_windows=(None, None),
+    attention_bias=False,
+    ffn_size=32,
+    ffn_bias=False,
+    norm_bias=False,
+)
+NUM_PARAMETERS = 100 * 8 + 64 * 8 + 2 * (8 * 16 + 8 * 8) + 2 * (2 * 8 * 32) + 5 * 8
+
+
+def test_the_weights_are_counted_in_either_type() -> None:
+    report = inspect_model("tiny", TINY, 2**20, 16)
+
+    assert report.num_parameters == NUM_PARAMETERS
+    assert [entry.weights_bytes for entry in report.by_dtype] == [4 * NUM_PARAMETERS, 2 * NUM_PARAMETERS]
+
+
+def test_what_fits_is_what_the_weights_leave() -> None:
+    kv_bytes_per_token = 2 * 2 * 1 * 4 * 4
+    memory = 4 * NUM_PARAMETERS + 9 * 16 * kv_bytes_per_token
+
+    entry = inspect_model("tiny", TINY, memory, 16).by_dtype[0]
+
+    assert (entry.dtype, entry.kv_bytes_per_token) == ("float32", kv_bytes_per_token)
+    assert (entry.num_blocks, entry.num_tokens, entry.num_full_sequences) == (9, 144, 2)
+
+
+def test_the_memory_is_what_is_free_here_unless_given() -> None:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    assert 0 < inspect_model("tiny", TINY, None, 16).memory_bytes <= machine
+
+
+def test_the_table_shows_every_part_the_formula_and_a_tied_head() -> None:
+    table = render(inspect_model("tiny", TINY, 2**20, 16))
+
+    for part in ("embedding", "position", "attention", "feed-forward", "norms", "head (the embedding)", "total"):
+        assert f"\n  {part} " in table
+    assert "2 (key, value) x 2 layers x 1 KV heads x 4 head size" in table
+    assert "what 1.0 MiB hold" in table
+
+
+def test_the_table_shows_a_head_of_its_own() -> None:
+    untied = render(inspect_model("tiny", dataclasses.replace(TINY, tied_head=False), 2**20, 16))
+
+    assert "\n  head                               800" in untied

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from server.schemas import CompletionRequest
+from tests.server.conftest import Api
+from tests.server.fake_engine import FakeEngineClient
+
+
+@pytest.fixture
+def document(api: Api) -> dict[str, Any]:
+    found: dict[str, Any] = api.get("/openapi.json").json()
+    return found
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    text = json.dumps(document)
+    names = {part.split('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}
+    assert {"CompletionRequest", "StreamOptions", "Completion", "ErrorBody"} <= names
+    assert names <= set(document["components"]["schemas"])
+    assert text.count('"$ref"') == text.count('"$ref": "#/components/schemas/')
+
+
+def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) -> None:
+    operation = document["paths"]["/v1/completions"]["post"]
+    assert operation["requestBody"]["required"] is True
+    assert set(operation["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"}
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    schema = document["components"]["schemas"]["CompletionRequest"]
+    assert set(schema["properties"]) == set(CompletionRequest.model_fields)
+    assert schema["required"] == ["prompt"]
+    assert schema["additionalProperties"] is False
+
+
+def test_no_status_is_declared_that_never_comes(document: dict[str, Any]) -> None:
+    assert '"422"' not in json.dumps(document)
+
+
+def test_every_route_is_described(document: dict[str, Any]) -> None:
+    assert set(document["paths"]) == {
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/health",
+        "/ready",
+        "/version",
+        "/metrics",
+    }
+
+
+def test_a_needed_key_is_described(make_api: Callable[..., Api], document: dict[str, Any]) -> None:
+    assert "security" not in document
+    api = make_api(FakeEngineClient(), api_keys=("k",))
+    guarded = api.get("/openapi.json", headers={"authorization": "Bearer k"}).json()
+    assert guarded["security"] == [{"key": []}]
+    assert guarded["paths"]["/health"]["get"]["security"] == []
+    assert guarded["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_there_are_no_pages_that_load_scripts_from_elsewhere(api: Api, path: str) -> None:
+    assert api.get(path).status_code == 404

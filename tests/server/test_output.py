@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.request import FinishReason, TokenLogprobs, TokenOutput
+from server.output import ChoiceOutput, Delta, Detokenizer, StopStrings, compile_stop, join_deltas, token_name
+from tests.server.fake_engine import EOS, ByteTokenizer
+
+# Bytes that begin, continue and break characters of every length come up often.
+UTF8_PIECES = st.sampled_from(["a", "é", "✓", "😀", "�"]).map(str.encode)
+BYTES = st.lists(st.one_of(UTF8_PIECES, st.binary(max_size=3)), max_size=8).map(b"".join)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+
+
+def split(data: bytes, cuts: Sequence[int]) -> list[bytes]:
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def naive_cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Search the text so far after each character; the longest stop string that ends there wins."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+class PieceTokenizer:
+    """Token i is the i-th of the pieces given."""
+
+    max_token_bytes = 100
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._pieces[token_id]
+
+
+def output(*token_ids: int, **fields: object) -> TokenOutput:
+    return TokenOutput("r", token_ids, **fields)
+
+
+def feed_all(choice: ChoiceOutput, token_ids: Sequence[int], finish: FinishReason = FinishReason.LENGTH) -> list[Delta]:
+    """Feed one token an output, the last with `finish`, until the choice has ended."""
+    deltas = []
+    for i, token_id in enumerate(token_ids):
+        is_last = i == len(token_ids) - 1
+        deltas.append(choice.add(output(token_id, finish_reason=finish if is_last else None)))
+        if choice.finish_reason is not None:
+            break
+    return deltas
+
+
+@given(BYTES, st.lists(st.integers(0, 40), max_size=8))
+def test_text_is_that_of_decoding_all_at_once(data: bytes, cuts: list[int]) -> None:
+    detokenizer = Detokenizer()
+    pieces = [detokenizer.feed(piece) for piece in split(data, cuts)]
+    assert "".join(pieces) + detokenizer.finish() == data.decode(errors="replace")
+
+
+@given(st.text(max_size=8), st.lists(st.integers(0, 40), max_size=8))
+def test_valid_text_never_shows_a_replacement_character_of_its_own(text: str, cuts: list[int]) -> None:
+    detokenizer = Detokenizer()
+    pieces = [detokenizer.feed(piece) for piece in split(text.encode(), cuts)]
+    assert "".join(pieces) == text
+    assert detokenizer.finish() == ""
+
+
+def test_bytes_that_can_never_become_a_character_are_not_held_back() -> None:
+    detokenizer = Detokenizer()
+    assert detokenizer.feed(b"\xe2\x9c") == ""
+    assert detokenizer.feed(b"a") == "�a"
+
+
+@given(st.text("ab", max_size=14), STOPS, st.lists(st.integers(0, 14), max_size=6))
+def test_stop_strings_equal_the_search_of_the_whole_text_for_every_split(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    stop_strings = StopStrings([compile_stop(stop) for stop in stops])
+    shown, given_so_far = "", ""
+    for piece in map(bytes.decode, split(text.encode(), cuts)):
+        shown += stop_strings.feed(piece)
+        given_so_far += piece
+        if stop_strings.matched is not None:
+            break
+        starts = [
+            length
+            for length in range(len(given_so_far) + 1)
+            if any(stop.startswith(given_so_far[len(given_so_far) - length :]) for stop in stops)
+        ]
+        held = max(starts, default=0)
+        assert shown == given_so_far[: len(given_so_far) - held], "exactly what may start a stop string is held back"
+    else:
+        shown += stop_strings.flush()
+    assert (shown, stop_strings.matched) == naive_cut(text, stops)
+
+
+def test_the_naive_search_finds_what_ends_first() -> None:
+    assert naive_cut("xabcd", ["abcd", "c"]) == ("xab", "c")
+    assert naive_cut("xabc", ["bc", "abc", "c"]) == ("x", "abc")
+
+
+@given(BYTES, st.lists(st.integers(0, 40), max_size=8), st.lists(st.sampled_from(["a", "é✓", "�", "😀a"]), max_size=3))
+def test_a_choice_is_the_same_however_its_bytes_are_split_into_tokens(
+    data: bytes, cuts: list[int], stops: list[str]
+) -> None:
+    pieces = split(data, cuts)
+    choice = ChoiceOutput(PieceTokenizer(pieces), stop=[compile_stop(stop) for stop in stops])
+    whole = join_deltas(feed_all(choice, range(len(pieces))))
+    text, matched = naive_cut(data.decode(errors="replace"), stops)
+    assert whole == Delta(text, None, "length" if matched is None else "stop", matched)
+
+
+@pytest.mark.parametrize("num_per_output", [1, 2, 5])
+def test_a_choice_is_the_same_however_its_tokens_are_split_into_outputs(num_per_output: int) -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ND")], logprobs=True)
+    ids = list(b"abENDxyz")
+    deltas = []
+    for i in range(0, len(ids), num_per_output):
+        group = ids[i : i + num_per_output]
+        deltas.append(choice.add(output(*group, logprobs=tuple(TokenLogprobs(t, -0.5) for t in group))))
+        if choice.finish_reason:
+            break
+    whole = join_deltas(deltas)
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == ("abE", "stop", "ND")
+    assert choice.num_tokens == 5
+    assert whole.logprobs is not None
+    assert whole.logprobs.tokens == ["a", "b", "E", "N", "D"]
+
+
+def test_a_choice_without_text_yet_is_an_empty_delta() -> None:
+    choice = ChoiceOutput(ByteTokenizer())
+    assert choice.add(output(0xC3)).is_empty
+    assert choice.add(output(0xA9)) == Delta("é")
+
+
+def test_the_end_of_text_has_no_text_but_counts() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=True)
+    entries = (TokenLogprobs(97, -1.0), TokenLogprobs(EOS, -2.0))
+    delta = choice.add(
+        output(97, EOS, finish_reason=FinishReason.STOP, stop_token_id=EOS, logprobs=entries),
+    )
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a", "stop", None)
+    assert choice.num_tokens == 2
+    assert delta.logprobs is not None
+    assert delta.logprobs.tokens == ["a", "<|endoftext|>"]
+    assert delta.logprobs.text_offset == [0, 1]
+
+
+def test_a_requested_stop_token_is_named_and_has_no_text() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop_token_ids=(98,))
+    delta = choice.add(output(97, 98, finish_reason=FinishReason.STOP, stop_token_id=98))
+    assert delta == Delta("a", None, "stop", 98)
+
+
+def test_what_was_held_back_comes_out_at_the_end() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("END")])
+    assert choice.add(output(*b"aE")) == Delta("a")
+    assert choice.add(output(*b"N", finish_reason=FinishReason.LENGTH)) == Delta("EN", None, "length")
+
+
+def test_an_unfinished_character_becomes_a_replacement_character_only_at_the_end() -> None:
+    choice = ChoiceOutput(ByteTokenizer())
+    assert choice.add(output(0xE2, 0x9C)).text == ""
+    assert choice.add(output(0x93, 0xE2, finish_reason=FinishReason.LENGTH)).text == "✓�"
+
+
+def test_stop_strings_are_not_looked_for_in_the_echo() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ab")], echo=tuple(b"xaby"))
+    assert choice.add(output(*b"zab")) == Delta("xabyz", None, "stop", "ab")
+
+
+def test_a_character_may_begin_in_the_echoed_prompt_and_end_in_the_completion() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=True, echo=(97, 0xC3))
+    delta = choice.add(
+        output(
+            0xA9,
+            finish_reason=FinishReason.LENGTH,
+            logprobs=(TokenLogprobs(0xA9, -1.0),),
+            prompt_logprobs=(None, TokenLogprobs(0xC3, -2.0)),
+        )
+    )
+    assert delta.text == "aé"
+    assert delta.logprobs is not None
+    assert delta.logprobs.to_json() == {
+        "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9"],
+        "token_logprobs": [None, -2.0, -1.0],
+        "top_logprobs": [None, {"bytes:\\xc3": -2.0}, {"bytes:\\xa9": -1.0}],
+        "text_offset": [0, 1, 1],
+    }
+
+
+def test_top_logprobs_hold_the_sampled_token_and_no_infinity() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=True)
+    infinity = float("inf")
+    entry = TokenLogprobs(97, -infinity, ((98, -0.25), (99, -infinity)))
+    delta = choice.add(output(97, logprobs=(entry,)))
+    assert delta.logprobs is not None
+    assert delta.logprobs.token_logprobs == [-9999.0]
+    assert delta.logprobs.top_logprobs == [{"b": -0.25, "c": -9999.0, "a": -9999.0}]
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [(b" the", " the"), ("✓".encode(), "✓"), (b"\xe2\x9c", "bytes:\\xe2\\x9c"), (b" \xf0\x9f", "bytes: \\xf0\\x9f")],
+)
+def test_tokens_that_are_not_whole_utf8_are_named_by_their_bytes(data: bytes, name: str) -> None:
+    assert token_name(data) == name

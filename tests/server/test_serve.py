@@ -1,0 +1,363 @@
+"""A serving process from its start to its end, as an operator sees it: lines on stderr, answers, exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.serving import LIMIT_S, ROOT, Process
+
+
+@pytest.fixture
+def launch() -> Iterator[Any]:
+    launched: list[Process] = []
+
+    def start(*flags: str, **environment: str) -> Process:
+        launched.append(Process(*flags, **environment))
+        return launched[-1]
+
+    yield start
+    for process in launched:
+        process.kill()
+
+
+@contextlib.contextmanager
+def stream(client: httpx.Client, *, max_tokens: int, n: int = 1) -> Iterator[Iterator[str]]:
+    """Stream a completion of exactly max_tokens and give its lines from the first event on."""
+    body = {"prompt": "Once", "max_tokens": max_tokens, "n": n, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        next(lines)
+        yield lines
+
+
+def error_of(line: str) -> str:
+    return str(json.loads(line.removeprefix("data: "))["error"]["message"])
+
+
+def test_sigterm_refuses_what_is_new_finishes_what_runs_and_ends_with_status_0(launch: Any) -> None:
+    process = launch()
+    with process.wait_until_ready() as client, contextlib.ExitStack() as streams:
+        occupation = streams.enter_context(stream(client, max_tokens=1000, n=16))
+        running = streams.enter_context(stream(client, max_tokens=400))
+
+        # To the whole group, as a terminal's Ctrl-C is: the engine's process must not die of it.
+        os.killpg(process.popen.pid, signal.SIGINT)
+        process.wait_for_line("completions may finish within 30 s")
+        refused = client.post("/v1/completions", json={"prompt": "Once"})
+        ready = client.get("/ready")
+        health = client.get("/health")
+        *_, last = running
+        next(occupation)
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in refused.headers
+    assert (ready.status_code, health.status_code) == (503, 200)
+    assert last == "data: [DONE]"
+    status, log = process.wait()
+    assert status == 0
+    assert "cut off" not in log
+
+
+def test_after_the_time_limit_streams_end_with_an_error_and_the_status_is_0(launch: Any) -> None:
+    process = launch("--shutdown-timeout", "0")
+    with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16) as running:
+        process.popen.terminate()
+        *_, last = running
+
+    assert "closed" in error_of(last)
+    status, log = process.wait()
+    assert status == 0
+    assert "1 completions are cut off" in log
+
+
+def test_a_second_signal_ends_at_once(launch: Any) -> None:
+    process = launch("--shutdown-timeout", "3600")
+    with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16):
+        process.popen.terminate()
+        process.wait_for_line("stopping")
+        process.popen.terminate()
+
+        assert process.wait()[0] == 0
+
+
+@contextlib.contextmanager
+def client_that_does_not_read(client: httpx.Client) -> Iterator[None]:
+    """Hold a stream whose client reads nothing; on entry all of it is made, and more than the system buffers."""
+    body = {"prompt": "Once", "max_tokens": 600, "n": 16, "ignore_eos": True, "stream": True, "logprobs": 5}
+    data = json.dumps(body).encode()
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((client.base_url.host, client.base_url.port))
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        deaf.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        while metric(client, "gptserve_generation_tokens_total") < 16 * 600:
+            pass
+        yield
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    [line] = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    return float(line.split()[-1])
+
+
+def test_a_second_signal_ends_at_once_what_a_client_does_not_read(launch: Any) -> None:
+    process = launch("--shutdown-timeout", "0")
+    with process.wait_until_ready() as client, client_that_does_not_read(client):
+        process.popen.terminate()
+        process.wait_for_line("1 completions are cut off")
+        process.popen.terminate()
+        status, log = process.wait()
+
+    assert status == 0
+    assert "told to stop again" in log
+    assert "ERROR" not in log
+    assert "status=499" in log
+
+
+def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) -> None:
+    process = launch("--shutdown-timeout", "0")
+    with process.wait_until_ready() as client, client_that_does_not_read(client):
+        process.popen.terminate()
+        status, log = process.wait()
+
+    assert status == 0
+    assert "hanging up on 1 clients: 5 s have passed" in log
+    assert "ERROR" not in log
+
+
+def test_the_death_of_the_engine_ends_streams_with_an_error_and_the_process_with_status_1(launch: Any) -> None:
+    process = launch()
+    with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16) as running:
+        process.engine().kill()
+        *_, last = running
+
+    assert "the engine process was killed by signal 9" in error_of(last)
+    status, log = process.wait()
+    assert status == 1
+    assert "CRITICAL server.serve: ending: " in log
+
+
+def test_a_signal_while_loading_ends_with_status_0(launch: Any) -> None:
+    process = launch()
+    process.wait_for_line("settings: ")
+    while not psutil.Process(process.popen.pid).children():
+        assert process.popen.poll() is None
+    process.popen.terminate()
+
+    status, log = process.wait()
+
+    assert status in (0, 130)
+    assert "Traceback" not in log
+
+
+def test_the_engine_may_run_in_a_thread(launch: Any) -> None:
+    process = launch("--in-process")
+    with process.wait_until_ready() as client:
+        answer = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3}).json()
+        children = [p for p in psutil.Process(process.popen.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    process.popen.terminate()
+
+    assert answer["usage"]["completion_tokens"] >= 1
+    assert children == []
+    assert process.wait()[0] == 0
+
+
+def test_json_logs_name_the_request_and_hide_the_key(launch: Any) -> None:
+    process = launch("--log-format", "json", "--served-model-name", "teller", GPTSERVE_API_KEY="open-sesame")
+    first = json.loads(process.wait_for_line("settings: "))
+    process.wait_for_line(" ready on ")
+    client = httpx.Client(base_url=process.lines[-1].partition(" ready on ")[2].split()[0], timeout=LIMIT_S)
+    with client:
+        refused = client.get("/v1/models")
+        client.headers["authorization"] = "Bearer open-sesame"
+        models = client.get("/v1/models", headers={"x-request-id": "mine-1"}).json()
+    line = json.loads(process.wait_for_line("mine-1"))
+    process.popen.terminate()
+
+    assert "api-key=*** (GPTSERVE_API_KEY)" in first["message"]
+    assert refused.status_code == 401
+    assert [model["id"] for model in models["data"]] == ["teller"]
+    assert (line["request_id"], line["path"], line["status"]) == ("mine-1", "/v1/models", 200)
+    status, log = process.wait()
+    assert (status, "open-sesame" in log) == (0, False)
+
+
+def test_what_does_not_fit_into_the_queue_gets_status_429_until_it_does(launch: Any) -> None:
+    process = launch("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    ask = {"prompt": "Once", "max_tokens": 2}
+    with process.wait_until_ready() as client:
+        with stream(client, max_tokens=1000):
+            beside_one = client.post("/v1/completions", json=ask | {"n": 2})
+        while metric(client, "gptserve_num_requests_running"):
+            pass
+        fits = client.post("/v1/completions", json=ask | {"n": 2})
+    process.popen.terminate()
+
+    assert (beside_one.status_code, beside_one.json()["error"]["code"]) == (429, "queue_full")
+    assert int(beside_one.headers["retry-after"]) >= 1
+    assert fits.status_code == 200
+    assert process.wait()[0] == 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with the openssl command")
+def test_tls_is_served_and_the_probe_of_the_container_follows(launch: Any, tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate)
+    subprocess.run([*make.split(), *names], check=True, capture_output=True)
+    tls = {"GPTSERVE_SSL_KEYFILE": key, "GPTSERVE_SSL_CERTFILE": certificate}
+
+    process = launch(**tls)
+    url = httpx.URL(process.wait_for_line(" ready on ").partition(" ready on ")[2].split()[0])
+    trust = ssl.create_default_context(cafile=certificate)
+    with httpx.Client(base_url=url, verify=trust, timeout=LIMIT_S) as client, stream(client, max_tokens=5) as events:
+        *_, last = events
+    probes = probe(url.port, **tls), probe(url.port)
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(url)
+    process.popen.terminate()
+
+    assert url.scheme == "https"
+    assert last == "data: [DONE]"
+    assert (probes[0], probes[1] != 0) == (0, True)
+    assert process.wait()[0] == 0
+
+
+def test_the_probe_of_the_container_asks_for_the_health_of_its_server(launch: Any) -> None:
+    process = launch()
+    with process.wait_until_ready() as client:
+        port = client.base_url.port
+        assert probe(port) == 0
+    process.popen.terminate()
+
+    assert process.wait()[0] == 0
+    assert probe(port) != 0
+
+
+def probe(port: int | None, **environment: str) -> int:
+    """Run the Dockerfile's HEALTHCHECK beside a proxy that leads nowhere; return its status."""
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    [command] = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)$", dockerfile, re.M)
+    environment |= {"GPTSERVE_PORT": str(port), "http_proxy": "http://127.0.0.1:1"}
+    arguments = [sys.executable, *json.loads(command)[1:]]
+    return subprocess.run(arguments, env=environment, capture_output=True, timeout=LIMIT_S).returncode
+
+
+def test_a_taken_port_is_known_before_anything_is_loaded(launch: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, log = launch("--port", str(port), "--model", "/no/such/model").wait()
+
+    assert status == 1
+    assert log.splitlines()[-1] == f"gptserve: cannot listen on 127.0.0.1 port {port}: Address already in use"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--model", "/no/such/model"), "gptserve: model must be an existing folder or a hub id, got '/no/such/model'"),
+        (("--host", "no-such-host.invalid"), "gptserve: cannot listen on no-such-host.invalid port 0: "),
+        (("--ssl-keyfile", __file__, "--ssl-certfile", __file__), "ssl-keyfile and ssl-certfile cannot be used"),
+        (("--num-blocks", "1"), "the KV cache is too small for one sequence"),
+    ],
+)
+def test_a_failing_start_is_one_sentence_and_status_1(flags: tuple[str, ...], expected: str, launch: Any) -> None:
+    status, log = launch(*flags).wait()
+
+    assert_one_sentence(status, log, expected)
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 10**6)
+
+
+def claim_a_giant_header(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(struct.pack("<Q", 2**63))
+
+
+def place_a_tensor_past_the_end(folder: Path) -> None:
+    def place(header: dict[str, Any]) -> None:
+        header["transformer.wte.weight"]["data_offsets"][1] += 2**40
+
+    rewrite_header(folder, place)
+
+
+def lose_a_tensor(folder: Path) -> None:
+    def rename(header: dict[str, Any]) -> None:
+        header["lost"] = header.pop("transformer.h.0.attn.c_attn.weight")
+
+    rewrite_header(folder, rename)
+
+
+def claim_heads_that_do_not_divide(folder: Path) -> None:
+    rewrite_config(folder, n_head=7)
+
+
+def claim_more_layers(folder: Path) -> None:
+    rewrite_config(folder, n_layer=99)
+
+
+def rewrite_config(folder: Path, **fields: int) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
+
+
+def rewrite_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Apply `change` to the header of the safetensors file and leave the data as they are."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + content[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (truncate, "model.safetensors is not a readable safetensors file: "),
+        (claim_a_giant_header, "model.safetensors is not a readable safetensors file: "),
+        (place_a_tensor_past_the_end, "model.safetensors is not a readable safetensors file: "),
+        (lose_a_tensor, "h.0.attn.c_attn.weight), 1 unexpected ('lost')"),
+        (claim_heads_that_do_not_divide, "config.json: n_embd must be a multiple of n_head (7), got "),
+        (claim_more_layers, "do not fit its config.json: "),
+    ],
+)
+def test_a_damaged_model_is_one_sentence_and_status_1(
+    damage: Callable[[Path], None], expected: str, launch: Any, storyteller: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(storyteller, tmp_path / "model"))
+    damage(folder)
+
+    status, log = launch(str(folder)).wait()
+
+    assert_one_sentence(status, log, expected)
+
+
+def assert_one_sentence(status: int, log: str, expected: str) -> None:
+    """Assert that a start failed with this cause, told in the last line, and with no traceback."""
+    settings, *rest = log.splitlines()
+    assert status == 1
+    assert "settings: " in settings
+    assert expected in rest[-1]
+    assert not any(line.startswith(("Traceback", " ")) for line in rest)

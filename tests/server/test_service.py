@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.server.conftest import Api
+from tests.server.fake_engine import FakeEngineClient
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(api: Api) -> None:
+    api.engine.max_requests = 1
+    response = api.complete(prompt=["a", "b"])
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "7"
+    assert response.json()["error"] == {
+        "message": "the queue is full",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "queue_full",
+    }
+    assert api.engine.submitted == [], "all choices are queued or none"
+    assert api.complete(prompt="a").status_code == 200
+
+
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/ready", 503), ("/v1/models", 200)])
+def test_a_draining_server_lives_but_is_not_ready(api: Api, path: str, status: int) -> None:
+    api.app.state.lifecycle.drain()
+    assert api.get(path).status_code == status
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_draining_server_lets_no_completion_in(api: Api, stream: bool) -> None:
+    api.app.state.lifecycle.drain()
+    response = api.complete(prompt="a", stream=stream)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "5"
+    assert response.json()["error"]["code"] == "draining"
+    assert api.engine.submitted == []
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
+def test_without_an_engine_nothing_is_well(make_api: Callable[..., Api], path: str) -> None:
+    api = make_api(FakeEngineClient())
+    api.engine.die()
+    response = api.get(path)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "5"
+    assert response.json()["error"] == {
+        "message": "no engine is running: it is loading or has died",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_unavailable",
+    }
+    assert api.complete(prompt="a").status_code == 503

@@ -1,0 +1,250 @@
+"""Settings: where each value comes from, and what is refused with which words."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from server.settings import (
+    ServerSettings,
+    SettingsError,
+    add_flags,
+    client_api_key,
+    load_settings,
+    parse_size,
+    server_options,
+)
+
+WRITTEN = {
+    "model": "somewhere/else",
+    "revision": "main",
+    "served-model-name": "teller",
+    "host": "0.0.0.0",
+    "port": "9000",
+    "api-key": "secret-1,secret-2",
+    "ssl-keyfile": __file__,
+    "ssl-certfile": __file__,
+    "max-body-bytes": "1MiB",
+    "sse-keep-alive-interval": "0.5",
+    "shutdown-timeout": "0",
+    "log-format": "json",
+    "log-level": "debug",
+    "in-process": "true",
+    "device": "cpu",
+    "dtype": "float32",
+    "attention-backend": "reference",
+    "block-size": "32",
+    "num-blocks": "100",
+    "kv-cache-bytes": "2GiB",
+    "gpu-memory-utilization": "0.5",
+    "max-model-len": "64",
+    "max-num-seqs": "8",
+    "max-num-batched-tokens": "128",
+    "max-num-queued-reqs": "0",
+    "enable-prefix-caching": "false",
+    "num-threads": "1",
+}
+"""Every option but --config with a value that is not its default."""
+
+SWITCHES = {"in-process": "--in-process", "enable-prefix-caching": "--no-enable-prefix-caching"}
+TLS = {"ssl-keyfile": "GPTSERVE_SSL_CERTFILE", "ssl-certfile": "GPTSERVE_SSL_KEYFILE"}
+
+
+def flags(*words: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    return vars(parser.parse_args(words))
+
+
+def settings_file(folder: Path, text: str) -> dict[str, object]:
+    (folder / "gptserve.toml").write_text(text, encoding="utf-8")
+    return flags("--config", str(folder / "gptserve.toml"))
+
+
+def message(given: dict[str, object], environment: dict[str, str] | None = None) -> str:
+    with pytest.raises(SettingsError) as raised:
+        load_settings(given, environment or {})
+    return str(raised.value)
+
+
+def test_nothing_given_is_the_default_of_every_field() -> None:
+    settings = load_settings({}, {"PATH": "/bin"})
+
+    assert settings == ServerSettings(engine=EngineConfig(model_dir=Path("")))
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert settings.sources == {}
+
+
+def test_the_command_line_wins_over_the_environment_over_the_file_over_the_default(tmp_path: Path) -> None:
+    file = settings_file(tmp_path, "port = 1\nmax-num-seqs = 1\nblock_size = 1")
+
+    settings = load_settings(
+        file | flags("--port", "3"), {"GPTSERVE_PORT": "2", "GPTSERVE_MAX_NUM_SEQS": "2", "GPTSERVE_NUM_THREADS": "2"}
+    )
+
+    assert (settings.port, settings.engine.max_num_seqs, settings.engine.block_size) == (3, 2, 1)
+    assert settings.engine.num_threads == 2
+    assert settings.engine.max_num_batched_tokens == EngineConfig(Path("")).max_num_batched_tokens
+    assert settings.sources["port"] == "--port"
+    assert settings.sources["max-num-seqs"] == "GPTSERVE_MAX_NUM_SEQS"
+    assert settings.sources["block-size"] == f"block_size in {tmp_path / 'gptserve.toml'}"
+
+
+def test_every_engine_setting_but_the_folder_is_an_option() -> None:
+    of_engine = {option.field for option in server_options() if option.of_engine}
+
+    assert of_engine == {f.name for f in fields(EngineConfig) if f.default is not MISSING}
+
+
+def test_the_table_of_this_test_is_complete() -> None:
+    assert set(WRITTEN) == {option.name for option in server_options()} - {"config"}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_option_means_the_same_as_flag_variable_and_key(name: str, tmp_path: Path) -> None:
+    option = next(option for option in server_options() if option.name == name)
+    text = WRITTEN[name]
+    other = {TLS[name]: __file__} if name in TLS else {}
+
+    by_flag = load_settings(flags(SWITCHES[name]) if name in SWITCHES else flags(f"--{name}", text), other)
+    by_variable = load_settings({}, other | {option.variable: text})
+    by_key = load_settings(settings_file(tmp_path, f'{name} = "{text}"'), other)
+
+    values = [
+        getattr(settings.engine if option.of_engine else settings, option.field)
+        for settings in (by_flag, by_variable, by_key)
+    ]
+    assert values[0] == values[1] == values[2] != option.default
+
+
+def test_toml_numbers_switches_and_lists_are_taken_as_they_are(tmp_path: Path) -> None:
+    settings = load_settings(
+        settings_file(tmp_path, 'port = 9000\nin-process = true\nshutdown-timeout = 2.5\napi-key = ["a", "b"]'), {}
+    )
+
+    assert (settings.port, settings.in_process, settings.shutdown_timeout_s) == (9000, True, 2.5)
+    assert settings.api_keys == ("a", "b")
+
+
+def test_an_api_key_may_be_repeated_or_listed() -> None:
+    assert load_settings(flags("--api-key", "a", "--api-key", "b, c"), {}).api_keys == ("a", "b", "c")
+
+
+def test_the_config_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    path = str(settings_file(tmp_path, "port = 9000")["config"])
+
+    assert load_settings({}, {"GPTSERVE_CONFIG": path}).port == 9000
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("GPTSERVE_MAX_NUM_SEQ", "unknown variable GPTSERVE_MAX_NUM_SEQ; did you mean GPTSERVE_MAX_NUM_SEQS?"),
+        ("GPTSERVE_XYZZY", "unknown variable GPTSERVE_XYZZY"),
+    ],
+)
+def test_an_unknown_variable_is_an_error_that_names_the_nearest(variable: str, expected: str) -> None:
+    assert message({}, {variable: "1"}) == expected
+
+
+def test_an_unknown_key_is_an_error_that_names_the_nearest(tmp_path: Path) -> None:
+    file = settings_file(tmp_path, "max-model-length = 5")
+
+    assert message(file) == f"unknown key max-model-length in {file['config']}; did you mean max-model-len?"
+
+
+def test_a_file_names_no_further_file(tmp_path: Path) -> None:
+    assert message(settings_file(tmp_path, 'config = "other.toml"')).startswith("unknown key config")
+
+
+def test_the_variables_of_a_kubernetes_service_are_explained() -> None:
+    clash = {"GPTSERVE_SERVICE_HOST": "10.0.0.1", "GPTSERVE_PORT": "tcp://10.0.0.1:8000"}
+
+    assert "enableServiceLinks: false" in message({}, clash)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--port", "http"), "--port must be a whole number, got 'http'"),
+        (("--port", "65536"), "port must be in [0, 65535], got 65536"),
+        (("--device", "tpu"), "--device must be one of auto, cpu, cuda, got 'tpu'"),
+        (("--kv-cache-bytes", "2 gigs"), "--kv-cache-bytes must be a number of bytes such as 4096, 512MiB or 2GiB"),
+        (("--shutdown-timeout", "nan"), "shutdown-timeout must be at least 0 seconds, got nan"),
+        (("--sse-keep-alive-interval", "0"), "sse-keep-alive-interval must be over 0 seconds, got 0.0"),
+        (("--max-body-bytes", "0"), "max-body-bytes must be at least 1, got 0"),
+        (("--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1, got 0"),
+        (("--api-key", ""), "api-key must not be empty"),
+        (("--ssl-keyfile", __file__), "ssl-keyfile and ssl-certfile go together"),
+        (("--ssl-keyfile", "no", "--ssl-certfile", __file__), "ssl-keyfile must be a file, got no"),
+        (("--config", "no.toml"), "config must be a file that can be read, got no.toml: No such file"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_option_the_rule_and_the_value(words: tuple[str, ...], expected: str) -> None:
+    assert message(flags(*words)).startswith(expected)
+
+
+def test_a_wrong_variable_and_a_wrong_key_say_where_they_stand(tmp_path: Path) -> None:
+    file = settings_file(tmp_path, "in-process = 2")
+
+    assert message({}, {"GPTSERVE_IN_PROCESS": "maybe"}) == "GPTSERVE_IN_PROCESS must be true or false, got 'maybe'"
+    assert message(file) == f"in-process in {file['config']} must be true or false, got 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port = ", "config must be a TOML file"),
+        ("[port]\nx = 1", "port in {path} must be one plain value, got a table"),
+        ("log-level = 'info'\nlog_level = 'debug'", "log_level in {path} must be one plain value, got two"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, expected: str, tmp_path: Path) -> None:
+    file = settings_file(tmp_path, text)
+
+    assert message(file).startswith(expected.format(path=file["config"]))
+
+
+def test_the_description_holds_every_option_and_where_it_came_from_but_no_secret() -> None:
+    settings = load_settings(flags("--api-key", "open-sesame", "--port", "9000"), {"GPTSERVE_HOST": "::1"})
+
+    text = settings.describe()
+
+    assert "host=::1 (GPTSERVE_HOST), api-key=*** (--api-key), port=9000 (--port); defaults: model=-" in text
+    assert all(f"{option.name}=" in text for option in server_options())
+    assert "open-sesame" not in text + repr(settings)
+
+
+def test_a_value_equal_to_the_default_is_no_choice() -> None:
+    assert load_settings(flags("--port", "8000"), {}).sources == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("10B", 10),
+        ("512MiB", 2**29),
+        ("1.5GB", 1_500_000_000),
+        ("2 GiB", 2**31),
+        ("3T", 3 * 10**12),
+    ],
+)
+def test_a_size_is_read_with_its_unit(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["1kB", "-1", "1iB", "GiB", "1e3", "", "1."])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+def test_a_client_bears_the_first_key_of_the_server() -> None:
+    assert client_api_key({"GPTSERVE_API_KEY": " a, b"}) == "a"
+    assert client_api_key({}) is None

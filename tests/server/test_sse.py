@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from server.output import Delta, LogprobLists
+from server.schemas import Completion
+from server.sse import KEEP_ALIVE, Connection, EventEncoder
+
+HEAD = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": 'a "model"',
+    "system_fingerprint": "f",
+    "seed": 5,
+}
+USAGE = {
+    "prompt_tokens": 1,
+    "completion_tokens": 2,
+    "total_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+LOGPROBS = LogprobLists(["a"], [-0.5], [{"a": -0.5}], [0])
+
+
+def data_of(event: str) -> dict[str, Any]:
+    """Return the data of an event, after checking its frame."""
+    assert event.endswith("\n\n")
+    *_, data = event[:-2].split("\n")
+    assert data.startswith("data: ")
+    parsed: dict[str, Any] = json.loads(data.removeprefix("data: "))
+    return parsed
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+@pytest.mark.parametrize("usage", [None, USAGE])
+@pytest.mark.parametrize(
+    "delta",
+    [
+        Delta("a"),
+        Delta('"\n\\é\u2028😀'),
+        Delta("", LOGPROBS),
+        Delta("x", None, "stop", "END"),
+        Delta("x", None, "stop", 7),
+    ],
+)
+def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, include_usage: bool) -> None:
+    event = EventEncoder(HEAD, include_usage=include_usage).chunk(3, delta, usage)
+    data = data_of(event)
+    choice = {
+        "index": 3,
+        "text": delta.text,
+        "logprobs": delta.logprobs and delta.logprobs.to_json(),
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
+    expected = {**HEAD, "choices": [choice]}
+    if usage or include_usage:
+        expected["usage"] = usage
+    assert data == expected
+    assert list(data) == list(expected)
+    Completion.model_validate(data, strict=True, extra="forbid")
+
+
+def test_events_are_numbered_from_one_and_are_ascii_lines() -> None:
+    encoder = EventEncoder(HEAD, include_usage=True)
+    events = [encoder.chunk(0, Delta("\u2028\x85é")), encoder.chunk(1, Delta("b")), encoder.usage_chunk(USAGE)]
+    assert [event.split("\n")[0] for event in events] == ["id: 1", "id: 2", "id: 3"]
+    for event in events:
+        assert event.isascii()
+        assert len(event.splitlines()) == 3, "no line separator that some clients split at"
+    assert data_of(events[-1]) == {**HEAD, "choices": [], "usage": USAGE}
+
+
+def test_an_error_event_has_no_id() -> None:
+    event = EventEncoder(HEAD, include_usage=False).error({"error": {"message": "m"}})
+    assert event == 'data: {"error":{"message":"m"}}\n\n'
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_json_cannot_say_is_an_error_not_a_chunk(value: float) -> None:
+    encoder = EventEncoder(HEAD, include_usage=False)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encoder.chunk(0, Delta("a", LogprobLists(["a"], [value], [None], [0])))
+
+
+def test_a_silent_stream_gets_comments_until_the_client_goes() -> None:
+    async def scenario() -> list[bytes]:
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        sent: asyncio.Queue[bytes] = asyncio.Queue()
+        gone = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.put_nowait(message["body"])
+
+        async with Connection(messages.get, send, gone.set, keep_alive_s=0.01) as connection:  # type: ignore[arg-type]
+            await connection.write(b"first")
+            seen = [await asyncio.wait_for(sent.get(), 20) for _ in range(3)]
+            assert not connection.is_gone
+            messages.put_nowait({"type": "http.request", "body": b"late"})
+            messages.put_nowait({"type": "http.disconnect"})
+            await asyncio.wait_for(gone.wait(), 20)
+            assert connection.is_gone
+        return seen
+
+    assert asyncio.run(scenario()) == [b"first", KEEP_ALIVE, KEEP_ALIVE]
+
+
+def test_leaving_the_connection_ends_its_watch() -> None:
+    async def scenario() -> None:
+        async def send(_message: Any) -> None:
+            raise AssertionError("nothing is sent")
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async with Connection(receive, send, lambda: None) as connection:
+            assert len(asyncio.all_tasks()) == 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not connection.is_gone
+
+    asyncio.run(scenario())

@@ -1,0 +1,78 @@
+"""How the Makefile sets up .venv, with a stand-in for Python that only makes files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 60
+FAKE_PYTHON = """#!/bin/sh
+echo "$@" >> log
+case "$*" in
+  "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg"
+    test -e broken && exit 1
+    printf '#!/bin/sh\\necho gptserve "$@" >> log' > "$3/bin/gptserve" && chmod +x "$3/bin/gptserve"
+    touch "$3/bin/pip" ;;
+  "-m pip"*) ls engine/attention >> log ;;
+esac
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A folder with the Makefile, what it depends on, and the stand-in as ./python."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "engine" / "attention").mkdir(parents=True)
+    (tmp_path / "engine" / "attention" / "cpu_paged.cpp").touch()
+    (tmp_path / "python").write_text(FAKE_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def make(tree: Path) -> tuple[bool, list[str]]:
+    """Run `make serve`; return whether it succeeded and what was called, -c aside."""
+    (tree / "log").unlink(missing_ok=True)
+    environment = {"PATH": os.environ["PATH"]}  # without what a make that runs these tests leaves in it
+    command = ["make", "serve", "PYTHON=./python"]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=LIMIT_S)
+    return done.returncode == 0, [line for line in (tree / "log").read_text().splitlines() if line[:2] != "-c"]
+
+
+def test_an_environment_that_stopped_half_way_is_begun_again(tree: Path) -> None:
+    (tree / "broken").touch()
+
+    first = make(tree)
+    left = (tree / ".venv").exists()
+    second = make(tree)
+    (tree / "broken").unlink()
+    succeeded, called = make(tree)
+
+    assert first == second == (False, ["-m venv .venv"])
+    assert not left
+    assert succeeded
+    assert (called[0], called[-1]) == ("-m venv .venv", "gptserve serve")
+
+
+def test_the_environment_is_made_once(tree: Path) -> None:
+    make(tree)
+
+    assert make(tree) == (True, ["gptserve serve"])
+
+
+def test_an_installation_leaves_no_old_kernel_to_write_into(tree: Path) -> None:
+    make(tree)
+    (tree / "engine" / "attention" / "_cpu_paged.cpython-311-x86_64-linux-gnu.so").touch()
+    (tree / ".venv" / "serving").unlink()
+
+    succeeded, (installed, *rest) = make(tree)
+
+    assert succeeded
+    assert installed.startswith("-m pip ")
+    assert installed.endswith(" --editable .")
+    assert rest == ["cpu_paged.cpp", "gptserve serve"]

@@ -1,0 +1,63 @@
+"""The README's examples do what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.serving import LIMIT_S, Process
+
+ROOT = Path(__file__).parents[1]
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    process = Process()
+    with process.wait_until_ready() as client:
+        yield str(client.base_url).rstrip("/")
+    os.killpg(process.popen.pid, signal.SIGTERM)
+    assert process.wait()[0] == 0
+
+
+def example(start: str) -> str:
+    """Return the one code block of the README that begins with `start`."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    [block] = [block for block in blocks if block.startswith(start)]
+    return str(block)
+
+
+def output_of(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shape(events: str) -> str:
+    """Return a stream's text with what differs from run to run cut out."""
+    return re.sub(r'"(id|created|system_fingerprint|seed)":("[^"]*"|\d+)', r'"\1":…', events)
+
+
+def test_the_example_with_curl(url: str) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    command, _, shown = example("$ curl").removeprefix("$ ").partition("\n")
+    silent = command.replace("curl ", "curl -sS ", 1).replace(URL, url)
+
+    assert shape(output_of(["sh", "-c", silent])).strip() == shape(shown).strip()
+
+
+def test_the_example_with_openai(url: str) -> None:
+    assert output_of([sys.executable, "-c", example("from openai").replace(URL, url)]).strip()
+
+
+def test_the_example_without_a_server() -> None:
+    assert output_of([sys.executable, "-c", example("from engine import LLM")]).strip()

@@ -1,0 +1,74 @@
+"""A byte-level BPE trained on the spot, in both layouts a model folder may have it in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import weights.tokenizer
+
+CORPUS = (
+    "The cat sat on the mat, and they'll say it's 1000 years old; we're sure I'd've known.",
+    "    def f(x):\n        return x  # two\n\n\n\tand\ttabs\r\n",
+    "héllo wörld, ünïcödé Ελληνικά кириллица 日本語 한국어 🙂🙃👩‍👩‍👧 ½ ⅷ ١٢٣",
+    "aaaaaaaa bbbb abababab banana bandana",
+)
+
+
+@pytest.fixture(scope="session")
+def trained() -> Tokenizer:
+    """The reference: `tokenizers`' own encoder, special tokens not looked for in text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def one_file(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tokenizer.json."""
+    folder = tmp_path_factory.mktemp("one_file")
+    trained.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(one_file: Path) -> weights.tokenizer.Tokenizer:
+    return weights.tokenizer.Tokenizer.open(one_file)
+
+
+@pytest.fixture(scope="session")
+def two_files(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with vocab.json and merges.txt, its ids in another order than its merges."""
+    folder = tmp_path_factory.mktemp("two_files")
+    trained.model.save(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def with_added_tokens(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tokenizer.json with added tokens that are not special; some begin with others."""
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.add_tokens([AddedToken(text) for text in ("<a>", "<a><b>", "  ", "   ", "cat")])
+    folder = tmp_path_factory.mktemp("added")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json(one_file: Path) -> str:
+    """The text of a good tokenizer.json, to be spoilt."""
+    text = (one_file / "tokenizer.json").read_text()
+    assert json.loads(text)["model"]["merges"]
+    return text

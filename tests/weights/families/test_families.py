@@ -1,0 +1,107 @@
+"""From a folder to its ModelConfig: what is supported, and which sentence ends a config that lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weights.config import ModelConfig
+from weights.errors import InvalidConfigError, UnsupportedModelError, WeightsError
+from weights.families import FAMILIES, find_family, load_config
+
+GOOD = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+
+
+def load(folder: Path, generation: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(GOOD | fields))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return load_config(folder)
+
+
+def test_every_family_is_found_by_its_model_type() -> None:
+    assert {find_family(model_type) for model_type in FAMILIES} == set(FAMILIES.values())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("bert", "bert is an encoder: it reads text in both directions and cannot continue it"),
+        ("roberta", "roberta is an encoder: it reads text in both directions and cannot continue it"),
+        ("t5", "t5 is an encoder-decoder: it rewrites one text as another and cannot continue it"),
+        ("mamba\n", r"config\.json: model_type 'mamba\\n' is not supported"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason_and_what_is_served(model_type: str, reason: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=f"{reason}; decoder-only models of model_type .*gpt2.* are served$"
+    ):
+        find_family(model_type)
+
+
+def test_end_of_text_ids_of_both_files_are_joined(tmp_path: Path) -> None:
+    assert load(tmp_path).eos_token_ids == ()
+    assert load(tmp_path, eos_token_id=3, bos_token_id=4).eos_token_ids == (3,)
+    config = load(tmp_path, {"eos_token_id": [7, 3]}, eos_token_id=3, bos_token_id=4)
+    assert config.eos_token_ids == (3, 7)
+    assert config.bos_token_id == 4
+    assert load(tmp_path, {"eos_token_id": 0}, eos_token_id=[1, 2]).eos_token_ids == (1, 2, 0)
+
+
+@pytest.mark.parametrize("token_id", [50, -1, "7", 1.0, True, [3, 50], [[3]]])
+def test_end_of_text_id_outside_the_vocabulary_is_refused(tmp_path: Path, token_id: object) -> None:
+    rule = r"token ids in \[0, 50\), got "
+    with pytest.raises(InvalidConfigError, match=rf"^config\.json: eos_token_id must be {rule}"):
+        load(tmp_path, eos_token_id=token_id)
+    with pytest.raises(InvalidConfigError, match=rf"^config\.json: bos_token_id must be {rule}"):
+        load(tmp_path, bos_token_id=token_id)
+    with pytest.raises(InvalidConfigError, match=rf"^generation_config\.json: eos_token_id must be {rule}"):
+        load(tmp_path, {"eos_token_id": token_id})
+
+
+@pytest.mark.parametrize("model_type", [None, "", 3, ["gpt2"]])
+def test_model_type_must_be_a_name(tmp_path: Path, model_type: object) -> None:
+    with pytest.raises(InvalidConfigError, match=r"config\.json: model_type must be a string, got"):
+        load(tmp_path, model_type=model_type)
+
+
+def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=r"config\.json is missing in"):
+        load_config(tmp_path)
+    load(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(InvalidConfigError, match=r"generation_config\.json must hold a JSON object"):
+        load_config(tmp_path)
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 20) | st.floats() | st.text(max_size=3) | st.just([])
+)
+FIELDS = st.sampled_from(
+    [
+        *GOOD,
+        "eos_token_id",
+        "bos_token_id",
+        "n_inner",
+        "activation_function",
+        "layer_norm_epsilon",
+        "tie_word_embeddings",
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fields=st.dictionaries(FIELDS, VALUES | st.just(10**400), max_size=4))
+def test_any_values_are_a_sound_config_or_one_sentence(fields: dict[str, Any], tmp_path: Path) -> None:
+    try:
+        config = load(tmp_path, **fields)
+    except WeightsError:
+        return
+    assert config.num_heads * config.head_size == config.hidden_size
+    assert len(config.attention_scales) == len(config.attention_windows) == config.num_layers
+    assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)

@@ -1,0 +1,65 @@
+"""One JSON object, or one sentence in the error class asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weights.json_file
+from weights.errors import InvalidConfigError, TokenizerError
+from weights.json_file import read_json_object
+
+
+def test_object_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"x": [1, null]}')
+    assert read_json_object(tmp_path / "a.json", TokenizerError) == {"x": [1, None]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b'{"a": 1', "is not valid JSON"),
+        (b'{"a": "\xff"}', "is not valid JSON"),
+        (b"[" * 200_000, "is not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+        (b"[1, 2]", "must hold a JSON object, got a list"),
+        (b"null", "must hold a JSON object, got a NoneType"),
+    ],
+    ids=lambda value: ascii(value[:12]),
+)
+def test_anything_else_is_one_sentence(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidConfigError, match=message) as caught:
+        read_json_object(path, InvalidConfigError)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    for name in ("a.json", "folder.json"):
+        with pytest.raises(InvalidConfigError, match=f"{name} is missing in"):
+            read_json_object(tmp_path / name, InvalidConfigError)
+
+
+def test_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    monkeypatch.setattr(weights.json_file, "SIZE_LIMIT_BYTES", 7)
+    with pytest.raises(InvalidConfigError, match="must be at most 7 bytes, got 8"):
+        read_json_object(tmp_path / "a.json", InvalidConfigError)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=30))
+def test_any_bytes_are_read_or_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    try:
+        value = read_json_object(tmp_path / "a.json", InvalidConfigError)
+    except InvalidConfigError:
+        return
+    assert isinstance(value, dict)

@@ -1,0 +1,191 @@
+"""A model is the embedded one, a folder or a hub id; a stand-in hub shows what is fetched and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.weights.hub import Hub, commit_of, serve_hub
+from weights.errors import ModelNotFoundError, UnsafeCheckpointError
+from weights.source import model_name, require_safetensors, resolve_model
+
+WANTED = {
+    "config.json": b'{"model_type": "gpt2"}',
+    "generation_config.json": b"{}",
+    "model-00001-of-00002.safetensors": b"first",
+    "model-00002-of-00002.safetensors": b"second",
+    "model.safetensors.index.json": b"{}",
+    "merges.txt": b"#version: 0.2\n",
+    "vocab.json": b"{}",
+}
+UNWANTED = {
+    "tokenizer.model": b"model",
+    "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"#",
+    "pytorch_model.bin": b"pickle",
+    "model.pt": b"pickle",
+    "modeling_custom.py": b"raise SystemExit",
+    "consolidated.safetensors": b"again",
+    "onnx/model.safetensors": b"another format",
+    "original/params.json": b"{}",
+    "tf_model.h5": b"tensorflow",
+}
+PINNED = {"config.json": b'{"model_type": "pinned"}', "model.safetensors": b"pinned"}
+
+# The hub's settings are read when huggingface_hub is imported, so each case is a process of its own.
+RESOLVE = """
+import json, sys
+import weights.config, weights.families, weights.tokenizer
+from weights.errors import WeightsError
+from weights.source import resolve_model
+assert not {"huggingface_hub", "tqdm", "torch", "transformers"} & set(sys.modules)
+model, revision = json.loads(sys.argv[1])
+try:
+    folder = resolve_model(model, revision)
+    print(json.dumps({"files": {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}}))
+except WeightsError as error:
+    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+assert "torch" not in sys.modules
+"""
+
+Resolve = Callable[..., dict[str, object]]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    repositories = {
+        "someone/good": {"main": WANTED | UNWANTED, "v1": PINNED},
+        "plain": {"main": PINNED},
+        "someone/pickle": {"main": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}},
+        "someone/empty": {"main": {"README.md": b"nothing else"}},
+        "someone/gated": {"main": PINNED},
+    }
+    with serve_hub(Hub(repositories, locked={"someone/gated"})) as running:
+        yield running
+
+
+@pytest.fixture
+def resolve(hub: Hub, tmp_path: Path) -> Resolve:
+    def run(model: str, revision: str | None = None, **settings: str) -> dict[str, object]:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", RESOLVE, json.dumps([model, revision])],
+            env=environment | settings,
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, object] = json.loads(done.stdout)
+        assert "\n" not in str(answer.get("message", ""))
+        return answer | {"stderr": done.stderr}
+
+    return run
+
+
+def text(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: content.decode() for name, content in files.items()}
+
+
+def test_hub_model_is_fetched_without_anything_it_does_not_need(hub: Hub, resolve: Resolve) -> None:
+    answer = resolve("someone/good")
+    assert answer["files"] == text(WANTED)
+    assert hub.files_asked_for == set(WANTED)
+    assert "100%" in str(answer["stderr"])
+
+
+def test_hub_model_without_an_owner_is_fetched(resolve: Resolve) -> None:
+    assert resolve("plain")["files"] == text(PINNED)
+
+
+@pytest.mark.parametrize("revision", ["v1", commit_of("v1")])
+def test_revision_pins_the_files(resolve: Resolve, revision: str) -> None:
+    assert resolve("someone/good", revision)["files"] == text(PINNED)
+
+
+def test_fetched_model_is_there_offline_and_without_the_hub(hub: Hub, resolve: Resolve) -> None:
+    resolve("someone/good")
+    asked = len(hub.paths)
+    assert resolve("someone/good", HF_HUB_OFFLINE="1")["files"] == text(WANTED)
+    assert len(hub.paths) == asked
+    hub.broken = True
+    assert resolve("someone/good")["files"] == text(WANTED)
+    assert resolve("someone/good", HF_ENDPOINT="http://127.0.0.1:9")["files"] == text(WANTED)
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "error", "message"),
+    [
+        ("someone/none", None, "ModelNotFoundError", "no hub model of that name exists or HF_TOKEN does not open it"),
+        ("someone/gated", None, "ModelNotFoundError", "is gated: ask for access on its page, then set HF_TOKEN"),
+        ("someone/good", "v9", "ModelNotFoundError", "hub model someone/good has no revision 'v9'"),
+        ("someone/empty", None, "ModelNotFoundError", "hub model someone/empty holds no *.safetensors file"),
+        ("someone/pickle", None, "UnsafeCheckpointError", "as pickle only ('pytorch_model.bin')"),
+        ("a--b", None, "ModelNotFoundError", "hub model a--b could not be fetched"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_sentence(
+    resolve: Resolve, model: str, revision: str | None, error: str, message: str
+) -> None:
+    answer = resolve(model, revision)
+    assert answer["error"] == error
+    assert message in str(answer["message"])
+
+
+def test_model_that_is_not_cached_says_why_it_was_not_fetched(hub: Hub, resolve: Resolve) -> None:
+    answer = resolve("someone/good", "v1", HF_HUB_OFFLINE="1")
+    sentence = "hub model someone/good at revision 'v1' is not complete in the cache, and HF_HUB_OFFLINE is set"
+    assert (answer["error"], answer["message"]) == ("ModelNotFoundError", sentence)
+    assert hub.paths == []
+    answer = resolve("someone/good", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "is not complete in the cache, and the hub did not answer: " in str(answer["message"])
+    hub.broken = True
+    assert "500 Internal Server Error" in str(resolve("someone/good")["message"])
+
+
+def test_no_model_is_the_embedded_one() -> None:
+    folder = resolve_model(None)
+    assert (folder.name, folder.parent.name) == ("storyteller", "weights")
+    assert model_name(None) == "storyteller"
+
+
+def test_folder_is_itself_and_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert resolve_model(str(folder)) == folder
+    monkeypatch.chdir(folder)
+    assert model_name(".") == model_name(str(folder)) == "my-model"
+    assert model_name("someone/good") == "someone/good"
+
+
+@pytest.mark.parametrize("model", ["./none", "/none", "a/b/c", "a b", "", "~/none-of-that-name", "a\nb", "-x"])
+def test_what_is_neither_folder_nor_hub_id_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="model must be an existing folder or a hub id, got "):
+        resolve_model(model)
+
+
+def test_file_and_folder_with_revision_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match="model must be a folder or a hub id, got the file "):
+        resolve_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(ModelNotFoundError, match="revision must not be given with a folder, got 'main' for "):
+        resolve_model(str(tmp_path), "main")
+
+
+def test_pickle_is_told_from_no_weights_at_all() -> None:
+    require_safetensors(["a.safetensors", "b.bin"], "x")
+    with pytest.raises(UnsafeCheckpointError, match=r"^x holds its weights as pickle only \('b\.bin'\)"):
+        require_safetensors(["b.bin", "config.json"], "x")
+    with pytest.raises(ModelNotFoundError, match=r"^x holds no \*\.safetensors file$"):
+        require_safetensors(["config.json"], "x")

@@ -1,0 +1,226 @@
+"""The tensors of a model folder: checked against the family, then streamed one at a time from safetensors by mmap.
+
+Knows nothing of what the tensors are for, and never unpickles. Every fault of a file is a WeightsError with one
+sentence. Called by the engine's model runner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePath
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weights.config import ModelConfig
+from weights.errors import InvalidCheckpointError, shown
+from weights.families import find_family
+from weights.families.family import Family, Source
+from weights.json_file import read_json_object
+from weights.source import require_safetensors
+
+ACCEPTED_DTYPES = frozenset(("F32", "F16", "BF16"))
+NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every layer alike
+
+SAMPLES = 8  # evenly spread over a tensor, its two ends included
+SAMPLE_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file; `start` and `end` are byte offsets in it."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Checkpoint:
+    """The weights of a model folder. Opening it checks every name, shape and dtype and reads no tensor.
+
+    num_bytes is the size of the model's tensors as stored. Raises a WeightsError naming the file, the rule and what was
+    found.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        family = find_family(config.model_type)
+        self._sources = family.sources(config)
+        self._stored = _find_tensors(folder, family)
+        _check_tensors(folder, family, self._sources, self._stored)
+        self.num_bytes = sum(stored.end - stored.start for _, stored in self._parts())
+
+    def stream(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (canonical name, contiguous tensor of its own memory) in canonical order.
+
+        `progress` is called after each tensor with the bytes read so far and in all. In memory at any time: what the
+        caller keeps, the tensor being made and the part of a file it is made from.
+        """
+        num_bytes_read = 0
+        for name, source in self._sources.items():
+            tensor = torch.empty(source.shape, dtype=dtype, device=device)
+            row = 0
+            for part, _ in source.parts:
+                stored = self._stored[part]
+                # Opened for this tensor alone: closing it unmaps the pages, so they never add up to the whole file.
+                with _opened(stored.path) as file:
+                    values: Tensor = file.get_tensor(stored.name)  # type: ignore[no-untyped-call]
+                    values = values.t() if source.transpose else values
+                    tensor[row : row + len(values)].copy_(values)
+                    row += len(values)
+                    del values
+                num_bytes_read += stored.end - stored.start
+            if source.row_order is not None:
+                tensor = tensor[torch.tensor(source.row_order, device=device)]
+            if progress is not None:
+                progress(num_bytes_read, self.num_bytes)
+            yield name, tensor
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint of the weights: 64 hexadecimal digits, the same however the files are cut.
+
+        It covers every tensor's name, dtype, shape and a fixed sample of its bytes, not all of them: a change confined
+        to bytes outside the samples is not seen. Training changes nearly every byte.
+        """
+        digest = hashlib.sha256()
+        for name, stored in self._parts():
+            digest.update(repr((name, stored.dtype, stored.shape)).encode())
+            last = max(stored.start, stored.end - SAMPLE_BYTES)
+            try:
+                with stored.path.open("rb") as file:
+                    for i in range(SAMPLES):
+                        start = stored.start + (last - stored.start) * i // (SAMPLES - 1)
+                        file.seek(start)
+                        digest.update(file.read(min(SAMPLE_BYTES, stored.end - start)))
+            except OSError as fault:
+                raise InvalidCheckpointError(f"{stored.path} could not be read: {fault.strerror}") from fault
+        return digest.hexdigest()
+
+    def _parts(self) -> Iterator[tuple[str, _Stored]]:
+        for source in self._sources.values():
+            for part, _ in source.parts:
+                yield part, self._stored[part]
+
+
+def _find_tensors(folder: Path, family: Family) -> dict[str, _Stored]:
+    """Return the tensors of all files by their names without the family's prefixes."""
+    found: dict[str, _Stored] = {}
+    for path in _find_files(folder):
+        for stored in _read_header(path):
+            prefix = next((prefix for prefix in family.prefixes if stored.name.startswith(prefix)), "")
+            name = stored.name.removeprefix(prefix)
+            if name in found:
+                raise InvalidCheckpointError(
+                    f"{path}: tensor {shown(stored.name)} must be stored once, but is in {found[name].path.name} too"
+                )
+            found[name] = stored
+    return found
+
+
+def _find_files(folder: Path) -> list[Path]:
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        return _find_shards(index_path)
+    require_safetensors((path.name for path in folder.iterdir() if path.is_file()), str(folder))
+    paths = sorted(folder.glob("*.safetensors"))
+    if len(paths) > 1:
+        names = ", ".join(path.name for path in paths[:NAMES_SHOWN])
+        raise InvalidCheckpointError(
+            f"{folder} must hold model.safetensors, its index or one *.safetensors file, got {len(paths)} ({names})"
+        )
+    return paths
+
+
+def _find_shards(index_path: Path) -> list[Path]:
+    weight_map = read_json_object(index_path, InvalidCheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidCheckpointError(f"{index_path}: weight_map must be an object of tensors, got {shown(weight_map)}")
+    paths = []
+    for name in dict.fromkeys(map(str, weight_map.values())):
+        if PurePath(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise InvalidCheckpointError(
+                f"{index_path}: a shard must be a *.safetensors file of the same folder, got {shown(name)}"
+            )
+        path = index_path.parent / name
+        if not path.is_file():
+            raise InvalidCheckpointError(f"shard {shown(name)} is named in {index_path} but missing")
+        paths.append(path)
+    return paths
+
+
+def _read_header(path: Path) -> list[_Stored]:
+    """Return what a safetensors file holds. Offsets, sizes and types have been checked when this returns."""
+    with _opened(path):
+        pass
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length), object_pairs_hook=_unique_names)
+    except (OSError, ValueError, struct.error) as fault:
+        raise InvalidCheckpointError(f"{path} is not a safetensors file: {fault}") from fault
+    return [
+        _Stored(path, name, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def _unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name occurs twice in its header")
+    return values
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    """Map a safetensors file; opening checks its header against its size."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as fault:
+        raise InvalidCheckpointError(f"{path} is not a readable safetensors file: {fault}") from fault
+
+
+def _check_tensors(folder: Path, family: Family, sources: Mapping[str, Source], found: Mapping[str, _Stored]) -> None:
+    """Raise InvalidCheckpointError unless the files hold exactly what the configuration says, in a float dtype."""
+    expected = {name: shape for source in sources.values() for name, shape in source.parts}
+    missing = [name for name in expected if name not in found]
+    unexpected = [
+        shown(stored.name)
+        for name, stored in found.items()
+        if name not in expected and not family.ignored.fullmatch(name)
+    ]
+    misshapen, mistyped = [], []
+    for name, shape in expected.items():
+        stored = found.get(name)
+        if stored is not None and stored.shape != shape:
+            misshapen.append(f"{name} is {shown(list(stored.shape))}, expected {list(shape)}")
+        if stored is not None and stored.dtype not in ACCEPTED_DTYPES:
+            mistyped.append(f"{name} is {stored.dtype}, expected one of {', '.join(sorted(ACCEPTED_DTYPES))}")
+    kinds = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen), ("mistyped", mistyped))
+    faults = [
+        f"{len(names)} {kind} ({'; '.join(names[:NAMES_SHOWN])}{'; ...' if len(names) > NAMES_SHOWN else ''})"
+        for kind, names in kinds
+        if names
+    ]
+    if faults:
+        raise InvalidCheckpointError(f"the tensors in {folder} do not fit its config.json: {', '.join(faults)}")

@@ -1,0 +1,60 @@
+"""The families that are known, and the way from a folder to its ModelConfig.
+
+A new family is one file that makes a Family, and one line in FAMILIES. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from weights.config import ModelConfig
+from weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from weights.families.family import Family, RawConfig
+from weights.families.gpt2 import GPT2
+from weights.json_file import read_json_object
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2,)}
+
+ENCODERS = (
+    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "longformer"),
+    *("modernbert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"),
+)
+ENCODER_DECODERS = ("bart", "led", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5gemma", "umt5", "whisper")
+
+
+def find_family(model_type: str) -> Family:
+    """Return the family; raise UnsupportedModelError, saying why, for any other model_type."""
+    family = FAMILIES.get(model_type)
+    if family is not None:
+        return family
+    supported = f"decoder-only models of model_type {', '.join(sorted(FAMILIES))} are served"
+    if model_type in ENCODERS:
+        raise UnsupportedModelError(
+            f"{model_type} is an encoder: it reads text in both directions and cannot continue it; {supported}"
+        )
+    if model_type in ENCODER_DECODERS:
+        raise UnsupportedModelError(
+            f"{model_type} is an encoder-decoder: it rewrites one text as another and cannot continue it; {supported}"
+        )
+    raise UnsupportedModelError(f"config.json: model_type {shown(model_type)} is not supported; {supported}")
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read config.json and the end-of-text ids of generation_config.json.
+
+    Raises InvalidConfigError naming file, field, rule and value, or UnsupportedModelError.
+    """
+    raw = RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
+    config = find_family(raw.text("model_type")).read_config(raw)
+    eos_token_ids = raw.token_ids("eos_token_id", config.vocab_size)
+    generation_path = folder / "generation_config.json"
+    if generation_path.exists():
+        generation = RawConfig(read_json_object(generation_path, InvalidConfigError), generation_path.name)
+        eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
+    bos_token_ids = raw.token_ids("bos_token_id", config.vocab_size)
+    return replace(
+        config,
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+    )

@@ -1,0 +1,32 @@
+"""Reads one JSON object from a file that may be missing, broken or hostile.
+
+Every fault ends in the error class the caller names, with one sentence. Knows nothing of what the object means.
+Called by the configuration, the tokenizer files and the checkpoint index.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from weights.errors import WeightsError
+
+SIZE_LIMIT_BYTES = 64 * 2**20  # twice the largest tokenizer.json published; a config.json is a few kilobytes
+
+
+def read_json_object(path: Path, error: type[WeightsError]) -> dict[str, object]:
+    """Return the object in `path`; raise `error` when there is none."""
+    if not path.is_file():
+        raise error(f"{path.name} is missing in {path.parent}")
+    try:
+        size = path.stat().st_size
+        if size > SIZE_LIMIT_BYTES:
+            raise error(f"{path} must be at most {SIZE_LIMIT_BYTES} bytes, got {size}")
+        value = json.loads(path.read_bytes())
+    except OSError as fault:
+        raise error(f"{path} could not be read: {fault.strerror}") from fault
+    except (ValueError, RecursionError) as fault:  # ValueError: not UTF-8, not JSON, or a number of too many digits
+        raise error(f"{path} is not valid JSON: {fault}") from fault
+    if not isinstance(value, dict):
+        raise error(f"{path} must hold a JSON object, got a {type(value).__name__}")
+    return value

@@ -1,0 +1,141 @@
+"""Where a model comes from: the embedded one, a folder, or a hub id fetched into the hub cache.
+
+Knows nothing of what the files say. huggingface_hub reads its own settings (HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE) and is imported only when a hub id is asked for. Called by the command line, the server and engine.LLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weights.errors import ModelNotFoundError, UnsafeCheckpointError, shown
+
+EMBEDDED_MODEL = "storyteller"
+
+# Files in sub-folders are other formats of the same weights, and consolidated.* other names for the same tensors.
+HUB_ALLOWED = ("*.safetensors", "*.json", "merges.txt")
+CONFIG_FILES = ("config.json", "generation_config.json")
+HUB_IGNORED = ("*/*", "consolidated*.safetensors")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+T = TypeVar("T")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", re.ASCII)
+
+
+def resolve_model(model: str | None, revision: str | None = None) -> Path:
+    """Return the folder of the model, downloading a hub id first; None is the embedded model.
+
+    An existing folder wins over a hub id of the same name. Raises ModelNotFoundError or UnsafeCheckpointError.
+    """
+    return _local_folder(model, revision) or _fetch_model(str(model), revision)
+
+
+def resolve_config(model: str | None, revision: str | None = None) -> Path:
+    """Return a folder with the model's config.json; of a hub id nothing else need be downloaded.
+
+    Raises ModelNotFoundError.
+    """
+    return _local_folder(model, revision) or _fetch(str(model), revision, CONFIG_FILES)
+
+
+def model_name(model: str | None) -> str:
+    """Return the name clients know the model by: the hub id, or the folder's own name."""
+    if model is None:
+        return EMBEDDED_MODEL
+    folder = _as_folder(model)
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def _local_folder(model: str | None, revision: str | None) -> Path | None:
+    """Return the folder `model` names; None if it is a hub id. Raises ModelNotFoundError when it is neither."""
+    if model == "":  # as a path it would be the current folder
+        raise ModelNotFoundError("model must be an existing folder or a hub id, got an empty string")
+    folder = _as_folder(model)
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelNotFoundError(f"revision must not be given with a folder, got {shown(revision)} for {folder}")
+        return folder
+    if folder.exists():
+        raise ModelNotFoundError(f"model must be a folder or a hub id, got the file {folder}")
+    if model is None or not _HUB_ID.fullmatch(model):
+        raise ModelNotFoundError(f"model must be an existing folder or a hub id, got {shown(str(folder))}")
+    return None
+
+
+def _as_folder(model: str | None) -> Path:
+    """Return the path `model` means; raise ModelNotFoundError for a text that cannot be one."""
+    if model is None:
+        return Path(__file__).with_name(EMBEDDED_MODEL)
+    try:
+        folder = Path(model).expanduser()
+        folder.exists()
+    except (OSError, RuntimeError, ValueError) as fault:  # too long, a null byte, ~ of nobody
+        raise ModelNotFoundError(
+            f"model must be a folder or a hub id, got {shown(model)}: {shown(str(fault))}"
+        ) from fault
+    return folder
+
+
+def require_safetensors(file_names: Iterable[str], where: str) -> None:
+    """Raise UnsafeCheckpointError when only pickles are among the names, ModelNotFoundError when no weights are."""
+    names = sorted(file_names)
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    if not pickles:
+        raise ModelNotFoundError(f"{where} holds no *.safetensors file")
+    raise UnsafeCheckpointError(
+        f"{where} holds its weights as pickle only ({shown(pickles[0])}), which can run any code when opened and is "
+        'never read; if you trust it, convert it with: python -c "import transformers as t; t.AutoModelForCausalLM.'
+        "from_pretrained('SOURCE').save_pretrained('TARGET', safe_serialization=True); "
+        "t.AutoTokenizer.from_pretrained('SOURCE').save_pretrained('TARGET')\""
+    )
+
+
+def _fetch_model(repo_id: str, revision: str | None) -> Path:
+    folder = _fetch(repo_id, revision, HUB_ALLOWED)
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if not names:
+        names = _ask_hub(repo_id, revision, lambda hub: hub.list_repo_files(repo_id, revision=revision))
+    require_safetensors(names, f"hub model {repo_id}")
+    return folder
+
+
+def _fetch(repo_id: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    """Download what matches `files` of a hub model into the cache and return its folder there."""
+    options = {"revision": revision, "allow_patterns": list(files), "ignore_patterns": list(HUB_IGNORED)}
+    return Path(_ask_hub(repo_id, revision, lambda hub: hub.snapshot_download(repo_id, **options)))
+
+
+def _ask_hub(repo_id: str, revision: str | None, call: Callable[[Any], T]) -> T:
+    """Return what `call` gets from huggingface_hub, imported here and not before; raise ModelNotFoundError."""
+    import huggingface_hub
+
+    try:
+        return call(huggingface_hub)
+    except Exception as fault:  # the library's own, its HTTP client's and the disk's: to a user they are one kind
+        raise ModelNotFoundError(_why_not_fetched(repo_id, revision, fault)) from fault
+
+
+def _why_not_fetched(repo_id: str, revision: str | None, fault: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(fault, errors.GatedRepoError):
+        return f"hub model {repo_id} is gated: ask for access on its page, then set HF_TOKEN"
+    if isinstance(fault, errors.RepositoryNotFoundError):
+        return f"{repo_id} is no folder here, and no hub model of that name exists or HF_TOKEN does not open it"
+    if isinstance(fault, errors.RevisionNotFoundError):
+        return f"hub model {repo_id} has no revision {shown(revision)}"
+    at_revision = "" if revision is None else f" at revision {shown(revision)}"
+    if not isinstance(fault, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return f"hub model {repo_id}{at_revision} could not be fetched: {shown(str(fault))}"
+    cause = (
+        "HF_HUB_OFFLINE is set"
+        if constants.HF_HUB_OFFLINE
+        else f"the hub did not answer: {shown(str(fault.__cause__))}"
+    )
+    return f"hub model {repo_id}{at_revision} is not complete in the cache, and {cause}"
