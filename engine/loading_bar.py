@@ -5,6 +5,7 @@ Whoever builds an Engine shows it: LLM and the engine process. Nothing is drawn 
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 
 from tqdm import tqdm
@@ -31,3 +32,4 @@ class LoadingBar:
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
     monitor_interval = 0  # tqdm would start a thread that never ends, to redraw bars that stand still
+    _lock = threading.RLock()  # tqdm's own is a semaphore of the system, left behind when the process is killed

@@ -153,6 +153,7 @@ def test_the_death_of_the_engine_ends_streams_with_an_error_and_the_process_with
     status, log = process.wait()
     assert status == 1
     assert "CRITICAL server.serve: ending: " in log
+    assert "leaked" not in log
 
 
 def test_a_signal_while_loading_ends_with_status_0(launch: Any) -> None:

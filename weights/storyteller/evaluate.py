@@ -148,7 +148,7 @@ def main() -> None:
     print(f"generator's choices:{own:7.4f} nats a token, perplexity {math.exp(own):.3f} (upper bound of its entropy)")
     samples = sample_all(model, tokenizer, arguments.stories, arguments.temperature)
     met = report(samples)
-    for prompt in {found.prompt.text: None for found in samples[: 2 + arguments.stories]}:
+    for prompt in dict.fromkeys(found.prompt.text for found in samples):
         for found in [s for s in samples if s.prompt.text == prompt][: arguments.show]:
             print(f"\n--- {prompt!r}\n{found.text}{END_OF_TEXT if found.ended else ''}")
     sys.exit(0 if met else 1)
