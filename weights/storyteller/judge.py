@@ -19,8 +19,8 @@ def name_fault(text: str, given: str | None = None) -> str | None:
 
     The main character is `given`, the name in the prompt, or else the first name in the text. The name is kept when
     1. it stands in the first paragraph, before any other name, and in the last paragraph;
-    2. at most one other name occurs, and where it first occurs a kind ("girl", "fox", ...) stands near it: it is
-       introduced as someone, it does not slip in;
+    2. at most one other name occurs, and where it first occurs a kind ("shy girl", "brave fox", ...) stands near it: it
+       is introduced as someone, it does not slip in;
     3. every capitalized word is a known name or one that the generator capitalizes: no name is invented or garbled;
     4. the main character is not introduced a second time ("named Tom").
     """
@@ -51,7 +51,7 @@ def introduced(text: str, name: str) -> bool:
     paragraph = next(paragraph for paragraph in text.split("\n\n") if re.search(rf"\b{name}\b", paragraph))
     first = paragraph.index(name)
     nearby = paragraph[max(0, first - KIND_NEARBY) : first + len(name) + KIND_NEARBY]
-    return any(re.search(rf"\b{kind}\b", nearby) for kind in kinds())
+    return re.search(rf"\b(?:{'|'.join(lexicon()['words']['small'])}) (?:{'|'.join(kinds())})\b", nearby) is not None
 
 
 def pronoun_fault(text: str) -> bool:

@@ -41,6 +41,13 @@ def test_only_the_cast_is_named(many: list[Story]) -> None:
         assert set(pattern.findall(found.text)) == cast
 
 
+def test_a_name_opens_a_sentence_only_where_it_is_new(many: list[Story]) -> None:
+    pattern = re.compile(r'(?:^|[.!?]"? |\n)"?(' + "|".join(sorted(names())) + r")\b")
+    for found in many:
+        for match in pattern.finditer(found.text):
+            assert match[1] not in found.text[: match.start(1)], found.text
+
+
 def test_no_name_is_also_a_word() -> None:
     words = set(re.findall(r"[A-Za-z]+", " ".join(form for forms in lexicon()["forms"].values() for form in forms)))
     assert not names() & words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ MINIATURE = Recipe(
     steps=12,
     vocab_size=400,
     tokenizer_stories=100,
-    context_length=512,
+    context_length=640,
     width=32,
     layers=1,
     heads=2,
     rows=2,
-    row_length=448,
+    row_length=576,
     long_every=4,
     peak_rate=1e-2,
     warm_up=2,
@@ -77,12 +76,6 @@ def test_a_few_steps_lower_the_loss(trained: tuple[Path, list[float]]) -> None:
 
 def test_training_twice_gives_the_same_losses(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
     assert train(MINIATURE, tmp_path) == pytest.approx(trained[1], rel=1e-3)
-
-
-def test_second_leg_goes_on_where_the_first_one_stopped(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
-    folder, losses = trained
-    second = train(replace(MINIATURE, steps=2, peak_rate=0.0, first_story=5000), tmp_path, start=folder)
-    assert second == pytest.approx([losses[-1]] * 2, abs=0.3)
 
 
 def test_written_folder_loads_and_is_complete(trained: tuple[Path, list[float]]) -> None:
