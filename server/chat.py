@@ -40,10 +40,9 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
     params = body.sampling_params(logprobs=logprobs, max_tokens=1 if max_tokens is None else max_tokens)
     try:
         # A template may take long however short the conversation is.
-        prompt = tuple(await asyncio.to_thread(_encode, body, template, service))
+        prompt, channels = await asyncio.to_thread(_encode, body, template, service, marks)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, service.engine.info.max_model_len - len(prompt)))
-        channels = None if marks is None else HarmonyChannels(marks).follow(prompt, service.tokenizer)
         plan = make_plan(body, CHAT_SHAPE, [prompt], params, channels=channels)
         plan.requests[0].check(service.engine.info)
     except InvalidRequestError as error:
@@ -52,20 +51,20 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
     return plan
 
 
-def _encode(body: ChatRequest, template: ChatTemplate, service: Service) -> list[int]:
-    """Return the prompt; the template has put all special tokens into it, so none is added."""
-    prompt = template.render(
+def _encode(
+    body: ChatRequest, template: ChatTemplate, service: Service, marks: Mapping[int, Mark] | None
+) -> tuple[tuple[int, ...], HarmonyChannels | None]:
+    """Return the prompt and where it leaves off; the template has put in all special tokens, so none is added."""
+    continues, adds = bool(body.continue_final_message), body.add_generation_prompt
+    text = template.render(
         [message.to_template() for message in body.messages],
         body.chat_template_kwargs or {},
-        add_generation_prompt=_adds_prompt(body),
-        continue_final_message=bool(body.continue_final_message),
+        add_generation_prompt=not continues if adds is None else adds,
+        continue_final_message=continues,
     )
-    check_length(prompt, service)
-    return service.tokenizer.encode_with_special(prompt)
-
-
-def _adds_prompt(body: ChatRequest) -> bool:
-    return not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    check_length(text, service)
+    prompt = tuple(service.tokenizer.encode_with_special(text))
+    return prompt, None if marks is None else HarmonyChannels(marks).follow(prompt, service.tokenizer)
 
 
 def _check_together(body: ChatRequest) -> None:

@@ -15,8 +15,6 @@ from engine.request import MAX_LOGPROBS, SamplingParams
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1000
 MAX_PROMPTS = 128
-MAX_MESSAGES = 10_000
-MAX_PARTS = 1000  # of one message
 MAX_LABEL_LENGTH = 256  # user and cache_salt are carried along with every request
 _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is checked against the vocabulary
 
@@ -165,7 +163,7 @@ class Message(_RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+        Text | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
         Discriminator(_content_kind, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
     ]
     name: str | None = None
@@ -189,7 +187,7 @@ class TextFormat(_RequestModel):
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=1, description="another name of max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="needs logprobs true")
@@ -200,14 +198,6 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables for the chat template")
     tool_choice: Literal["none"] | None = None
     response_format: TextFormat | None = None
-
-    @classmethod
-    def parse(cls, value: dict[str, object]) -> Self:
-        """Validate a body. Raises ValidationError. Of too many messages only the first too many is kept."""
-        messages = value.get("messages")
-        if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-            value = {**value, "messages": messages[: MAX_MESSAGES + 1]}
-        return super().parse(value)
 
 
 class _ResponseModel(BaseModel):

@@ -118,15 +118,9 @@ def _check_size(size: float) -> None:
         raise SecurityError(f"it makes more than {MAX_CHARACTERS} characters")
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
     """Return JSON that is for a model and not for a web page: nothing is escaped for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
 
 def _raise(message: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from engine.request import FinishReason, TokenOutput
 from server.harmony import MARKS, HarmonyChannels, find_marks
 from server.output import ChoiceOutput, Delta, join_deltas
 from tests.server.fake_engine import EOS, ByteTokenizer
+from weights.tokenizer import Tokenizer
 
 CONSTRAIN = "<|constrain|>"
 TOKENIZER = ByteTokenizer(*MARKS, CONSTRAIN)
@@ -86,6 +89,32 @@ def test_a_stream_adds_up_to_the_whole_however_it_is_cut(text: str, cuts: list[i
     assert join_deltas(split(text, cuts=cuts)) == join_deltas(split(text))
 
 
+class PieceTokenizer:
+    """Token i is the i-th of the pieces given."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
+
+@given(st.lists(st.sampled_from([*MARKS, "analysis", "final", "é✓", "a", " "]), max_size=20), st.data())
+def test_it_does_not_matter_how_the_bytes_between_marks_are_cut_into_tokens(
+    texts: list[str], data: st.DataObject
+) -> None:
+    pieces: list[bytes] = []
+    for text in texts:
+        cuts = [] if text in MARKS else data.draw(st.lists(st.integers(0, len(text.encode())), max_size=3))
+        edges = [0, *sorted(cuts), len(text.encode())]
+        pieces += [text.encode()[a:b] for a, b in itertools.pairwise(edges)]
+    marks = {i: mark for i, piece in enumerate(pieces) for mark in MARKS if piece == mark.encode()}
+    tokenizer = PieceTokenizer(pieces)
+    choice = ChoiceOutput(tokenizer, channel_of=HarmonyChannels(marks).channel_of)
+    whole = choice.add(TokenOutput("r", tuple(range(len(pieces))), finish_reason=FinishReason.LENGTH))
+    assert (whole.reasoning, whole.text) == parts("".join(texts), "")
+
+
 def test_the_text_of_a_mark_is_no_mark() -> None:
     ids = TOKENIZER.encode("<|end|>")
     marks = find_marks(TOKENIZER)
@@ -96,6 +125,15 @@ def test_the_text_of_a_mark_is_no_mark() -> None:
 
 def test_marks_are_found_by_their_ids() -> None:
     assert find_marks(TOKENIZER) == {EOS + 1 + i: mark for i, mark in enumerate(MARKS)}
+
+
+def test_marks_are_found_in_a_models_own_vocabulary(storyteller: Path, tmp_path: Path) -> None:
+    saved = json.loads((storyteller / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = range(5000, 5000 + len(MARKS))
+    saved["added_tokens"] += [{"id": i, "content": mark, "special": True} for i, mark in zip(ids, MARKS, strict=True)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    assert find_marks(Tokenizer.open(tmp_path)) == dict(zip(ids, MARKS, strict=True))
+    assert find_marks(Tokenizer.open(storyteller)) is None
 
 
 @pytest.mark.parametrize("special", [(), MARKS[:3], ("<|im_start|>", "<|im_end|>")])

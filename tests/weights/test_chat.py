@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -272,6 +274,18 @@ def test_a_conversation_is_not_changed() -> None:
     messages = [{"role": "user", "content": "Hi", "reasoning_content": "Hm"}]
     ChatTemplate(CHATML, {}).render(messages, {}, add_generation_prompt=False, continue_final_message=True)
     assert messages == [{"role": "user", "content": "Hi", "reasoning_content": "Hm"}]
+
+
+def test_jinja_is_imported_when_a_template_is_rendered_and_not_before() -> None:
+    code = """
+import sys, server.app, weights.chat
+template = weights.chat.ChatTemplate("{{ messages[0].content }}", {})
+assert "jinja2" not in sys.modules
+print(template.render([{"content": "Hi"}], {}), "jinja2" in sys.modules)
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("Hi True\n", "")
 
 
 def write_config(folder: Path, **fields: object) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from server.chat import NO_TEMPLATE
-from server.schemas import MAX_MESSAGES, ChatRequest
+from server.schemas import ChatRequest
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
 
@@ -191,7 +191,7 @@ def test_a_draining_server_lets_no_chat_in(api: Api) -> None:
 
 
 MASSES = {
-    "messages": ({"messages": [USER] * 30_000}, "messages"),
+    "messages": ({"messages": [USER, *[{}] * 300_000]}, "messages[1].role"),
     "unknown fields": ({f"k{i}": 0 for i in range(100_000)}, "k0"),
     "unknown fields of a message": ({"messages": [{**USER, **{f"k{i}": 0 for i in range(100_000)}}]}, "messages[0].k0"),
     "unknown fields of options": (
@@ -199,14 +199,14 @@ MASSES = {
         "stream_options.k0",
     ),
     "parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 50_000}]},
-        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}, *[{}] * 300_000]}]},
+        "messages[0].content[1].type",
     ),
 }
 
 
 @pytest.mark.parametrize(("body", "param"), MASSES.values(), ids=MASSES)
-def test_masses_are_refused_by_the_first_too_many(
+def test_of_masses_only_the_first_that_is_wrong_is_looked_at(
     make_api: Callable[..., Api], body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -216,11 +216,11 @@ def test_masses_are_refused_by_the_first_too_many(
         try:
             return validate(value)
         except ValidationError as error:
-            seen.append((len(value["messages"]) <= MAX_MESSAGES + 1, error.error_count()))
+            seen.append(error.error_count())
             raise
 
     monkeypatch.setattr(ChatRequest, "model_validate", watch)
     response = make_api(FakeEngineClient(), max_body_bytes=10**7).chat(**body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
-    assert seen == [(True, 1)]
+    assert seen[0] <= 2
