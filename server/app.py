@@ -19,6 +19,7 @@ from server.envelope import RequestEnvelope, report
 from server.errors import error_response, routing_error
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
+from server.routes.chat import chat_router
 from server.routes.completions import completions_router
 from server.routes.models import models_router
 from server.routes.operations import operations_router
@@ -39,7 +40,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, options: AppOptions) 
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
-    for make_router in (completions_router, models_router, operations_router):
+    for make_router in (completions_router, chat_router, models_router, operations_router):
         app.include_router(make_router(service))
     return app
 

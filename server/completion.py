@@ -1,6 +1,7 @@
 """One completion from its parsed request to its answer: engine requests, their outputs applied, usage, timings.
 
-Knows no HTTP; `routes/completions.py` sends what it gives.
+What a chat does before is in chat.py; from `make_plan` on both are one. Knows no HTTP; `routes/completions.py` sends
+what it gives.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from engine.client import TokenStream
 from engine.errors import InvalidRequestError
-from engine.request import FinishReason, Request, TokenOutput
+from engine.request import FinishReason, Request, SamplingParams, TokenOutput
 from server.errors import ApiError
+from server.harmony import HarmonyChannels
 from server.metrics import Metrics
 from server.output import ChoiceOutput, Delta, StopPattern, compile_stop
-from server.schemas import CompletionRequest
+from server.schemas import CompletionRequest, GenerationRequest
 from server.service import Service, Tokenizer
+from server.shapes import TEXT_SHAPE, Shape
 
 THREAD_CHARACTERS = 2000  # about half a millisecond of tokenizing; less is not worth a thread's round trip
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
@@ -31,22 +35,26 @@ DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 class CompletionPlan:
     """A request that has been understood: what to submit and how to answer.
 
-    `requests` are in the order of the choices: all n of the first prompt, then of the second.
+    `requests` are in the order of the choices: all n of the first prompt, then of the second. `channels` is where the
+    prompt leaves off, for a model that sets its reasoning apart.
     """
 
+    shape: Shape
     completion_id: str
     created: int
     seed: int
     requests: tuple[Request, ...]
     num_prompt_tokens: int
     stop: tuple[StopPattern, ...]
-    body: CompletionRequest
+    body: GenerationRequest
+    echo: bool
+    channels: HarmonyChannels | None
 
     def head(self, service: Service) -> dict[str, object]:
         """Return the fields that the answer and all its chunks share."""
         return {
             "id": self.completion_id,
-            "object": "text_completion",
+            "object": self.shape.chunk_object if self.body.stream else self.shape.object,
             "created": self.created,
             "model": service.options.model_name,
             "system_fingerprint": service.engine.info.fingerprint,
@@ -56,17 +64,53 @@ class CompletionPlan:
 
 async def plan_completion(body: CompletionRequest, service: Service) -> CompletionPlan:
     """Check what types cannot say and tokenize. Raises ApiError or InvalidRequestError."""
+    prompts = _split_prompt(body.prompt)
+    check_request(body, service, len(prompts))
+    if body.best_of not in (None, body.n or 1):
+        message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
+        raise InvalidRequestError(message, param="best_of")
+    params = body.sampling_params()
+    token_ids = [tuple(await _encode(prompt, service)) for prompt in prompts]
+    return make_plan(body, TEXT_SHAPE, token_ids, params, echo=bool(body.echo))
+
+
+def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
+    """Raise ApiError or InvalidRequestError unless the model and the number of choices can be had."""
     if body.model is not None:
         service.check_model(body.model)
-    prompts = _split_prompt(body.prompt)
-    info = service.engine.info
+    n, info = body.n or 1, service.engine.info
     # More than the queue can ever hold would be told to try again for ever.
     most = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
-    _check_choices(body, len(prompts), most)
-    params = body.sampling_params()
-    limit = info.max_model_len
-    token_ids = [tuple(await _encode(prompt, service.tokenizer, limit)) for prompt in prompts]
-    completion_id = f"cmpl-{uuid.uuid4().hex}"
+    if n * num_prompts > most:
+        message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
+        raise InvalidRequestError(message, param="n")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
+
+
+def check_length(text: str, service: Service) -> None:
+    """Raise InvalidRequestError for a text that cannot fit the context, before it costs anything."""
+    limit = service.engine.info.max_model_len
+    num_bytes, most = len(text.encode()), limit * service.tokenizer.max_token_bytes
+    if num_bytes > most:
+        raise InvalidRequestError(
+            f"prompt has {num_bytes} bytes; no more than {most} can fit this model's context of {limit} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def make_plan(
+    body: GenerationRequest,
+    shape: Shape,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    *,
+    echo: bool = False,
+    channels: HarmonyChannels | None = None,
+) -> CompletionPlan:
+    """Return the plan of a request whose prompts are token ids. Raises InvalidRequestError."""
+    completion_id = f"{shape.id_prefix}-{uuid.uuid4().hex}"
     seed = secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed is None else body.seed
     num_choices = body.n or 1
     requests = tuple(
@@ -79,18 +123,21 @@ async def plan_completion(body: CompletionRequest, service: Service) -> Completi
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
         )
-        for prompt_index, prompt_ids in enumerate(token_ids)
+        for prompt_index, prompt_ids in enumerate(prompts)
         for choice_index in range(num_choices)
     )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return CompletionPlan(
+        shape=shape,
         completion_id=completion_id,
         created=int(time.time()),
         seed=seed,
         requests=requests,
-        num_prompt_tokens=sum(map(len, token_ids)),
+        num_prompt_tokens=sum(map(len, prompts)),
         stop=tuple(map(compile_stop, stop)),
         body=body,
+        echo=echo,
+        channels=channels,
     )
 
 
@@ -101,7 +148,6 @@ class CompletionRun:
     """
 
     def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, metrics: Metrics, started_at: float) -> None:
-        body = plan.body
         self.is_failed = False
         self._plan = plan
         self._metrics = metrics
@@ -112,8 +158,9 @@ class CompletionRun:
                 tokenizer,
                 stop=plan.stop,
                 stop_token_ids=request.params.stop_token_ids,
-                logprobs=body.logprobs is not None,
-                echo=request.prompt_token_ids if body.echo else (),
+                logprobs=request.params.logprobs is not None,
+                echo=request.prompt_token_ids if plan.echo else (),
+                channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
             )
             for request in plan.requests
         ]
@@ -181,19 +228,6 @@ class CompletionRun:
             self._metrics.inter_token_latency.observe(now - latest)
 
 
-def _check_choices(body: CompletionRequest, num_prompts: int, most: int) -> None:
-    """Raise InvalidRequestError unless the fields about how many choices, and how to send them, agree."""
-    n = body.n or 1
-    if n * num_prompts > most:
-        message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
-        raise InvalidRequestError(message, param="n")
-    if body.best_of not in (None, n):
-        message = f"best_of must be null or equal to n, which is {n}, got {body.best_of}"
-        raise InvalidRequestError(message, param="best_of")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
-
-
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
     """Return the prompts of a request, of which an empty list is one empty prompt."""
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
@@ -201,17 +235,10 @@ def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequ
     return prompt
 
 
-async def _encode(prompt: str | list[int], tokenizer: Tokenizer, limit: int) -> list[int]:
-    """Return the prompt's token ids; a text that cannot fit the context is refused before it costs anything."""
+async def _encode(prompt: str | list[int], service: Service) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    num_bytes, most = len(prompt.encode()), limit * tokenizer.max_token_bytes
-    if num_bytes > most:
-        raise InvalidRequestError(
-            f"prompt has {num_bytes} bytes; no more than {most} can fit this model's context of {limit} tokens",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+    check_length(prompt, service)
     if len(prompt) > THREAD_CHARACTERS:
-        return await asyncio.to_thread(tokenizer.encode, prompt)
-    return tokenizer.encode(prompt)
+        return await asyncio.to_thread(service.tokenizer.encode, prompt)
+    return service.tokenizer.encode(prompt)

@@ -6,6 +6,7 @@ render what it returns. Knows nothing of routes.
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 
 from pydantic import ValidationError
@@ -13,12 +14,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
-from weights.errors import TokenizerError
+from weights.errors import ChatTemplateError, TokenizerError
 
 UNAVAILABLE_RETRY_AFTER_S = 5  # about what an orchestrator needs to route elsewhere or a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of an error nobody expected
 MAX_MESSAGE = 400  # characters; a value of megabytes is not sent back
-UNIONS = frozenset({"prompt", "stop"})  # after these fields of schemas.py pydantic names the member of the union
+UNIONS = frozenset(
+    {"prompt", "stop", "content"}
+)  # after these fields of schemas.py pydantic names the member of the union
 
 _ROUTING_ERRORS = {404: ("not_found", "there is no route"), 405: ("method_not_allowed", "this route does not take")}
 
@@ -71,6 +74,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code=error.code, param=error.param)
         case TokenizerError():
             return ApiError(400, f"prompt: {error}", code="invalid_value", param="prompt")
+        case ChatTemplateError():
+            return ApiError(400, str(error), code="invalid_chat_template_input", param="messages")
         case ValidationError():
             return _invalid_body(error)
         case QueueFullError():
@@ -113,9 +118,8 @@ def _invalid_body(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first["input"]
     rule = _JSON_RULES.get(kind) or first["msg"][0].lower() + first["msg"][1:]
-    path = [part for part in first["loc"] if part != "[key]"]
-    if path and path[0] in UNIONS:
-        del path[1:2]
+    steps = itertools.pairwise((None, *first["loc"]))
+    path = [part for before, part in steps if before not in UNIONS and part != "[key]"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {rule.removeprefix('invalid JSON: ')}", code="invalid_json")
     if not path:

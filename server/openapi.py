@@ -37,10 +37,10 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def openapi_document(app: FastAPI, bodies: Sequence[type[BaseModel]], *, needs_key: bool) -> dict[str, Any]:
-    """Return the document; `bodies` are the models that routes named with `json_body`."""
+def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], *, needs_key: bool) -> dict[str, Any]:
+    """Return the document; `models` are those that routes named with `json_body` or as the data of their events."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, definitions = models_json_schema([(model, "validation") for model in bodies], ref_template=_REF)
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
     if needs_key:

@@ -1,4 +1,4 @@
-"""From token ids to text: whole UTF-8 only, stop strings, logprobs with offsets.
+"""From token ids to text: whole UTF-8 only, stop strings, logprobs with offsets, reasoning apart from text.
 
 Everything here gives the same result however the bytes are split into tokens and the tokens into steps. Knows nothing
 of HTTP; `completion.py` has one ChoiceOutput per choice.
@@ -7,13 +7,16 @@ of HTTP; `completion.py` has one ChoiceOutput per choice.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from engine.request import FinishReason, TokenLogprobs, TokenOutput
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; vLLM's value
+
+
+Channel = Literal["text", "reasoning"]
 
 
 class TokenBytes(Protocol):
@@ -107,18 +110,16 @@ class StopStrings:
         return matched
 
 
-@dataclass(slots=True)
-class LogprobLists:
-    """OpenAI's parallel lists, one entry per token."""
+class TokenScore(NamedTuple):
+    """A token with its logprob, None for the first of a prompt, and the likeliest in its place with theirs.
 
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
+    `offset` is where it begins: characters of the choice's text before it.
+    """
 
-    def to_json(self) -> dict[str, object]:
-        """Return schemas.Logprobs, the lists not copied."""
-        return {name: getattr(self, name) for name in self.__slots__}
+    data: bytes
+    offset: int
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,42 +127,34 @@ class Delta:
     """What an engine output added to a choice. An empty one need not be sent."""
 
     text: str
-    logprobs: LogprobLists | None = None
+    logprobs: list[TokenScore] | None = None
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
+    reasoning: str = ""
 
     @property
     def is_empty(self) -> bool:
         """Whether the client would learn nothing from it."""
-        return not self.text and self.logprobs is None and self.finish_reason is None
-
-    def to_json(self, index: int) -> dict[str, object]:
-        """Return schemas.Choice."""
-        return {
-            "index": index,
-            "text": self.text,
-            "logprobs": None if self.logprobs is None else self.logprobs.to_json(),
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-        }
+        return not (self.text or self.reasoning) and self.logprobs is None and self.finish_reason is None
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
     """Return all the deltas of a choice, at least one, as one."""
-    text, last = "".join(delta.text for delta in deltas), deltas[-1]
-    if last.logprobs is None:
-        return replace(last, text=text)
-    joined = LogprobLists()
-    for name in LogprobLists.__slots__:
-        getattr(joined, name).extend(entry for delta in deltas for entry in getattr(delta.logprobs, name))
-    return replace(last, text=text, logprobs=joined)
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],
+    )
 
 
 class ChoiceOutput:
     """The text of one choice while its tokens arrive.
 
     `echo` is the prompt to return first. Stop strings are looked for in generated text only. A token that stops (the
-    end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text.
+    end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text. `channel_of` says of each token
+    whether it belongs to the text, to the reasoning before it, or to neither; without it everything is text.
     """
 
     def __init__(
@@ -172,6 +165,7 @@ class ChoiceOutput:
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = False,
         echo: Sequence[int] = (),
+        channel_of: Callable[[int, bytes], Channel | None] | None = None,
     ) -> None:
         self.num_tokens = 0
         self.finish_reason: Literal["stop", "length"] | None = None
@@ -182,25 +176,30 @@ class ChoiceOutput:
         self._with_logprobs = logprobs
         self._echo = echo
         self._offset = 0
+        self._channel_of = channel_of
+        self._channel: Channel | None = "text"
+        self._reasoning = ""
 
     def add(self, output: TokenOutput) -> Delta:
         """Take the next output of this choice, which has not finished."""
         assert self.finish_reason is None
-        logprobs = LogprobLists() if self._with_logprobs else None
+        logprobs: list[TokenScore] | None = [] if self._with_logprobs else None
         text = self._echo_prompt(output, logprobs) if self._echo else ""
         for i, token_id in enumerate(output.token_ids):
             data = self._token_bytes(token_id)
             if logprobs is not None:
-                self._append(logprobs, data, output.logprobs[i])
+                logprobs.append(self._score(data, output.logprobs[i]))
             self.num_tokens += 1
             if output.stop_token_id is not None and i == len(output.token_ids) - 1:
                 break
+            if self._channel_of is not None:
+                text += self._enter(self._channel_of(token_id, data))
             text += self._feed(self._detokenizer.feed(data))
             if self._stops.matched is not None:
                 break
         return self._end(text, logprobs, output)
 
-    def _end(self, text: str, logprobs: LogprobLists | None, output: TokenOutput) -> Delta:
+    def _end(self, text: str, logprobs: list[TokenScore] | None, output: TokenOutput) -> Delta:
         """Return the delta, complete with the reason if this was the last."""
         stop_reason: str | int | None = None
         if output.finish_reason is not None and self._stops.matched is None:
@@ -214,38 +213,43 @@ class ChoiceOutput:
             self.finish_reason, stop_reason = "stop", self._stops.matched
         elif self.finish_reason is not None:
             text += self._stops.flush()
-        return Delta(text, logprobs, self.finish_reason, stop_reason)
+        reasoning, self._reasoning = self._reasoning, ""
+        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning)
 
-    def _echo_prompt(self, output: TokenOutput, logprobs: LogprobLists | None) -> str:
+    def _echo_prompt(self, output: TokenOutput, logprobs: list[TokenScore] | None) -> str:
         """Return the prompt's text, its last unfinished character kept for what follows."""
         entries = output.prompt_logprobs or (None,) * len(self._echo)
         text = ""
         for token_id, entry in zip(self._echo, entries, strict=True):
             data = self._token_bytes(token_id)
             if logprobs is not None:
-                self._append(logprobs, data, entry)
+                logprobs.append(self._score(data, entry))
             piece = self._detokenizer.feed(data)
             self._offset += len(piece)
             text += piece
         self._echo = ()
         return text
 
+    def _enter(self, channel: Channel | None) -> str:
+        """Go on in a channel; return what the bytes of an unfinished character stand for, as none goes across."""
+        text = self._feed(self._detokenizer.finish()) if channel != self._channel else ""
+        self._channel = channel
+        return text
+
     def _feed(self, text: str) -> str:
+        """Return what of this is text to send now."""
+        if self._channel == "reasoning":
+            self._reasoning += text
+        if self._channel != "text":
+            return ""
         self._offset += len(text)
         return self._stops.feed(text)
 
-    def _append(self, lists: LogprobLists, data: bytes, entry: TokenLogprobs | None) -> None:
-        lists.tokens.append(token_name(data))
-        lists.text_offset.append(self._offset)
+    def _score(self, data: bytes, entry: TokenLogprobs | None) -> TokenScore:
         if entry is None:
-            lists.token_logprobs.append(None)
-            lists.top_logprobs.append(None)
-            return
-        logprob = max(entry.logprob, MIN_LOGPROB)
-        top = {token_name(self._token_bytes(i)): max(value, MIN_LOGPROB) for i, value in entry.top}
-        top.setdefault(lists.tokens[-1], logprob)
-        lists.token_logprobs.append(logprob)
-        lists.top_logprobs.append(top)
+            return TokenScore(data, self._offset, None, ())
+        top = tuple((self._token_bytes(token_id), max(value, MIN_LOGPROB)) for token_id, value in entry.top)
+        return TokenScore(data, self._offset, max(entry.logprob, MIN_LOGPROB), top)
 
 
 def token_name(data: bytes) -> str:

@@ -6,11 +6,11 @@ Request models refuse what they do not know; null means the default. Response mo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from engine.request import SamplingParams
+from engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1000
@@ -20,6 +20,7 @@ _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is che
 
 PROMPT_RULE = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
 STOP_RULE = "Input should be a string or a list of strings"
+CONTENT_RULE = "Input should be a string or a list of text parts"
 
 Text = Annotated[str, Tag("text")]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -55,8 +56,21 @@ Stop = Annotated[
 ]
 
 
+def _content_kind(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+
+
 class _RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_the_first_unknown(cls, value: Any) -> Any:
+        """Drop the unknown fields but one: pydantic would look at each of a million, and the event loop stand still."""
+        if not isinstance(value, dict) or len(value) <= len(cls.__pydantic_fields__):
+            return value
+        unknown = next(name for name in value if name not in cls.__pydantic_fields__)
+        return {name: value[name] for name in (*cls.__pydantic_fields__, unknown) if name in value}
 
 
 class StreamOptions(_RequestModel):
@@ -66,12 +80,11 @@ class StreamOptions(_RequestModel):
     continuous_usage_stats: bool | None = Field(default=None, description="send usage so far with every chunk")
 
 
-class CompletionRequest(_RequestModel):
-    """The body of POST /v1/completions. Null is the same as leaving a field out."""
+class GenerationRequest(_RequestModel):
+    """What can be asked of every completion. Null is the same as leaving a field out."""
 
-    prompt: Prompt
     model: str | None = None
-    max_tokens: int | None = Field(default=None, description="default 16")
+    max_tokens: int | None = Field(default=None, description="default 16; in a chat, what the context leaves")
     temperature: float | None = Field(default=None, description="0 is greedy; default 1")
     top_p: float | None = None
     top_k: int | None = Field(default=None, description="0 or -1 is off")
@@ -85,12 +98,8 @@ class CompletionRequest(_RequestModel):
     ignore_eos: bool | None = None
     seed: int | None = Field(default=None, description="drawn and reported back when left out")
     n: int | None = Field(default=None, ge=1, description="completions per prompt; default 1")
-    best_of: int | None = Field(default=None, description="null or equal to n")
-    logprobs: int | None = Field(default=None, description="how many likeliest tokens to report with each token")
-    echo: bool | None = Field(default=None, description="return the prompt before the completion")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    suffix: None = None
     user: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
         default=None, description="written to the log"
     )
@@ -100,22 +109,12 @@ class CompletionRequest(_RequestModel):
     )
 
     @classmethod
-    def parse(cls, value: dict[str, object]) -> CompletionRequest:
-        """Validate a body. Raises ValidationError.
-
-        Of unknown fields only the first is kept, and of a list of too many prompts only the first too many: pydantic
-        would look at each of a million, and the event loop stands still meanwhile.
-        """
-        unknown = next((name for name in value if name not in cls.model_fields), None)
-        if unknown is not None and len(value) > len(cls.model_fields):
-            value = {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
-        prompt = value.get("prompt")
-        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _kind(prompt) != "ids":
-            value = {**value, "prompt": prompt[: MAX_PROMPTS + 1]}
+    def parse(cls, value: dict[str, object]) -> Self:
+        """Validate a body. Raises ValidationError."""
         return cls.model_validate(value)
 
-    def sampling_params(self) -> SamplingParams:
-        """Return the parameters given, the others at their defaults. Raises InvalidRequestError."""
+    def sampling_params(self, **chosen: Any) -> SamplingParams:
+        """Return the parameters `chosen` and given, the others at their defaults. Raises InvalidRequestError."""
         same_name = self.model_fields_set & set(SamplingParams.__dataclass_fields__)
         given = {name: value for name in same_name if (value := getattr(self, name)) is not None}
         if self.top_k == -1:
@@ -124,9 +123,81 @@ class CompletionRequest(_RequestModel):
             given["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = tuple(self.stop_token_ids)
-        if self.echo:
-            given["prompt_logprobs"] = self.logprobs
-        return SamplingParams(**given)
+        return SamplingParams(**given | chosen)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt
+    best_of: int | None = Field(default=None, description="null or equal to n")
+    logprobs: int | None = Field(default=None, description="how many likeliest tokens to report with each token")
+    echo: bool | None = Field(default=None, description="return the prompt before the completion")
+    suffix: None = None
+
+    @classmethod
+    def parse(cls, value: dict[str, object]) -> Self:
+        """Validate a body. Raises ValidationError.
+
+        Of a list of too many prompts only the first too many is kept: pydantic would look at each of a million.
+        """
+        prompt = value.get("prompt")
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _kind(prompt) != "ids":
+            value = {**value, "prompt": prompt[: MAX_PROMPTS + 1]}
+        return super().parse(value)
+
+    def sampling_params(self, **chosen: Any) -> SamplingParams:
+        """Return the parameters, the prompt's logprobs among them if it is echoed. Raises InvalidRequestError."""
+        return super().sampling_params(prompt_logprobs=self.logprobs if self.echo else None, **chosen)
+
+
+class TextPart(_RequestModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_RequestModel):
+    """What one side said. Which roles may follow each other is for the chat template to say."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
+        Discriminator(_content_kind, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
+    ]
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(default=None, description="how the assistant came to its content")
+
+    def to_template(self) -> dict[str, str]:
+        """Return the fields that were given, the text parts one below the other."""
+        given = {name: value for name, value in self if value is not None}
+        if not isinstance(self.content, str):
+            given["content"] = "\n".join(part.text for part in self.content)
+        return given
+
+
+class TextFormat(_RequestModel):
+    """The only response format."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="another name of max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="needs logprobs true")
+    add_generation_prompt: bool | None = Field(
+        default=None, description="end the prompt with the beginning of an answer; default true"
+    )
+    continue_final_message: bool | None = Field(default=None, description="go on with the last message instead")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables for the chat template")
+    tool_choice: Literal["none"] | None = None
+    response_format: TextFormat | None = None
 
 
 class _ResponseModel(BaseModel):
@@ -170,16 +241,90 @@ class Choice(_ResponseModel):
     stop_reason: str | int | None = Field(description="the stop string or the id out of stop_token_ids that matched")
 
 
-class Completion(_ResponseModel):
-    """The body of a completion, and with `stream` the data of each event."""
-
+class _Answer(_ResponseModel):
     id: str
-    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     system_fingerprint: str
     seed: int
+
+
+class Completion(_Answer):
+    """The body of a completion, and with `stream` the data of each event."""
+
+    object: Literal["text_completion"] = "text_completion"
     choices: list[Choice]
+    usage: Usage | None = None
+
+
+class TopLogprob(_ResponseModel):
+    """A token that could have come. `bytes` tells apart what has no text of its own."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token that came, and the likeliest in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_ResponseModel):
+    """One entry per generated token, those of the reasoning and of its frame among them."""
+
+    content: list[TokenLogprob]
+
+
+class AnswerMessage(_ResponseModel):
+    """What the model said; reasoning_content only where its format sets it apart."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    reasoning_content: str | None = None
+
+
+class MessageDelta(_ResponseModel):
+    """What a chunk adds to a message; the role comes once, before all else."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _ChatPart(_ResponseModel):
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+
+
+class ChatChoice(_ChatPart):
+    """One answer."""
+
+    message: AnswerMessage
+
+
+class ChunkChoice(_ChatPart):
+    """What a chunk adds to one answer."""
+
+    delta: MessageDelta
+
+
+class ChatCompletion(_Answer):
+    """The body of an answer to a conversation."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(_Answer):
+    """The data of each event of a streamed answer."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChunkChoice]
     usage: Usage | None = None
 
 

@@ -90,6 +90,7 @@ class ServingProcess:
         """Import the web framework and open the tokenizer, in a thread: it takes as long as loading a small model."""
         from server.app import AppOptions, create_app
         from server.protocol import BoundedHttpProtocol
+        from weights.chat import load_chat_template
         from weights.tokenizer import Tokenizer
 
         settings = self._settings
@@ -98,6 +99,7 @@ class ServingProcess:
             api_keys=settings.api_keys,
             max_body_bytes=settings.max_body_bytes,
             keep_alive_s=settings.sse_keep_alive_interval_s,
+            chat_template=load_chat_template(self._folder, settings.chat_template),
         )
         app = create_app(self._engine, Tokenizer.of_model(self._folder), options)
         config = uvicorn.Config(

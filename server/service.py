@@ -13,6 +13,7 @@ from engine.request import Request
 from server.errors import ApiError, show, to_api_error, unavailable
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
+from weights.chat import ChatTemplate
 
 
 class Tokenizer(Protocol):
@@ -25,13 +26,19 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
 
+    def encode_with_special(self, text: str) -> list[int]:
+        """Return the token ids of text in which the text of a special token means that token."""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """How the API is to behave. Without api_keys anyone may ask; max_choices bounds prompts times n."""
+    """How the API is to behave. Without api_keys anyone may ask; max_choices bounds prompts times n.
+
+    Without a chat_template there is no chat.
+    """
 
     model_name: str
     api_keys: tuple[str, ...] = ()
@@ -39,6 +46,7 @@ class AppOptions:
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     keep_alive_s: float = 15.0
     max_choices: int = 128
+    chat_template: ChatTemplate | None = None
 
 
 @dataclass(frozen=True, slots=True)

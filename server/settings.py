@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.config import EngineConfig
 from engine.errors import InvalidConfigurationError
+from weights.chat import PLAIN_NAME
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -60,6 +61,11 @@ class ServerSettings:
 
     model: Annotated[str | None, "folder or hub id of the model (default: the embedded storyteller)"] = None
     revision: Annotated[str | None, "branch, tag or commit of a hub model"] = None
+    chat_template: Annotated[
+        str | None,
+        "Jinja file to use for chats instead of the model's own template, or 'plain': lines of \"User: ...\" and "
+        '"Assistant: ..." for a model that has none',
+    ] = None
     served_model_name: Annotated[str | None, "name of the model in the API, instead of its own"] = None
     host: Annotated[str, "address to listen on; 0.0.0.0 is every one"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
@@ -87,6 +93,8 @@ class ServerSettings:
             raise SettingsError("api-key must not be empty")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
+        if self.chat_template not in (None, PLAIN_NAME) and not Path(str(self.chat_template)).is_file():
+            raise SettingsError(f"chat-template must be a file or {PLAIN_NAME!r}, got {self.chat_template!r}")
         for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name} must be a file, got {path}")

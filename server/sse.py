@@ -14,6 +14,7 @@ from types import TracebackType
 from starlette.types import Receive, Send
 
 from server.output import Delta
+from server.shapes import Shape
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -22,37 +23,47 @@ HEADERS = (
 )
 DONE = "data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+_TEXT = "\0"  # stands for a chunk's own while what is around it is rendered
 
 
 class EventEncoder:
     """Renders the events of one stream. `head` is what all its chunks share; ids count from 1."""
 
-    def __init__(self, head: Mapping[str, object], *, include_usage: bool) -> None:
+    def __init__(self, head: Mapping[str, object], shape: Shape, *, include_usage: bool) -> None:
         self._encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
         self._head = self._encode(head)[:-1] + ',"choices":['
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
-        self._plain_end = ',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._no_usage
+        self._shape = shape
+        self._opened: set[int] = set()
+        # What is around index and text when a chunk adds nothing but text.
+        around = self._encode(shape.part(0, Delta(_TEXT))).removeprefix('{"index":0')
+        self._before_text, self._after_text = around.split(self._encode(_TEXT))
         self._last_id = 0
 
     def chunk(self, index: int, delta: Delta, usage: Mapping[str, object] | None = None) -> str:
-        """Return the event for what was added to choice `index`."""
-        self._last_id += 1
-        start = f"id: {self._last_id}\ndata: {self._head}"
-        if delta.logprobs is None and delta.finish_reason is None and usage is None:
-            return f'{start}{{"index":{index},"text":{self._encode(delta.text)}{self._plain_end}'
-        return f"{start}{self._encode(delta.to_json(index))}]{self._usage(usage)}"
+        """Return the event for what was added to choice `index`, after the one that opens it where it is the first."""
+        opening = ""
+        if self._shape.opening is not None and index not in self._opened:
+            self._opened.add(index)
+            opening = self._event(self._encode(self._shape.opening(index)), usage)
+        if delta.text and not delta.reasoning and delta.logprobs is None and delta.finish_reason is None:
+            choice = f'{{"index":{index}{self._before_text}{self._encode(delta.text)}{self._after_text}'
+        else:
+            choice = self._encode(self._shape.part(index, delta))
+        return opening + self._event(choice, usage)
 
     def usage_chunk(self, usage: Mapping[str, object]) -> str:
         """Return the event that closes a stream with include_usage."""
-        self._last_id += 1
-        return f"id: {self._last_id}\ndata: {self._head}]" + self._usage(usage)
+        return self._event("", usage)
 
     def error(self, body: Mapping[str, object]) -> str:
         """Return the event that ends a stream that failed; it has no id, for it is no part of the completion."""
         return f"data: {self._encode(body)}\n\n"
 
-    def _usage(self, usage: Mapping[str, object] | None) -> str:
-        return self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
+    def _event(self, choice: str, usage: Mapping[str, object] | None) -> str:
+        self._last_id += 1
+        end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
+        return f"id: {self._last_id}\ndata: {self._head}{choice}]{end}"
 
 
 class Connection:

@@ -33,6 +33,10 @@ class TokenizerError(WeightsError):
     """The tokenizer files are missing or cannot be used, or a text has no tokens."""
 
 
+class ChatTemplateError(WeightsError):
+    """The chat template cannot be read or is not valid, or refuses a conversation."""
+
+
 def shown(value: object) -> str:
     """Return `value` as a message shows it: one printable line of bounded length."""
     text = ascii(value)

@@ -16,7 +16,7 @@ from weights.errors import ModelNotFoundError, UnsafeCheckpointError, shown
 EMBEDDED_MODEL = "storyteller"
 
 # Files in sub-folders are other formats of the same weights, and consolidated.* other names for the same tensors.
-HUB_ALLOWED = ("*.safetensors", "*.json", "merges.txt")
+HUB_ALLOWED = ("*.safetensors", "*.json", "merges.txt", "chat_template.jinja")
 CONFIG_FILES = ("config.json", "generation_config.json")
 HUB_IGNORED = ("*/*", "consolidated*.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -1,10 +1,17 @@
-"""POST /v1/completions: OpenAI's completions with vLLM's extra fields, as JSON or as a stream of events."""
+"""POST /v1/completions: OpenAI's completions with vLLM's extra fields, as JSON or as a stream of events.
+
+`add_completion_route` is the way of every completion, a chat's too, from the request's bytes to the answer's.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -16,22 +23,52 @@ from server.completion import CompletionPlan, CompletionRun, plan_completion
 from server.envelope import log_fields, report
 from server.openapi import error_responses, json_body
 from server.output import Delta, join_deltas
-from server.schemas import Completion, CompletionRequest, StreamOptions
+from server.schemas import Completion, CompletionRequest, GenerationRequest, StreamOptions
 from server.service import Service
+
+THREAD_BYTES = 2**16  # some milliseconds of parsing in the worst case
+
+Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def completions_router(service: Service) -> APIRouter:
     """Return the route."""
     router = APIRouter(tags=["completions"])
+    add_completion_route(
+        router,
+        service,
+        plan_completion,
+        path="/v1/completions",
+        summary="Complete a prompt",
+        models=(CompletionRequest, Completion, Completion),
+    )
+    return router
+
+
+def add_completion_route(
+    router: APIRouter,
+    service: Service,
+    plan: Callable[[Body, Service], Awaitable[CompletionPlan]],
+    *,
+    path: str,
+    summary: str,
+    models: tuple[type[Body], type[BaseModel], type[BaseModel]],
+) -> None:
+    """Add a route that does what `plan` makes of a body; `models` are of the body, the answer and a chunk."""
+    body_model, answer_model, chunk_model = models
+    description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
+
+    def parse(raw: bytes) -> Body:
+        return body_model.parse(parse_json_object(raw))
 
     @router.post(
-        "/v1/completions",
-        summary="Complete a prompt",
-        openapi_extra=json_body(CompletionRequest),
+        path,
+        summary=summary,
+        openapi_extra=json_body(body_model),
         responses={
             200: {
-                "model": Completion,
-                "description": "The completion; with `stream`, events whose data is one of these each, then [DONE]",
+                "model": answer_model,
+                "description": description,
                 "content": {"text/event-stream": {"schema": {"type": "string"}}},
             },
             **error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503),
@@ -41,11 +78,8 @@ def completions_router(service: Service) -> APIRouter:
         started_at = time.perf_counter()
         service.admit()  # before megabytes are read for nothing
         raw = await read_json_body(request, service.options.max_body_bytes, service.options.body_limit_s)
-        body = CompletionRequest.parse(parse_json_object(raw))
-        plan = await plan_completion(body, service)
-        return CompletionResponse(service, plan, started_at)
-
-    return router
+        body = parse(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, raw)
+        return CompletionResponse(service, await plan(body, service), started_at)
 
 
 class CompletionResponse(Response):
@@ -82,14 +116,16 @@ class CompletionResponse(Response):
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
-        choices = [join_deltas(deltas).to_json(index) for index, deltas in enumerate(collected)]
+        render = self._plan.shape.choice
+        choices = [render(index, join_deltas(deltas)) for index, deltas in enumerate(collected)]
         content = {**self._plan.head(self._service), "choices": choices, "usage": self._run.usage()}
         await JSONResponse(content)(scope, receive, send)
 
     async def _send_stream(self, stream: TokenStream, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the completion as events; an error from here on is an event too."""
         options = self._plan.body.stream_options or StreamOptions()
-        encoder = sse.EventEncoder(self._plan.head(self._service), include_usage=bool(options.include_usage))
+        head, include_usage = self._plan.head(self._service), bool(options.include_usage)
+        encoder = sse.EventEncoder(head, self._plan.shape, include_usage=include_usage)
         await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
         keep_alive_s = self._service.options.keep_alive_s
         async with sse.Connection(receive, send, stream.abort, keep_alive_s=keep_alive_s) as connection:
@@ -102,7 +138,7 @@ class CompletionResponse(Response):
                     ]
                     if events:
                         await connection.write("".join(events).encode("ascii"))
-                end = (encoder.usage_chunk(self._run.usage()) if options.include_usage else "") + sse.DONE
+                end = (encoder.usage_chunk(self._run.usage()) if include_usage else "") + sse.DONE
             except Exception as error:
                 self._run.is_failed = True
                 end = encoder.error(report(error, scope).body())

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.openapi import error_responses, openapi_document
-from server.schemas import CompletionRequest, Status, Version
+from server.schemas import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
 from server.service import Service
 
 _NO_KEY: dict[str, object] = {"security": []}
@@ -69,7 +69,8 @@ def _documents_router(service: Service) -> APIRouter:
     async def openapi(request: Request) -> Response:
         if not document:
             needs_key = bool(service.options.api_keys)
-            make = partial(openapi_document, request.app, [CompletionRequest], needs_key=needs_key)
+            models = (CompletionRequest, ChatRequest, ChatCompletionChunk)
+            make = partial(openapi_document, request.app, models, needs_key=needs_key)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)
 

@@ -15,16 +15,29 @@ import uvicorn
 from server.app import AppOptions, create_app
 from server.protocol import BoundedHttpProtocol
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
+from weights.chat import ChatTemplate
 
 MODEL = "test-model"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
 
 
 class Api:
     """An application and its fake engine, called without a socket."""
 
-    def __init__(self, engine: FakeEngineClient, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: FakeEngineClient,
+        tokenizer: ByteTokenizer | None = None,
+        template: str | None = TEMPLATE,
+        **options: Any,
+    ) -> None:
         self.engine = engine
-        self.app = create_app(engine, ByteTokenizer(), AppOptions(MODEL, **options))
+        chat_template = None if template is None else ChatTemplate(template, {"eos_token": "<|endoftext|>"})
+        options = {"chat_template": chat_template, **options}
+        self.app = create_app(engine, tokenizer or ByteTokenizer(), AppOptions(MODEL, **options))
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """Send one request on an event loop of its own."""
@@ -41,6 +54,11 @@ class Api:
 
     def complete(self, **body: Any) -> httpx.Response:
         return self.request("POST", "/v1/completions", json=body)
+
+    def chat(self, content: str = "hi", **body: Any) -> httpx.Response:
+        """Send one message, or the `messages` given."""
+        body = {"messages": [{"role": "user", "content": content}], **body}
+        return self.request("POST", "/v1/chat/completions", json=body)
 
     def post_raw(self, content: bytes) -> httpx.Response:
         return self.request("POST", "/v1/completions", content=content, headers={"content-type": "application/json"})

@@ -6,6 +6,7 @@ By default every step gives each live request the next byte of its reply. `auto=
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -33,18 +34,26 @@ Reply = Callable[[Request], Iterable[TokenOutput]]
 
 
 class ByteTokenizer:
-    """Token i is byte i; EOS is the end of text."""
+    """Token i is byte i; EOS is the end of text, and after it come other special tokens."""
 
     max_token_bytes = 13
+
+    def __init__(self, *special: str) -> None:
+        self._special = {text: EOS + i for i, text in enumerate(("<|endoftext|>", *special))}
+        self._texts = {token_id: text.encode() for text, token_id in self._special.items()}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_with_special(self, text: str) -> list[int]:
+        parts = re.split("(" + "|".join(map(re.escape, self._special)) + ")", text)
+        return [id_ for part in parts for id_ in ([self._special[part]] if part in self._special else part.encode())]
+
     def token_bytes(self, token_id: int) -> bytes:
-        return b"<|endoftext|>" if token_id == EOS else bytes([token_id])
+        return self._texts[token_id] if token_id >= EOS else bytes([token_id])
 
 
-def say(text: str | bytes, *, then_eos: bool = False) -> Reply:
+def say(text: str | bytes | Sequence[int], *, then_eos: bool = False) -> Reply:
     """Return a reply of the bytes of `text`, over and over unless the end of text comes after them."""
     data = text.encode() if isinstance(text, str) else text
 

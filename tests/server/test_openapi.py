@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.schemas import CompletionRequest
+from server.schemas import ChatRequest, CompletionRequest
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
 
@@ -36,6 +36,16 @@ def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) 
     assert schema["additionalProperties"] is False
 
 
+def test_a_chats_body_and_answers_are_described(document: dict[str, Any]) -> None:
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    assert set(operation["responses"]) == set(document["paths"]["/v1/completions"]["post"]["responses"])
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    schemas = document["components"]["schemas"]
+    assert set(schemas["ChatRequest"]["properties"]) == set(ChatRequest.model_fields)
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert {"ChatCompletion", "ChatCompletionChunk", "Message", "TextPart"} <= set(schemas)
+
+
 def test_no_status_is_declared_that_never_comes(document: dict[str, Any]) -> None:
     assert '"422"' not in json.dumps(document)
 
@@ -43,6 +53,7 @@ def test_no_status_is_declared_that_never_comes(document: dict[str, Any]) -> Non
 def test_every_route_is_described(document: dict[str, Any]) -> None:
     assert set(document["paths"]) == {
         "/v1/completions",
+        "/v1/chat/completions",
         "/v1/models",
         "/v1/models/{model}",
         "/health",

@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import FinishReason, TokenLogprobs, TokenOutput
-from server.output import ChoiceOutput, Delta, Detokenizer, StopStrings, compile_stop, join_deltas, token_name
+from server.output import (
+    Channel,
+    ChoiceOutput,
+    Delta,
+    Detokenizer,
+    StopStrings,
+    TokenScore,
+    compile_stop,
+    join_deltas,
+    token_name,
+)
 from tests.server.fake_engine import EOS, ByteTokenizer
 
 # Bytes that begin, continue and break characters of every length come up often.
@@ -133,7 +143,7 @@ def test_a_choice_is_the_same_however_its_tokens_are_split_into_outputs(num_per_
     assert (whole.text, whole.finish_reason, whole.stop_reason) == ("abE", "stop", "ND")
     assert choice.num_tokens == 5
     assert whole.logprobs is not None
-    assert whole.logprobs.tokens == ["a", "b", "E", "N", "D"]
+    assert [score.data for score in whole.logprobs] == [b"a", b"b", b"E", b"N", b"D"]
 
 
 def test_a_choice_without_text_yet_is_an_empty_delta() -> None:
@@ -151,8 +161,7 @@ def test_the_end_of_text_has_no_text_but_counts() -> None:
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a", "stop", None)
     assert choice.num_tokens == 2
     assert delta.logprobs is not None
-    assert delta.logprobs.tokens == ["a", "<|endoftext|>"]
-    assert delta.logprobs.text_offset == [0, 1]
+    assert [(score.data, score.offset) for score in delta.logprobs] == [(b"a", 0), (b"<|endoftext|>", 1)]
 
 
 def test_a_requested_stop_token_is_named_and_has_no_text() -> None:
@@ -190,22 +199,46 @@ def test_a_character_may_begin_in_the_echoed_prompt_and_end_in_the_completion() 
     )
     assert delta.text == "aé"
     assert delta.logprobs is not None
-    assert delta.logprobs.to_json() == {
-        "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9"],
-        "token_logprobs": [None, -2.0, -1.0],
-        "top_logprobs": [None, {"bytes:\\xc3": -2.0}, {"bytes:\\xa9": -1.0}],
-        "text_offset": [0, 1, 1],
-    }
+    assert delta.logprobs == [
+        TokenScore(b"a", 0, None, ()),
+        TokenScore(b"\xc3", 1, -2.0, ()),
+        TokenScore(b"\xa9", 1, -1.0, ()),
+    ]
 
 
-def test_top_logprobs_hold_the_sampled_token_and_no_infinity() -> None:
+def test_logprobs_have_no_infinity() -> None:
     choice = ChoiceOutput(ByteTokenizer(), logprobs=True)
     infinity = float("inf")
     entry = TokenLogprobs(97, -infinity, ((98, -0.25), (99, -infinity)))
     delta = choice.add(output(97, logprobs=(entry,)))
-    assert delta.logprobs is not None
-    assert delta.logprobs.token_logprobs == [-9999.0]
-    assert delta.logprobs.top_logprobs == [{"b": -0.25, "c": -9999.0, "a": -9999.0}]
+    assert delta.logprobs == [TokenScore(b"a", 0, -9999.0, ((b"b", -0.25), (b"c", -9999.0)))]
+
+
+def in_channels(token_id: int, _data: bytes) -> Channel | None:
+    """Put capitals into the reasoning, digits nowhere and the rest into the text."""
+    char = chr(token_id)
+    return "reasoning" if char.isupper() else None if char.isdigit() else "text"
+
+
+@pytest.mark.parametrize("num_per_output", [1, 2, 20])
+def test_reasoning_and_text_are_told_apart_however_the_tokens_are_split(num_per_output: int) -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("cd"), compile_stop("AB")], channel_of=in_channels)
+    ids = list(b"1AB2a3C4bcXYdef")
+    deltas = []
+    for i in range(0, len(ids), num_per_output):
+        deltas.append(choice.add(output(*ids[i : i + num_per_output])))
+        if choice.finish_reason:
+            break
+    whole = join_deltas(deltas)
+    assert whole == Delta("ab", None, "stop", "cd", "ABCXY"), "stop strings are looked for in the text alone"
+    assert choice.num_tokens == 13
+
+
+def test_no_character_goes_across_channels() -> None:
+    channels: dict[int, Channel | None] = {0xE2: "reasoning", 0x9C: None, 0x93: "text"}
+    choice = ChoiceOutput(ByteTokenizer(), channel_of=lambda token_id, _: channels[token_id])
+    delta = choice.add(output(0xE2, 0x9C, 0x93, finish_reason=FinishReason.LENGTH))
+    assert (delta.reasoning, delta.text) == ("\ufffd", "\ufffd")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from tests.server.serving import LIMIT_S, ROOT, Process
+from weights.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -199,6 +200,37 @@ def test_json_logs_name_the_request_and_hide_the_key(launch: Any) -> None:
     assert (line["request_id"], line["path"], line["status"]) == ("mine-1", "/v1/models", 200)
     status, log = process.wait()
     assert (status, "open-sesame" in log) == (0, False)
+
+
+def test_a_model_without_a_chat_template_takes_the_one_chosen(launch: Any, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 5, "temperature": 0}
+    complete = {"max_tokens": 5, "temperature": 0}
+    ids = Tokenizer.open(ROOT / "weights" / "storyteller").encode_with_special("<|endoftext|>User: Once\nAssistant:")
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{{ messages[0].content }} upon a time")
+    without, with_plain, with_mine = (
+        launch(*flags) for flags in ((), ("--chat-template", "plain"), ("--chat-template", str(mine)))
+    )
+    with without.wait_until_ready() as client:
+        refused = client.post("/v1/chat/completions", json=chat)
+        expected = client.post("/v1/completions", json={**complete, "prompt": "Once upon a time"}).json()
+    with with_plain.wait_until_ready() as client:
+        answer = client.post("/v1/chat/completions", json=chat).json()
+        text = client.post("/v1/completions", json={**complete, "prompt": ids}).json()
+    with with_mine.wait_until_ready() as client:
+        mine_answer = client.post("/v1/chat/completions", json=chat).json()
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_chat_template")
+    assert answer["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+    assert mine_answer["choices"][0]["message"]["content"] == expected["choices"][0]["text"]
+
+
+def test_a_chat_template_that_is_not_valid_ends_the_start(launch: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    status, log = launch("--chat-template", str(tmp_path / "broken.jinja")).wait()
+
+    assert status == 1
+    assert "gptserve: the chat template is not valid: Expected an expression" in log
 
 
 def test_what_does_not_fit_into_the_queue_gets_status_429_until_it_does(launch: Any) -> None:

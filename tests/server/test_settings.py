@@ -22,6 +22,7 @@ from server.settings import (
 WRITTEN = {
     "model": "somewhere/else",
     "revision": "main",
+    "chat-template": "plain",
     "served-model-name": "teller",
     "host": "0.0.0.0",
     "port": "9000",
@@ -181,6 +182,7 @@ def test_the_variables_of_a_kubernetes_service_are_explained() -> None:
         (("--api-key", ""), "api-key must not be empty"),
         (("--ssl-keyfile", __file__), "ssl-keyfile and ssl-certfile go together"),
         (("--ssl-keyfile", "no", "--ssl-certfile", __file__), "ssl-keyfile must be a file, got no"),
+        (("--chat-template", "no"), "chat-template must be a file or 'plain', got 'no'"),
         (("--config", "no.toml"), "config must be a file that can be read, got no.toml: No such file"),
     ],
 )

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from server.output import Delta, LogprobLists
-from server.schemas import Completion
+from server.output import Delta, TokenScore
+from server.schemas import ChatCompletionChunk, Completion
+from server.shapes import CHAT_SHAPE, TEXT_SHAPE
 from server.sse import KEEP_ALIVE, Connection, EventEncoder
 
 HEAD = {
@@ -18,13 +19,22 @@ HEAD = {
     "system_fingerprint": "f",
     "seed": 5,
 }
+CHAT_HEAD = {**HEAD, "id": "chatcmpl-1", "object": "chat.completion.chunk"}
 USAGE = {
     "prompt_tokens": 1,
     "completion_tokens": 2,
     "total_tokens": 3,
     "prompt_tokens_details": {"cached_tokens": 0},
 }
-LOGPROBS = LogprobLists(["a"], [-0.5], [{"a": -0.5}], [0])
+LOGPROBS = [TokenScore(b"a", 0, -0.5, ((b"a", -0.5),))]
+DELTAS = [
+    Delta("a"),
+    Delta('"\n\\é\u2028😀\0'),
+    Delta("", LOGPROBS),
+    Delta("x", None, "stop", "END"),
+    Delta("x", None, "stop", 7),
+    Delta("", None, "length"),
+]
 
 
 def data_of(event: str) -> dict[str, Any]:
@@ -38,27 +48,11 @@ def data_of(event: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize("usage", [None, USAGE])
-@pytest.mark.parametrize(
-    "delta",
-    [
-        Delta("a"),
-        Delta('"\n\\é\u2028😀'),
-        Delta("", LOGPROBS),
-        Delta("x", None, "stop", "END"),
-        Delta("x", None, "stop", 7),
-    ],
-)
+@pytest.mark.parametrize("delta", DELTAS)
 def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, include_usage: bool) -> None:
-    event = EventEncoder(HEAD, include_usage=include_usage).chunk(3, delta, usage)
+    event = EventEncoder(HEAD, TEXT_SHAPE, include_usage=include_usage).chunk(3, delta, usage)
     data = data_of(event)
-    choice = {
-        "index": 3,
-        "text": delta.text,
-        "logprobs": delta.logprobs and delta.logprobs.to_json(),
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-    }
-    expected = {**HEAD, "choices": [choice]}
+    expected = {**HEAD, "choices": [TEXT_SHAPE.part(3, delta)]}
     if usage or include_usage:
         expected["usage"] = usage
     assert data == expected
@@ -66,8 +60,24 @@ def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, inc
     Completion.model_validate(data, strict=True, extra="forbid")
 
 
+@pytest.mark.parametrize("usage", [None, USAGE])
+@pytest.mark.parametrize("delta", [*DELTAS, Delta("", reasoning="r"), Delta("x", reasoning="r")])
+def test_a_chats_first_chunk_opens_its_choice(delta: Delta, usage: dict[str, Any] | None) -> None:
+    encoder = EventEncoder(CHAT_HEAD, CHAT_SHAPE, include_usage=False)
+    extra = {"usage": usage} if usage else {}
+    for index in (3, 0):
+        opening, first, end = encoder.chunk(index, delta, usage).split("\n\n")
+        assert CHAT_SHAPE.opening is not None
+        assert data_of(opening + "\n\n") == {**CHAT_HEAD, "choices": [CHAT_SHAPE.opening(index)], **extra}
+        assert data_of(first + "\n\n") == {**CHAT_HEAD, "choices": [CHAT_SHAPE.part(index, delta)], **extra}
+        assert end == ""
+    data = data_of(encoder.chunk(3, delta, usage))
+    assert data == {**CHAT_HEAD, "choices": [CHAT_SHAPE.part(3, delta)], **extra}
+    ChatCompletionChunk.model_validate(data, strict=True, extra="forbid")
+
+
 def test_events_are_numbered_from_one_and_are_ascii_lines() -> None:
-    encoder = EventEncoder(HEAD, include_usage=True)
+    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=True)
     events = [encoder.chunk(0, Delta("\u2028\x85é")), encoder.chunk(1, Delta("b")), encoder.usage_chunk(USAGE)]
     assert [event.split("\n")[0] for event in events] == ["id: 1", "id: 2", "id: 3"]
     for event in events:
@@ -77,15 +87,15 @@ def test_events_are_numbered_from_one_and_are_ascii_lines() -> None:
 
 
 def test_an_error_event_has_no_id() -> None:
-    event = EventEncoder(HEAD, include_usage=False).error({"error": {"message": "m"}})
+    event = EventEncoder(HEAD, TEXT_SHAPE, include_usage=False).error({"error": {"message": "m"}})
     assert event == 'data: {"error":{"message":"m"}}\n\n'
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_json_cannot_say_is_an_error_not_a_chunk(value: float) -> None:
-    encoder = EventEncoder(HEAD, include_usage=False)
+    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=False)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        encoder.chunk(0, Delta("a", LogprobLists(["a"], [value], [None], [0])))
+        encoder.chunk(0, Delta("a", [TokenScore(b"a", 0, value, ())]))
 
 
 def test_a_silent_stream_gets_comments_until_the_client_goes() -> None:

@@ -22,11 +22,11 @@ WANTED = {
     "model-00002-of-00002.safetensors": b"second",
     "model.safetensors.index.json": b"{}",
     "merges.txt": b"#version: 0.2\n",
+    "chat_template.jinja": b"{{ messages }}",
     "vocab.json": b"{}",
 }
 UNWANTED = {
     "tokenizer.model": b"model",
-    "chat_template.jinja": b"{{ messages }}",
     "README.md": b"#",
     "pytorch_model.bin": b"pickle",
     "model.pt": b"pickle",

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.schemas import Completion
+from server.schemas import Completion, CompletionRequest
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient, say
 
@@ -105,6 +106,22 @@ def test_a_completion(api: Api) -> None:
 def test_an_unnamed_model_is_the_one_served(api: Api) -> None:
     assert api.complete(prompt="hi").json()["model"] == MODEL
     assert api.complete(prompt="hi", model=None).json()["model"] == MODEL
+
+
+@pytest.mark.parametrize(("size", "in_thread"), [(100, False), (2**16, True)])
+def test_a_large_body_is_parsed_beside_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch, size: int, in_thread: bool
+) -> None:
+    threads = []
+    parse = CompletionRequest.parse
+
+    def spy(value: dict[str, object]) -> CompletionRequest:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return parse(value)
+
+    monkeypatch.setattr(CompletionRequest, "parse", spy)
+    api.post_raw(b'{"prompt": "x", "max_tokens": 1}' + b" " * size)
+    assert (threads, len(api.engine.submitted)) == ([in_thread], 1)
 
 
 def test_sixteen_tokens_are_the_default(api: Api) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import openai
 import pytest
@@ -63,6 +64,71 @@ def test_a_stream_is_read_asynchronously(serve: Serve) -> None:
             return "".join([chunk.choices[0].text async for chunk in stream])
 
     assert asyncio.run(scenario()) == "abcab"
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES}
+
+
+def test_a_chat_is_read(serve: Serve) -> None:
+    with sync_client(serve(FakeEngineClient(say("Hi!", then_eos=True)))) as client:
+        completion = client.chat.completions.create(
+            **CHAT, max_completion_tokens=9, logprobs=True, top_logprobs=1, seed=5, response_format={"type": "text"}
+        )
+    (choice,) = completion.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hi!", "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [score.token for score in choice.logprobs.content] == ["H", "i", "!", "<|endoftext|>"]
+    assert choice.logprobs.content[0].bytes == [72]
+    assert choice.logprobs.content[0].top_logprobs[0].logprob == 0.0
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 4
+    assert completion.system_fingerprint == "fake-1"
+
+
+def test_a_chat_stream_is_read(serve: Serve) -> None:
+    with sync_client(serve(FakeEngineClient(say("é✓")))) as client:
+        stream = client.chat.completions.create(
+            **CHAT, n=2, max_tokens=5, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = list(stream)
+    texts = ["", ""]
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    roles = [(chunk.choices[0].index, chunk.choices[0].delta.role) for chunk in chunks[:-1]]
+    assert [index for index, role in roles if role == "assistant"] == [0, 1]
+    assert texts == ["é✓", "é✓"]
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 10
+
+
+def test_a_chat_is_read_asynchronously_both_ways(serve: Serve) -> None:
+    async def scenario() -> list[str | None]:
+        async with async_client(serve(FakeEngineClient())) as client:
+            whole = await client.chat.completions.create(**CHAT, max_tokens=5)
+            stream = await client.chat.completions.create(**CHAT, max_tokens=5, stream=True)
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [whole.choices[0].message.content, "".join(parts)]
+
+    assert asyncio.run(scenario()) == ["abcab", "abcab"]
+
+
+def test_the_helper_for_chat_streams_adds_them_up(serve: Serve) -> None:
+    server = serve(FakeEngineClient(say("Hi!", then_eos=True)))
+    with sync_client(server) as client, client.chat.completions.stream(**CHAT) as stream:
+        completion = stream.get_final_completion()
+    assert completion.choices[0].message.content == "Hi!"
+    assert completion.choices[0].finish_reason == "stop"
+
+
+def test_a_chat_refusal_is_a_typed_error(serve: Serve) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    with sync_client(serve(FakeEngineClient())) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=[image])  # type: ignore[list-item]
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "messages")
 
 
 def test_a_stream_is_cancelled_midway(serve: Serve) -> None:
