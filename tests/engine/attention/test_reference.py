@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,14 +44,15 @@ class Cached:
         metadata = make_metadata(kv_lens, kv_lens, self.tables, block_size)
         ReferenceAttention().write(self.keys, self.values, self.cache, metadata)
 
-    def rows(self, tensor: Tensor, s: int, query_len: int) -> Tensor:
-        end = sum(self.kv_lens[: s + 1])
+    def rows(self, tensor: Tensor, s: int, query_len: int, hidden: int = 0) -> Tensor:
+        end = sum(self.kv_lens[: s + 1]) - hidden
         return tensor[end - query_len : end]
 
-    def attend(self, sequences: list[int], query_lens: list[int], pad: int = 0) -> list[Tensor]:
-        kv_lens = [self.kv_lens[s] for s in sequences]
+    def attend(self, sequences: list[int], query_lens: list[int], pad: int = 0, hidden: int = 0) -> list[Tensor]:
+        """Return the rows of each sequence before the last `hidden`, which are not yet computed."""
+        kv_lens = [self.kv_lens[s] - hidden for s in sequences]
         metadata = make_metadata(query_lens, kv_lens, [self.tables[s] for s in sequences], self.block_size, pad)
-        rows = [self.rows(self.queries, s, n) for s, n in zip(sequences, query_lens, strict=True)]
+        rows = [self.rows(self.queries, s, n, hidden) for s, n in zip(sequences, query_lens, strict=True)]
         query = torch.cat([*rows, torch.ones_like(self.queries[:1]).expand(pad, -1, -1)])
         out = ReferenceAttention().attend(query, self.cache, metadata, self.spec)
         assert not out[sum(query_lens) :].any()
@@ -87,6 +90,16 @@ def test_rows_have_the_same_bits_alone_and_in_a_batch_and_in_any_chunk(dtype: to
             (alone,) = cached.attend([s], [query_len])
             assert torch.equal(alone, whole[s][-query_len:])
     assert not torch.equal(whole[0][-37:], whole[1][-37:])
+
+
+@pytest.mark.parametrize("head_size", [12, 16, 64])
+def test_rows_have_the_same_bits_before_the_sequence_goes_on(head_size: int) -> None:
+    cached = Cached([64], replace(MHA, head_size=head_size), torch.float32)
+    (whole,) = cached.attend([0], [64])
+    for kv_len in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63):
+        for query_len in {1, kv_len}:
+            (early,) = cached.attend([0], [query_len], hidden=64 - kv_len)
+            assert torch.equal(early, whole[kv_len - query_len : kv_len]), (kv_len, query_len)
 
 
 def test_block_size_does_not_change_the_bits() -> None:
