@@ -250,8 +250,9 @@ EXPORT void paged_attend(const Batch* batch, const Cache* cache, const void* que
     Attend a = {*batch, *cache, query, query_stride, out, num_heads, window, slopes, sinks, softcap,
                 scale * LOG2E, score_row(batch->max_kv_len), nullptr, MAX_TILE_ROWS, 0, 0};
     a.tile = cache->element_size == 2 ? tile_function<bf16>(instructions) : tile_function<float>(instructions);
-    // Few tasks leave threads idle: cut smaller tiles then. Tiles do not change any row's arithmetic.
-    while (a.tile_rows > 4 && tasks_of(a) < 4 * batch->num_threads) a.tile_rows /= 2;
+    // Few tasks leave threads idle: cut smaller tiles then. Below 4 rows they repeat much work, so only for a thread
+    // that would have none. Tiles do not change any row's arithmetic.
+    while (a.tile_rows > 1 && tasks_of(a) < (a.tile_rows > 4 ? 4 : 1) * batch->num_threads) a.tile_rows /= 2;
     run(*batch, attend_tasks, &a, multiplications_of(a) < ATTEND_MULTIPLICATIONS ? 1 : tasks_of(a));
 
     const int64_t used = batch->query_starts[batch->num_seqs];
