@@ -21,13 +21,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention is. scale multiplies q.k; window is how many latest tokens are seen (None: all)."""
+    """What one layer's attention is: how query position i scores key position j, and which positions it sees.
+
+    The score is scale * q.k; softcap c makes that c * tanh(score / c); a slope adds slope * (j - i) (ALiBi, Press et
+    al. 2022). window is how many latest tokens are seen (None: all). A sink is one more logit of its head: it takes
+    its share of the softmax and has no value.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
     window: int | None = None
+    alibi_slopes: Tensor | None = None
+    """fp32 [H], device of the model"""
+    sinks: Tensor | None = None
+    """fp32 [H], device of the model; not scaled"""
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,7 @@ class AttentionBackend(Protocol):
     def attend(
         self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        """Return softmax(scale * q.k + causal mask) v as [T, H, D] in the query's dtype; softmax in fp32."""
+        """Return softmax(scores of the spec + causal mask) v as [T, H, D] in the query's dtype; softmax in fp32."""
 
 
 def choose_backend(
@@ -90,7 +100,7 @@ def choose_backend(
     elif dtype not in SUPPORTED_DTYPES or head_size % 8:
         obstacle = f"it computes fp32 and bf16 with head sizes divisible by 8, this is {dtype} with {head_size}"
     elif not CpuAttention.is_available():
-        obstacle = "it was not compiled at install: there was no C++ compiler"
+        obstacle = "its library is missing or stale: the installation compiles it where there is a C++ compiler"
     else:
         return CpuAttention()
     if name == "cpu":

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 Instructions = Literal["generic", "avx2", "avx512"]
 
-ABI = 1
+ABI = 2
 """paged_abi() of the cpu_paged.cpp that the structures below mirror."""
 INSTRUCTIONS: tuple[Instructions, ...] = ("generic", "avx2", "avx512")
 """By the kernel's number; a CPU that has one has those before it."""
@@ -94,6 +94,9 @@ class CpuAttention:
             spec.num_heads,
             spec.scale,
             spec.window or 0,
+            _per_head(spec.alibi_slopes, spec),
+            _per_head(spec.sinks, spec),
+            spec.softcap or 0,
             self._instructions,
         )
         return out_THD
@@ -184,6 +187,15 @@ def _check_rows(rows_TXD: Tensor, cache_2NGBD: Tensor, batch: _Batch) -> None:
     assert rows_TXD.stride()[1:] == (head_size, 1)
 
 
+def _per_head(floats_H: Tensor | None, spec: AttentionSpec) -> int | None:
+    """Return where one float for each query head lies."""
+    if floats_H is None:
+        return None
+    assert floats_H.dtype is torch.float32 and floats_H.is_contiguous() and floats_H.device.type == "cpu"
+    assert floats_H.shape == (spec.num_heads,)
+    return floats_H.data_ptr()
+
+
 def _load_library() -> ctypes.CDLL | None:
     """Return the library that the installation built beside this file, or None if there is none of this version."""
     for suffix in EXTENSION_SUFFIXES:
@@ -203,7 +215,7 @@ def _load_library() -> ctypes.CDLL | None:
         library.paged_write.restype = None
         library.paged_attend.argtypes = (
             *(POINTER(_Batch), POINTER(_Cache), c_void_p, c_int64, c_void_p),
-            *(c_int64, c_float, c_int64, c_int),
+            *(c_int64, c_float, c_int64, c_void_p, c_void_p, c_float, c_int),
         )
         library.paged_attend.restype = None
         return library

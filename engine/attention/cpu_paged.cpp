@@ -29,6 +29,8 @@ constexpr int MAX_TILE_ROWS = 32;  // query rows that share a pass over keys and
 constexpr int PREFETCH = 64;       // positions fetched ahead: some 200 ns of work, more than a memory latency
 constexpr int RING = 8;            // groups located at a time, more than PREFETCH / GROUP
 
+constexpr float LOG2E = 1.44269504088896341f;
+
 // Work for which waking a second thread, some 3 us, pays.
 constexpr int64_t WRITE_TASK_BYTES = 1 << 16;
 constexpr int64_t ATTEND_MULTIPLICATIONS = 1 << 15;
@@ -75,7 +77,8 @@ struct Attend {
     int64_t query_stride;
     void* out;
     int64_t num_heads, window;
-    float scale_log2e;
+    const float *slopes, *sinks;
+    float softcap, scale_log2e;
     int64_t score_stride;
     void (*tile)(const Attend&, float* scratch, int64_t s, int64_t g, int64_t row, int rows);
     int tile_rows;
@@ -222,7 +225,7 @@ static void run(const Batch& batch, void (*tasks)(void*), void* shared, int64_t 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of what is below or of the structs above: a stale library is then refused, not called.
-EXPORT int paged_abi() { return 1; }
+EXPORT int paged_abi() { return 2; }
 
 EXPORT int paged_best_instructions() { return best_instructions(); }
 
@@ -240,14 +243,16 @@ EXPORT void paged_write(const Batch* batch, const Cache* cache, const void* key,
 }
 
 // query is [num_tokens][num_heads][head_size] with query_stride elements from token to token; out is contiguous.
+// slopes and sinks are [num_heads] or null; a window or a softcap of 0 is none.
 EXPORT void paged_attend(const Batch* batch, const Cache* cache, const void* query, int64_t query_stride, void* out,
-                         int64_t num_heads, float scale, int64_t window, int instructions) {
-    Attend a = {*batch, *cache, query, query_stride, out, num_heads, window, 0, 0, nullptr, MAX_TILE_ROWS, 0, 0};
-    a.scale_log2e = scale * 1.44269504088896341f;
-    a.score_stride = score_row(batch->max_kv_len);
+                         int64_t num_heads, float scale, int64_t window, const float* slopes, const float* sinks,
+                         float softcap, int instructions) {
+    Attend a = {*batch, *cache, query, query_stride, out, num_heads, window, slopes, sinks, softcap,
+                scale * LOG2E, score_row(batch->max_kv_len), nullptr, MAX_TILE_ROWS, 0, 0};
     a.tile = cache->element_size == 2 ? tile_function<bf16>(instructions) : tile_function<float>(instructions);
-    // Few tasks leave threads idle: cut smaller tiles then. Tiles do not change any row's arithmetic.
-    while (a.tile_rows > 4 && tasks_of(a) < 4 * batch->num_threads) a.tile_rows /= 2;
+    // Few tasks leave threads idle: cut smaller tiles then. Below 4 rows they repeat much work, so only for a thread
+    // that would have none. Tiles do not change any row's arithmetic.
+    while (a.tile_rows > 1 && tasks_of(a) < (a.tile_rows > 4 ? 4 : 1) * batch->num_threads) a.tile_rows /= 2;
     run(*batch, attend_tasks, &a, multiplications_of(a) < ATTEND_MULTIPLICATIONS ? 1 : tasks_of(a));
 
     const int64_t used = batch->query_starts[batch->num_seqs];

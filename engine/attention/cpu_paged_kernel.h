@@ -5,8 +5,9 @@
 //
 // The arithmetic of a row is fixed, whatever shares its tile and wherever its blocks lie, so its bits are too:
 //   score of a position   lane j sums q[d] k[d] over every LANES-th d in ascending order (bf16: of the even d, then the
-//                         odd, of each 2 * LANES); the lanes are folded in halves;
+//                         odd, of each 2 * LANES); the lanes are folded in halves; the soft cap and ALiBi come after;
 //   sum of the weights    lane j sums the positions p = j mod LANES in ascending order; the lanes are folded in halves;
+//                         the sink's weight is added last;
 //   each output element   sums weight[p] * v[p] over the positions in ascending order; one division comes last.
 // Every multiply-add is an explicit FMA; compile without contraction. Nothing from std is called, for an inline
 // function compiled here with wide instructions could be the copy the linker keeps for everyone.
@@ -252,12 +253,33 @@ static void value_group(const Tile& tile, const T* const* values, int at) {
     }
 }
 
-// Turn the scores [first, last) into weights 2^(score - max) in place and return their sum.
-static float weigh(float* scores, int first, int last) {
+// Cap the scores [first, last): log2(e) s becomes log2(e) c tanh(s / c). With e = exp(-2 |s| / c) <= 1, tanh of |s / c|
+// is (1 - e) / (1 + e), which cannot overflow; it is off by less than 2^-22, so s by 2^-22 c.
+static void cap(float* scores, int first, int last, float softcap) {
+    for (int i = first / LANES * LANES; i < last; i += LANES) {
+        const Vec score = load(scores + i);
+        const IntVec sign = (IntVec)score & INT32_MIN;
+        const Vec e = exp2((Vec)((IntVec)score | INT32_MIN) * (2.f / softcap));
+        store(scores + i, (Vec)((IntVec)((1.f - e) / (1.f + e) * (softcap * LOG2E)) | sign));
+    }
+}
+
+// Add slope * (position - own position) to the scores [first, last); the row's own position is its last.
+static void add_distances(float* scores, int first, int last, float slope) {
+    const int from = first / LANES * LANES;
+    Vec distance;
+    for (int i = 0; i < LANES; i++) distance[i] = from + i - (last - 1);
+    for (int i = from; i < last; i += LANES, distance += (float)LANES)
+        store(scores + i, FMA(broadcast(slope), distance, load(scores + i)));
+}
+
+// Turn the scores [first, last) into weights 2^(score - max) in place and return their sum. The sink, -inf for none,
+// takes part in both max and sum.
+static float weigh(float* scores, int first, int last, float sink) {
     const int from = first / LANES * LANES, to = (last + LANES - 1) / LANES * LANES;
     for (int i = from; i < first; i++) scores[i] = -__builtin_inff();
     for (int i = last; i < to; i++) scores[i] = -__builtin_inff();
-    Vec highest = broadcast(-__builtin_inff());
+    Vec highest = broadcast(sink);
     for (int i = from; i < to; i += LANES) {
         Vec v = load(scores + i);
         highest = v > highest ? v : highest;
@@ -270,7 +292,8 @@ static float weigh(float* scores, int first, int last) {
         store(scores + i, weight);
         sum += weight;
     }
-    return fold_one(sum);
+    const float total = fold_one(sum);
+    return sink > -__builtin_inff() ? total + exp2(broadcast(sink - max))[0] : total;
 }
 
 // Call visit(rows, position) for each GROUP of the positions the tile sees; position counts from the tile's base.
@@ -380,7 +403,14 @@ static void attend_tile(const Attend& a, float* scratch, int64_t s, int64_t g, i
     each_group(tile, keys, [&](auto row, int at) { score_group(tile, row, at); });
     values.fetch_first(tile.base);
     float total[MAX_TILE_ROWS];
-    for (int r = 0; r < rows; r++) total[r] = weigh(tile.scores + r * tile.score_stride, tile.first[r], tile.last[r]);
+    for (int r = 0; r < rows; r++) {
+        const int64_t head = g * heads + (row + r) % heads;
+        const int first = tile.first[r], last = tile.last[r];
+        float* scores = tile.scores + r * tile.score_stride;
+        if (a.softcap > 0) cap(scores, first, last, a.softcap);
+        if (a.slopes) add_distances(scores, first, last, a.slopes[head] * LOG2E);
+        total[r] = weigh(scores, first, last, a.sinks ? a.sinks[head] * LOG2E : -__builtin_inff());
+    }
     each_group(tile, values, [&](auto row, int at) { value_group(tile, row, at); });
     for (int r = 0; r < rows; r++) {
         const int64_t token = (row + r) / heads, head = g * heads + (row + r) % heads;

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.attention import AttentionMetadata, AttentionSpec
 
 _MIN_ROWS = 4
-"""Fewer rows take another bmm path in fp32, with another order of summation."""
+_MIN_KEYS = 16
+"""Fewer rows or keys take other paths of bmm and softmax in fp32, with another order of summation."""
 
 
 class ReferenceAttention:
@@ -48,15 +50,26 @@ def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: Att
     num_rows, num_keys = query_LHD.shape[0], key_GKD.shape[1]
     if num_rows < _MIN_ROWS:
         query_LHD = torch.cat([query_LHD, query_LHD[-1:].expand(_MIN_ROWS - num_rows, -1, -1)])
+    if num_keys < _MIN_KEYS:
+        key_GKD, value_GKD = (pad(x_GKD, (0, 0, 0, _MIN_KEYS - num_keys)) for x_GKD in (key_GKD, value_GKD))
     group = spec.num_heads // spec.num_kv_heads
     key_HKD = key_GKD.repeat_interleave(group, dim=0)
     value_HKD = value_GKD.repeat_interleave(group, dim=0)
     scores_HLK = torch.bmm(query_LHD.transpose(0, 1), key_HKD.transpose(1, 2)) * spec.scale
+    if spec.softcap is not None:
+        scores_HLK = spec.softcap * torch.tanh(scores_HLK / spec.softcap)
     last = torch.arange(num_keys - num_rows, num_keys, device=query_LHD.device)
     last_L1 = torch.cat([last, last[-1:].expand(query_LHD.shape[0] - num_rows)])[:, None]
-    keys_K = torch.arange(num_keys, device=query_LHD.device)
+    keys_K = torch.arange(key_GKD.shape[1], device=query_LHD.device)
+    if spec.alibi_slopes is not None:
+        scores_HLK += spec.alibi_slopes[:, None, None] * (keys_K - last_L1)
     hidden_LK = keys_K > last_L1
     if spec.window is not None:
         hidden_LK |= keys_K <= last_L1 - spec.window
-    probs_HLK = scores_HLK.masked_fill_(hidden_LK, float("-inf")).softmax(-1)
+    scores_HLK.masked_fill_(hidden_LK, float("-inf"))
+    if spec.sinks is None:
+        probs_HLK = scores_HLK.softmax(-1)
+    else:  # first, where it keeps its place in the order of summation however many masked positions follow
+        sinks_HL1 = spec.sinks[:, None, None].expand(-1, len(query_LHD), 1)
+        probs_HLK = torch.cat([sinks_HL1, scores_HLK], -1).softmax(-1)[..., 1:].contiguous()
     return torch.bmm(probs_HLK, value_HKD).transpose(0, 1)[:num_rows]

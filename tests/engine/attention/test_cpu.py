@@ -1,4 +1,4 @@
-"""CpuAttention against a dense fp64 softmax, and the bits of its rows along every axis they must not depend on."""
+"""CpuAttention against its formula in fp64, and the bits of its rows along every axis they must not depend on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from engine.attention import AttentionMetadata, AttentionSpec
 from engine.attention.cpu import INSTRUCTIONS, CpuAttention, Instructions
+from tests.engine.attention.oracle import FEATURE_SETS, FEATURES, Feature, dense_attention, feature_id, with_features
 
 pytestmark = pytest.mark.skipif(not CpuAttention.is_available(), reason="the package was installed without a compiler")
 
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (70, 33, 1, 16)
+
+plain_and_all = pytest.mark.parametrize("features", [(), FEATURES], ids=feature_id)
 
 Step = list[tuple[int, int]]
 """(index of a sequence, how many of its next tokens) for each sequence of the step."""
@@ -74,6 +77,69 @@ def test_window_hides_all_but_the_latest_tokens(backend: CpuAttention, window: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", FEATURE_SETS[1:], ids=feature_id)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "window"), [(3, 3, None), (6, 2, 17), (7, 1, None), (6, 1, 40)])
+def test_slopes_sinks_and_softcap_combine_with_each_other_and_with_windows_and_shared_heads(
+    backend: CpuAttention,
+    dtype: torch.dtype,
+    features: tuple[Feature, ...],
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+) -> None:
+    spec = with_features(replace(_spec(num_heads=num_heads, num_kv_heads=num_kv_heads), window=window), features)
+    _check_against_oracle(backend, dtype, spec)
+    longest = _sequences(spec, dtype)[0]
+    expected = _oracle(longest, spec)
+    for feature in features:
+        without = _oracle(longest, replace(spec, **{feature: None}))
+        assert (expected - without).abs().max() > 0.1, f"{feature} hardly matters here"
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 0.3, 30.0, 50.0, 1000.0])
+def test_softcap_holds_for_scores_far_below_and_far_above_it(backend: CpuAttention, softcap: float) -> None:
+    spec = replace(_spec(), scale=1.0, softcap=softcap)
+    for factor in (1e-3, 1.0, 1e3):
+        sequences = [replace(s, query_LHD=s.query_LHD * factor) for s in _sequences(spec, torch.float32)]
+        for sequence, out_LHD in zip(sequences, _run(backend, sequences, spec, _whole()), strict=True):
+            expected = _oracle(sequence, spec)
+            assert (out_LHD.double() - expected).abs().max() < 2**-20 * softcap + 1e-5
+
+
+def test_sink_far_above_the_scores_leaves_nothing_and_one_far_below_no_trace(backend: CpuAttention) -> None:
+    spec = _spec()
+    sequences = _sequences(spec, torch.bfloat16)
+    plain = _run(backend, sequences, spec, _whole())
+    sinks = torch.tensor([1e4, -1e4, 1e30, -1e30])
+    for before, after in zip(plain, _run(backend, sequences, replace(spec, sinks=sinks), _whole()), strict=True):
+        assert not after[:, ::2].any()
+        assert torch.equal(after[:, 1::2], before[:, 1::2])
+
+
+def test_slope_and_sink_of_a_head_are_its_own(backend: CpuAttention) -> None:
+    spec = with_features(_spec(num_heads=6, num_kv_heads=2), FEATURES)
+    sequences = _sequences(spec, torch.float32)
+    before = _run(backend, sequences, spec, _whole())[0]
+    for name, floats_H in (("alibi_slopes", spec.alibi_slopes), ("sinks", spec.sinks)):
+        assert floats_H is not None
+        changed = replace(spec, **{name: floats_H + torch.eye(6)[4]})
+        differs_LH = (_run(backend, sequences, changed, _whole())[0] != before).any(-1)
+        assert not differs_LH[:, [0, 1, 2, 3, 5]].any()
+        assert differs_LH[1:, 4].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slopes_are_as_exact_far_out_as_near(backend: CpuAttention, dtype: torch.dtype) -> None:
+    """Where the window holds the same tokens again and again, at distances alike, so must the bits be."""
+    spec = replace(with_features(_spec(), FEATURES), window=24)
+    period = _sequences(spec, dtype)[0]
+    sequence = Sequence(*(x[:16].repeat(400, 1, 1) for x in (period.query_LHD, period.key_LGD, period.value_LGD)))
+    (out_LHD,) = _run(backend, [sequence], spec, [[(0, 6400)]])
+    assert torch.equal(out_LHD[32:], out_LHD[32:48].repeat(398, 1, 1))
+    assert not torch.equal(out_LHD[16:32], out_LHD[32:48]), "the first rows see less"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_huge_scores_select_one_value_exactly(backend: CpuAttention, dtype: torch.dtype) -> None:
     spec = replace(_spec(), scale=1.0)
     for sign in (1, -1):  # the latest position, or the first, leads by 1920: every other weight is exactly 0
@@ -98,10 +164,11 @@ def test_equal_keys_give_the_mean_of_the_values(backend: CpuAttention) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("head_size", [64, 24])
+@plain_and_all
 def test_bits_do_not_depend_on_batch_chunks_or_blocks(
-    backend: CpuAttention, dtype: torch.dtype, window: int | None, head_size: int
+    backend: CpuAttention, dtype: torch.dtype, window: int | None, head_size: int, features: tuple[Feature, ...]
 ) -> None:
-    spec = replace(_spec(num_heads=6, num_kv_heads=2, head_size=head_size), window=window)
+    spec = with_features(replace(_spec(num_heads=6, num_kv_heads=2, head_size=head_size), window=window), features)
     sequences = _sequences(spec, dtype)
     alone = [_run(backend, [sequence], spec, [[(0, len(sequence.query_LHD))]])[0] for sequence in sequences]
 
@@ -117,22 +184,26 @@ def test_bits_do_not_depend_on_batch_chunks_or_blocks(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@plain_and_all
 def test_bits_do_not_depend_on_the_number_of_threads(
-    backend: CpuAttention, dtype: torch.dtype, set_threads: Callable[[int], None]
+    backend: CpuAttention, dtype: torch.dtype, set_threads: Callable[[int], None], features: tuple[Feature, ...]
 ) -> None:
-    spec = _spec()
-    sequences = _sequences(spec, dtype)
+    many, one = (with_features(spec, features) for spec in (_spec(), _spec(num_heads=8, num_kv_heads=1)))
     outs = []
-    for num_threads in (1, 2, 3):
+    for num_threads in (1, 2, 3):  # one token alone on one KV head is cut by query heads, the finer the more threads
         set_threads(num_threads)
-        outs.append(_run(backend, sequences, spec, _chunks(20)))
+        outs.append(_run(backend, _sequences(many, dtype), many, _chunks(20)))
+        outs[-1] += _run(backend, _sequences(one, dtype)[:1], one, [[(0, 69)], [(0, 1)]])
     assert _same_bits(outs[0], outs[1])
     assert _same_bits(outs[0], outs[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_changed_key_changes_the_rows_that_see_it_and_no_other(backend: CpuAttention, dtype: torch.dtype) -> None:
-    spec = _spec()
+@plain_and_all
+def test_one_changed_key_changes_the_rows_that_see_it_and_no_other(
+    backend: CpuAttention, dtype: torch.dtype, features: tuple[Feature, ...]
+) -> None:
+    spec = with_features(_spec(), features)
     sequences = _sequences(spec, dtype)
     before = _run(backend, sequences, spec, _whole())
     sequences[0].key_LGD[40, 0, 0] += 1
@@ -296,23 +367,8 @@ def _check_against_oracle(backend: CpuAttention, dtype: torch.dtype, spec: Atten
     rtol = 1e-5 if dtype is torch.float32 else 2**-8
     for sequence, out_LHD in zip(sequences, outs, strict=True):
         assert out_LHD.dtype is dtype
-        torch.testing.assert_close(out_LHD.double(), _dense(sequence, spec), rtol=rtol, atol=1e-5)
+        torch.testing.assert_close(out_LHD.double(), _oracle(sequence, spec), rtol=rtol, atol=1e-5)
 
 
-def _dense(sequence: Sequence, spec: AttentionSpec) -> Tensor:
-    """Return plain softmax attention in fp64 as [L, H, D]."""
-    group = spec.num_heads // spec.num_kv_heads
-    query, key, value = (
-        x.double().transpose(0, 1)
-        for x in (
-            sequence.query_LHD,
-            sequence.key_LGD.repeat_interleave(group, 1),
-            sequence.value_LGD.repeat_interleave(group, 1),
-        )
-    )
-    distance = torch.arange(key.shape[1])[:, None] - torch.arange(key.shape[1])
-    hidden = distance < 0
-    if spec.window is not None:
-        hidden |= distance >= spec.window
-    scores = (query @ key.transpose(1, 2) * spec.scale).masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ value).transpose(0, 1)
+def _oracle(sequence: Sequence, spec: AttentionSpec) -> Tensor:
+    return dense_attention(sequence.query_LHD, sequence.key_LGD, sequence.value_LGD, spec)
