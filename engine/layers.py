@@ -95,13 +95,13 @@ class Attention:
             qkv = qkv.clamp(-self._clip, self._clip)
         heads_THD = qkv.view(len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
         first_key, first_value = spec.num_heads, spec.num_heads + spec.num_kv_heads
-        qk_TXD, v_TGD = heads_THD[:, :first_value], heads_THD[:, first_value:]
+        q_THD, k_TGD = heads_THD[:, :first_key], heads_THD[:, first_key:first_value]
+        v_TGD = heads_THD[:, first_value:]
         if self._qk_norm:
-            norms = ((self._q_norm, qk_TXD[:, :first_key]), (self._k_norm, qk_TXD[:, first_key:]))
-            qk_TXD = torch.cat([self._normalise(norm, heads) for norm, heads in norms], dim=1)
+            q_THD.copy_(self._normalise(self._q_norm, q_THD))
+            k_TGD.copy_(self._normalise(self._k_norm, k_TGD))
         if rotation is not None:
-            qk_TXD = rotation(qk_TXD)
-        q_THD, k_TGD = qk_TXD[:, :first_key], qk_TXD[:, first_key:]
+            rotation.turn_(heads_THD[:, :first_value])
         self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
 

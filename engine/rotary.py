@@ -35,14 +35,15 @@ class Rotation:
     def __init__(self, cos_T1N: Tensor, sin_T1N: Tensor) -> None:
         self._cos_T1N, self._sin_T1N = cos_T1N, sin_T1N
 
-    def __call__(self, heads_TXD: Tensor) -> Tensor:
-        """Return the heads [T, any number, D], turned in fp32, in their dtype."""
+    def turn_(self, heads_TXD: Tensor) -> None:
+        """Turn heads [T, any number, D] in place; computed in fp32."""
         num_pairs = self._cos_T1N.shape[-1]
-        a, b = heads_TXD[..., :num_pairs].float(), heads_TXD[..., num_pairs : 2 * num_pairs].float()
+        first, second = heads_TXD[..., :num_pairs], heads_TXD[..., num_pairs : 2 * num_pairs]
+        a, b = first.float(), second.float()
         cos, sin = self._cos_T1N, self._sin_T1N
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(heads_TXD.dtype)
-        rest = heads_TXD[..., 2 * num_pairs :]
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        turned = a * cos - b * sin, b * cos + a * sin  # both before either is written: in fp32, a and b are views
+        first.copy_(turned[0])
+        second.copy_(turned[1])
 
 
 def sinusoids(num_positions: int, first: int, size: int) -> Tensor:

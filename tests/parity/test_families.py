@@ -152,7 +152,9 @@ def test_alone_equals_in_a_ragged_batch_in_chunks(name: str, dtype: str, written
     lone = make_engine(written(name), dtype=dtype, enable_prefix_caching=False)
     alone = {r.request_id: result(run(lone, [r])[r.request_id]) for r in requests}
 
-    together = run(make_engine(written(name), dtype=dtype, max_num_batched_tokens=16, block_size=8), requests)
+    together = run(
+        make_engine(written(name), dtype=dtype, max_num_batched_tokens=16, max_num_seqs=6, block_size=8), requests
+    )
 
     assert {i: result(outputs) for i, outputs in together.items()} == alone
 
