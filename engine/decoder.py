@@ -1,7 +1,7 @@
 """The only model: embedding and position, N blocks, final norm, head; every choice is a field of ModelConfig.
 
 It turns a step's tokens into hidden states and hidden states into logits. It knows neither requests nor sampling nor
-who owns which block; ModelRunner calls it. A value of ModelConfig that is not computed here is refused at load.
+who owns which block, and no model family. ModelRunner calls it.
 """
 
 from __future__ import annotations
@@ -13,60 +13,77 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionMetadata
 from engine.kv_cache import KVCache
-from engine.layers import Block, LayerNorm
+from engine.layers import Block, take_linear, take_norm
 from engine.linear import make_linear
+from engine.rotary import RotaryTable, sinusoids
 from weights.config import ModelConfig
-from weights.errors import UnsupportedModelError
-
-_COMPUTED: dict[str, tuple[object, ...]] = {
-    "norm": ("layernorm",),
-    "norm_placement": ("pre",),
-    "norm_bias": (True,),
-    "position": ("learned",),
-    "rotary_scaling": (None,),
-    "qk_norm": (False,),
-    "attention_sinks": (False,),
-    "gated_ffn": (False,),
-    "num_experts": (0,),
-    "parallel_residual": (False,),
-    "head_bias": (False,),
-    "logit_scale": (1.0,),
-    "logit_softcap": (None,),
-}
-"""The values of ModelConfig's fields that this decoder computes; a field that is not here may take any value."""
 
 
 class Decoder:
     """A decoder-only transformer on one device.
 
     `tensors` yields (canonical name, tensor) in the order they are taken here, so that at most one tensor waits.
-    Raises UnsupportedModelError for a choice it does not compute.
+    `set_max_model_len` must be called before tokens are computed.
     """
 
     def __init__(self, config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], backend: AttentionBackend) -> None:
-        check_supported(config)
-        source = StreamedTensors(tensors)
+        self._config, source = config, StreamedTensors(tensors)
         self._embedding = source.take("embed.weight")
-        self._positions = source.take("position.weight")
-        self._blocks = [Block(config, layer, source, backend) for layer in range(config.num_layers)]
-        self._final_norm = LayerNorm(source, "final_norm", config.norm_eps)
-        self._head = make_linear(self._embedding if config.tied_head else source.take("head.weight"), None)
+        self._positions = source.take("position.weight") if config.position == "learned" else None
+        self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
+        self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
+        device = self._embedding.device
+        self._blocks = [Block(config, layer, source, backend, device) for layer in range(config.num_layers)]
+        rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in config.rotaries if rotary))
+        self._table_of = [rotaries.index(rotary) if rotary else None for rotary in config.rotaries]
+        self._table_of = self._table_of or [None] * config.num_layers
+        self._tables: list[RotaryTable] = []
+        has_final_norm = config.norm_placement != "sum"
+        self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
+        self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
+        if config.tied_head:
+            self._head = make_linear(self._embedding, None)
+        else:
+            self._head = take_linear(source, "head", bias=config.head_bias)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Compute what depends on positions alone, for positions [0, max_model_len)."""
+        config, device = self._config, self._embedding.device
+        self._tables = [RotaryTable(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
+        if config.position == "sinusoidal":
+            table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
+            self._positions = table.to(self._embedding)
 
     def hidden_states(
         self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
         """Return the last block's output [T, hidden] and store the step's keys and values in the cache.
 
-        token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_position).
+        token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
-        x = self._embedding[token_ids_T] + self._positions[positions_T]
-        for block, cache_2NGBD in zip(self._blocks, cache.layers, strict=True):
-            x = block(x, cache_2NGBD, metadata)
+        x = self._embed(token_ids_T, positions_T)
+        rotations = [table.at(positions_T) for table in self._tables]
+        for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
+            x = block(x, None if table is None else rotations[table], cache_2NGBD, metadata)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab_size] of some rows (at least linear.MIN_ROWS) of the hidden states."""
-        return self._head(self._final_norm(hidden)).to(torch.float32)
+        x = hidden if self._final_norm is None else self._final_norm(hidden)
+        x = x if self._embed_out is None else self._embed_out(x)
+        logits = self._head(x).to(torch.float32)
+        cap = self._config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        x = self._embedding[token_ids_T]
+        if self._config.embed_scale != 1:
+            x = x * self._config.embed_scale
+        if self._embed_norm is not None:
+            x = self._embed_norm(x)
+        if self._embed_in is not None:
+            x = self._embed_in(x)
+        return x if self._positions is None else x + self._positions[positions_T]
 
 
 class StreamedTensors:
@@ -82,14 +99,3 @@ class StreamedTensors:
             other, tensor = next(self._tensors)
             self._waiting[other] = tensor
         return self._waiting.pop(name)
-
-
-def check_supported(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError unless every choice of `config` is computed by this decoder."""
-    for field, values in _COMPUTED.items():
-        value = getattr(config, field)
-        if value not in values:
-            raise UnsupportedModelError(
-                f"a {config.model_type} model with {field} = {value!r} is not supported; "
-                f"supported: {', '.join(repr(v) for v in values)}"
-            )

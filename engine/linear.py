@@ -18,12 +18,15 @@ from weights.config import Activation
 MIN_ROWS = 2
 """A single row takes another code path in oneDNN with another order of summation; two and more agree bit for bit."""
 
-_ONEDNN_ACTIVATIONS: dict[Activation, tuple[str, str]] = {
+_FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
+    None: ("none", ""),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
     "relu": ("relu", ""),
     "silu": ("swish", ""),
+    "tanh": ("tanh", ""),
 }
+"""What oneDNN calls the activations it can apply to a product."""
 
 
 class Linear(Protocol):
@@ -63,7 +66,8 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._bias = bias
-        self._attr, self._algorithm = _ONEDNN_ACTIVATIONS[activation] if activation else ("none", "")
+        self._attr, self._algorithm = _FUSED_ACTIVATIONS.get(activation, _FUSED_ACTIVATIONS[None])
+        self._activation = None if activation in _FUSED_ACTIVATIONS else activation
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         assert x.shape[0] >= MIN_ROWS, "a single row must be padded: its bits would differ from those in a batch"
@@ -73,11 +77,11 @@ class PackedLinear:
         else:
             assert self._attr == "none", "oneDNN adds a residual or applies an activation, not both"
             y = ops._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
-        return y
+        return activate(y, self._activation)
 
 
 def activate(x: Tensor, activation: Activation | None) -> Tensor:
-    """Return the activation of x, elementwise. gelu_tanh is Hendrycks & Gimpel 2016, section 2, as GPT-2 uses it."""
+    """Return the activation of x, elementwise: GELU and its approximations as in Hendrycks & Gimpel 2016, section 2."""
     match activation:
         case None:
             return x
@@ -85,7 +89,13 @@ def activate(x: Tensor, activation: Activation | None) -> Tensor:
             return functional.gelu(x)
         case "gelu_tanh":
             return functional.gelu(x, approximate="tanh")
+        case "gelu_sigmoid":
+            return x * torch.sigmoid(1.702 * x)
         case "relu":
             return functional.relu(x)
+        case "relu2":
+            return functional.relu(x).square()
         case "silu":
             return functional.silu(x)
+        case "tanh":
+            return torch.tanh(x)

@@ -6,9 +6,30 @@ Torch-free arithmetic: it knows no device and allocates nothing. KVCache sizes i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from weights.config import ModelConfig
+from weights.families import find_family
+
+_PARTS = {
+    "embedding": ("embed", "embed_in"),
+    "position": ("position",),
+    "attention": ("qkv", "attn_out", "sinks"),
+    "feed-forward": ("ffn_up", "ffn_down", "router"),
+    "norms": (
+        "embed_norm",
+        "attn_norm",
+        "attn_output_norm",
+        "ffn_norm",
+        "ffn_output_norm",
+        "q_norm",
+        "k_norm",
+        "final_norm",
+    ),
+    "head": ("head", "embed_out"),
+}
+"""The canonical tensors of each part (weights/families/family.py names them)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +43,12 @@ class CacheCapacity:
 
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
     """Return the number of parameters by part, in the order they are used; a tied head counts nothing."""
-    hidden, attended = model.hidden_size, model.num_heads * model.head_size
-    attention = hidden * (model.qkv_size + attended)
-    if model.attention_bias:
-        attention += model.qkv_size + hidden
-    if model.attention_sinks:
-        attention += model.num_heads
-    norm = hidden * (2 if model.norm_bias else 1)
-    norms_per_layer = 2 * norm + (2 * model.head_size if model.qk_norm else 0)
-    final_norm = norm if model.norm_placement == "pre" else 0
-    return {
-        "embedding": model.vocab_size * hidden,
-        "position": model.max_position * hidden if model.position == "learned" else 0,
-        "attention": model.num_layers * attention,
-        "feed-forward": model.num_layers * _feed_forward_parameters(model),
-        "norms": model.num_layers * norms_per_layer + final_norm,
-        "head": (0 if model.tied_head else model.vocab_size * hidden) + (model.vocab_size if model.head_bias else 0),
-    }
+    part_of = {tensor: part for part, tensors in _PARTS.items() for tensor in tensors}
+    counts = dict.fromkeys(_PARTS, 0)
+    for name, source in find_family(model.model_type).sources(model).items():
+        tensor = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        counts[part_of[tensor]] += math.prod(source.shape)
+    return counts
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
@@ -53,15 +63,3 @@ def cache_capacity(
     num_blocks = max(0, cache_bytes) // (block_size * kv_bytes_per_token(model, dtype_bytes))
     blocks_per_sequence = -(-max_model_len // block_size)
     return CacheCapacity(num_blocks, num_blocks * block_size, num_blocks // blocks_per_sequence)
-
-
-def _feed_forward_parameters(model: ModelConfig) -> int:
-    """Count one layer's feed-forward: up, gate where there is one, down; times experts, plus their router."""
-    num_up = 2 if model.gated_ffn else 1
-    size = (num_up + 1) * model.hidden_size * model.ffn_size
-    if model.ffn_bias:
-        size += num_up * model.ffn_size + model.hidden_size
-    if model.num_experts == 0:
-        return size
-    router = model.num_experts * (model.hidden_size + (1 if model.ffn_bias else 0))
-    return model.num_experts * size + router

@@ -72,6 +72,7 @@ class ModelRunner:
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
             num_blocks = plan_num_blocks(config, self._model, max_model_len, dtype, self.device)
+            self._decoder.set_max_model_len(max_model_len)
             self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
         num_tokens = num_blocks * config.block_size
         logger.info(

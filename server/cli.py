@@ -17,6 +17,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import EngineError
@@ -101,7 +102,21 @@ def _build_parser() -> CommandParser:
     inspect.add_argument("--block-size", type=_count, default=16, help="tokens in a block (default: %(default)s)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(parser=inspect, run=_inspect)
+
+    convert = commands.add_parser("convert", help="turn pickled torch weights into a folder that can be served")
+    convert.add_argument("SOURCE", type=Path, help="torch file, such as nanoGPT's ckpt.pt, or a folder with some")
+    convert.add_argument("TARGET", type=Path, help="folder to make")
+    convert.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="whose tokenizer files to copy as well")
+    convert.set_defaults(parser=convert, run=_convert)
     return parser
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from weights.convert import convert
+
+    convert(options.SOURCE, options.TARGET, options.tokenizer)
+    print(f"{options.TARGET} can be served: gptserve serve {options.TARGET}")
+    return 0
 
 
 def _serve(options: argparse.Namespace) -> int:

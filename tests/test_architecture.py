@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from weights.families import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("server", "engine", "weights")
 WITH_TORCH = {
@@ -21,13 +24,16 @@ WITH_TORCH = {
     "engine.batch",
     "engine.decoder",
     "engine.engine",
+    "engine.experts",
     "engine.kv_cache",
     "engine.layers",
     "engine.linear",
     "engine.llm",
     "engine.model_runner",
+    "engine.rotary",
     "engine.sampler",
     "weights.checkpoint",
+    "weights.mxfp4",
     "weights.storyteller.evaluate",
     "weights.storyteller.train",
 }
@@ -106,6 +112,20 @@ assert me.children() == [] and me.net_connections() == []
 assert before == ([signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], len(logging.getLogger().handlers))
 """
     assert run_python(code) == ""
+
+
+def test_the_engine_names_no_family() -> None:
+    # Beyond the types themselves, what they have in common with each other's names; the package's own is none.
+    names = re.compile("|".join([*map(re.escape, FAMILIES), "llama|gemma|qwen|mistral|gpt(?!serve)"]), re.IGNORECASE)
+    named = set()
+    for path in (ROOT / "engine").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):  # documentation may say whose a formula is
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value = ""
+        named |= {f"{path.name}: {found}" for found in names.findall(ast.unparse(tree))}
+
+    assert named == set()
 
 
 def test_only_the_command_line_reads_the_environment() -> None:

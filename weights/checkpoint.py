@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from weights import mxfp4
 from weights.config import ModelConfig
 from weights.errors import InvalidCheckpointError, shown
 from weights.families import find_family
@@ -27,6 +28,7 @@ from weights.json_file import read_json_object
 from weights.source import require_safetensors
 
 ACCEPTED_DTYPES = frozenset(("F32", "F16", "BF16"))
+PACKED_DTYPES = frozenset(("U8",))
 NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every layer alike
 
 SAMPLES = 8  # evenly spread over a tensor, its two ends included
@@ -57,7 +59,7 @@ class Checkpoint:
         self._sources = family.sources(config)
         self._stored = _find_tensors(folder, family)
         _check_tensors(folder, family, self._sources, self._stored)
-        self.num_bytes = sum(stored.end - stored.start for _, stored in self._parts())
+        self.num_bytes = sum(map(self._num_bytes, self._sources.values()))
 
     def stream(
         self,
@@ -73,20 +75,17 @@ class Checkpoint:
         """
         num_bytes_read = 0
         for name, source in self._sources.items():
-            tensor = torch.empty(source.shape, dtype=dtype, device=device)
+            tensor = torch.empty(source.joined_shape, dtype=dtype, device=device)
             row = 0
             for part, _ in source.parts:
-                stored = self._stored[part]
-                # Opened for this tensor alone: closing it unmaps the pages, so they never add up to the whole file.
-                with _opened(stored.path) as file:
-                    values: Tensor = file.get_tensor(stored.name)  # type: ignore[no-untyped-call]
-                    values = values.t() if source.transpose else values
-                    tensor[row : row + len(values)].copy_(values)
-                    row += len(values)
-                    del values
-                num_bytes_read += stored.end - stored.start
+                values = self._read(part, source.entry, dtype)
+                values = values.t() if source.transpose else values
+                tensor[row : row + len(values)].copy_(values)
+                row += len(values)
+                del values
             if source.row_order is not None:
                 tensor = tensor[torch.tensor(source.row_order, device=device)]
+            num_bytes_read += self._num_bytes(source)
             if progress is not None:
                 progress(num_bytes_read, self.num_bytes)
             yield name, tensor
@@ -99,7 +98,8 @@ class Checkpoint:
         to bytes outside the samples is not seen. Training changes nearly every byte.
         """
         digest = hashlib.sha256()
-        for name, stored in self._parts():
+        parts = {part: self._stored[part] for source in self._sources.values() for part, _ in source.parts}
+        for name, stored in ((name, stored) for name, files in parts.items() for stored in files):
             digest.update(repr((name, stored.dtype, stored.shape)).encode())
             last = max(stored.start, stored.end - SAMPLE_BYTES)
             try:
@@ -112,14 +112,26 @@ class Checkpoint:
                 raise InvalidCheckpointError(f"{stored.path} could not be read: {fault.strerror}") from fault
         return digest.hexdigest()
 
-    def _parts(self) -> Iterator[tuple[str, _Stored]]:
-        for source in self._sources.values():
-            for part, _ in source.parts:
-                yield part, self._stored[part]
+    def _read(self, part: str, entry: int | None, dtype: torch.dtype) -> Tensor:
+        """Return a part, or that entry of it, in its stored dtype, or in `dtype` where it is packed."""
+        tensors: list[Tensor] = []
+        for stored in self._stored[part]:
+            # Opened for this tensor alone: it stays mapped until the values go, so pages never add up to whole files.
+            with _opened(stored.path) as file:
+                if entry is None:
+                    tensors.append(file.get_tensor(stored.name))  # type: ignore[no-untyped-call]
+                else:
+                    tensors.append(file.get_slice(stored.name)[entry])  # type: ignore[no-untyped-call]
+        return tensors[0] if len(tensors) == 1 else mxfp4.unpack(tensors[0], tensors[1], dtype)
+
+    def _num_bytes(self, source: Source) -> int:
+        """Return how many stored bytes make this tensor."""
+        sizes = [stored.end - stored.start for part, _ in source.parts for stored in self._stored[part]]
+        return sum(sizes) if source.entry is None else sum(sizes) // source.parts[0][1][0]
 
 
-def _find_tensors(folder: Path, family: Family) -> dict[str, _Stored]:
-    """Return the tensors of all files by their names without the family's prefixes."""
+def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]]:
+    """Return the tensors of all files by their names without the family's prefixes: one each, or an MXFP4 pair."""
     found: dict[str, _Stored] = {}
     for path in _find_files(folder):
         for stored in _read_header(path):
@@ -130,7 +142,12 @@ def _find_tensors(folder: Path, family: Family) -> dict[str, _Stored]:
                     f"{path}: tensor {shown(stored.name)} must be stored once, but is in {found[name].path.name} too"
                 )
             found[name] = stored
-    return found
+    tensors: dict[str, tuple[_Stored, ...]] = {name: (stored,) for name, stored in found.items()}
+    blocks, scales = mxfp4.SUFFIXES
+    for name in [name.removesuffix(blocks) for name in found if name.endswith(blocks)]:
+        if name not in found and name + scales in found:
+            tensors[name] = (*tensors.pop(name + blocks), *tensors.pop(name + scales))
+    return tensors
 
 
 def _find_files(folder: Path) -> list[Path]:
@@ -200,22 +217,29 @@ def _opened(path: Path) -> Iterator[safe_open]:
         raise InvalidCheckpointError(f"{path} is not a readable safetensors file: {fault}") from fault
 
 
-def _check_tensors(folder: Path, family: Family, sources: Mapping[str, Source], found: Mapping[str, _Stored]) -> None:
-    """Raise InvalidCheckpointError unless the files hold exactly what the configuration says, in a float dtype."""
+def _check_tensors(
+    folder: Path, family: Family, sources: Mapping[str, Source], found: Mapping[str, tuple[_Stored, ...]]
+) -> None:
+    """Raise InvalidCheckpointError unless the files hold exactly what the configuration says, in readable dtypes."""
     expected = {name: shape for source in sources.values() for name, shape in source.parts}
     missing = [name for name in expected if name not in found]
     unexpected = [
-        shown(stored.name)
-        for name, stored in found.items()
+        shown(files[0].name)
+        for name, files in found.items()
         if name not in expected and not family.ignored.fullmatch(name)
     ]
     misshapen, mistyped = [], []
     for name, shape in expected.items():
-        stored = found.get(name)
-        if stored is not None and stored.shape != shape:
-            misshapen.append(f"{name} is {shown(list(stored.shape))}, expected {list(shape)}")
-        if stored is not None and stored.dtype not in ACCEPTED_DTYPES:
-            mistyped.append(f"{name} is {stored.dtype}, expected one of {', '.join(sorted(ACCEPTED_DTYPES))}")
+        files = found.get(name, ())
+        is_packed = len(files) == len(mxfp4.SUFFIXES)
+        shapes = mxfp4.packed_shapes(shape) if is_packed else (shape,)
+        dtypes = PACKED_DTYPES if is_packed else ACCEPTED_DTYPES
+        for stored, its_shape in zip(files, shapes, strict=False):
+            shown_name = stored.name if is_packed else name
+            if stored.shape != its_shape:
+                misshapen.append(f"{shown_name} is {shown(list(stored.shape))}, expected {list(its_shape)}")
+            if stored.dtype not in dtypes:
+                mistyped.append(f"{shown_name} is {stored.dtype}, expected one of {', '.join(sorted(dtypes))}")
     kinds = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen), ("mistyped", mistyped))
     faults = [
         f"{len(names)} {kind} ({'; '.join(names[:NAMES_SHOWN])}{'; ...' if len(names) > NAMES_SHOWN else ''})"

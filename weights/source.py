@@ -90,9 +90,7 @@ def require_safetensors(file_names: Iterable[str], where: str) -> None:
         raise ModelNotFoundError(f"{where} holds no *.safetensors file")
     raise UnsafeCheckpointError(
         f"{where} holds its weights as pickle only ({shown(pickles[0])}), which can run any code when opened and is "
-        'never read; if you trust it, convert it with: python -c "import transformers as t; t.AutoModelForCausalLM.'
-        "from_pretrained('SOURCE').save_pretrained('TARGET', safe_serialization=True); "
-        "t.AutoTokenizer.from_pretrained('SOURCE').save_pretrained('TARGET')\""
+        "never read; if you trust it, download it and run: gptserve convert FOLDER TARGET"
     )
 
 

@@ -24,7 +24,6 @@ MODEL = ModelConfig(
     head_size=16,
     attention_scales=(0.25,) * 3,
     attention_windows=(None,) * 3,
-    attention_bias=True,
     ffn_size=256,
 )
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # both of keys and values, layers, KV heads, head size, tokens, bytes

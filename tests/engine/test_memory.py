@@ -1,107 +1,63 @@
-"""The sizes of known models, from their shape alone."""
+"""The sizes of published models, from their config.json alone."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
+
+import pytest
 
 from engine.memory import CacheCapacity, cache_capacity, kv_bytes_per_token, parameter_counts
+from tests.weights.families.known import KNOWN, gpt2, llama3
 from weights.config import ModelConfig
-
-GPT2_124M = ModelConfig(
-    model_type="gpt2",
-    vocab_size=50257,
-    hidden_size=768,
-    num_layers=12,
-    max_position=1024,
-    num_heads=12,
-    num_kv_heads=12,
-    head_size=64,
-    attention_scales=(0.125,) * 12,
-    attention_windows=(None,) * 12,
-    attention_bias=True,
-    ffn_size=3072,
-)
-LLAMA3_8B = ModelConfig(
-    model_type="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    num_layers=32,
-    max_position=8192,
-    num_heads=32,
-    num_kv_heads=8,
-    head_size=128,
-    attention_scales=(128**-0.5,) * 32,
-    attention_windows=(None,) * 32,
-    attention_bias=False,
-    ffn_size=14336,
-    ffn_bias=False,
-    activation="silu",
-    gated_ffn=True,
-    norm="rmsnorm",
-    norm_bias=False,
-    position="rotary",
-    tied_head=False,
-)
+from weights.families import find_family
+from weights.families.family import RawConfig
 
 
-def test_gpt2_has_its_published_number_of_parameters() -> None:
-    counts = parameter_counts(GPT2_124M)
+def read(fields: dict[str, Any]) -> ModelConfig:
+    return find_family(fields["model_type"]).read_config(RawConfig(fields))
 
-    assert sum(counts.values()) == 124_439_808
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_published_models_have_their_published_number_of_parameters(name: str) -> None:
+    fields, published = KNOWN[name]
+
+    assert sum(parameter_counts(read(fields)).values()) == published
+
+
+def test_parameters_are_counted_by_part() -> None:
+    counts = parameter_counts(read(gpt2(768, 12, 12)))
+
     assert counts["embedding"] == 50257 * 768
     assert counts["position"] == 1024 * 768
+    assert counts["attention"] == 12 * (768 * 4 * 768 + 4 * 768)
+    assert counts["norms"] == 25 * 2 * 768
     assert counts["head"] == 0
 
 
-def test_llama3_8b_has_its_published_number_of_parameters() -> None:
-    counts = parameter_counts(LLAMA3_8B)
-
-    assert sum(counts.values()) == 8_030_261_248
-    assert counts["position"] == 0
-
-
 def test_untying_the_head_adds_one_embedding() -> None:
-    untied = dataclasses.replace(GPT2_124M, tied_head=False)
+    counts = parameter_counts(read(gpt2(768, 12, 12) | {"tie_word_embeddings": False}))
 
-    assert sum(parameter_counts(untied).values()) == 124_439_808 + 50257 * 768
-
-
-def test_gpt_oss_20b_has_its_published_number_of_parameters() -> None:
-    gpt_oss = dataclasses.replace(
-        LLAMA3_8B,
-        vocab_size=201088,
-        hidden_size=2880,
-        num_layers=24,
-        num_heads=64,
-        num_kv_heads=8,
-        head_size=64,
-        attention_bias=True,
-        attention_sinks=True,
-        ffn_size=2880,
-        ffn_bias=True,
-        num_experts=32,
-    )
-
-    assert round(sum(parameter_counts(gpt_oss).values()) / 1e9, 2) == 20.91
+    assert counts["head"] == counts["embedding"]
 
 
 def test_kv_cache_of_a_7b_shape_is_one_gib_at_2048_tokens() -> None:
-    shape = dataclasses.replace(LLAMA3_8B, num_kv_heads=32)
+    shape = read(llama3(4096, 32, 32, 14336) | {"num_key_value_heads": 32})
 
     assert kv_bytes_per_token(shape, 2) * 2048 == 2**30
 
 
 def test_grouped_heads_divide_the_kv_cache() -> None:
-    assert kv_bytes_per_token(LLAMA3_8B, 2) == 128 * 1024
+    assert kv_bytes_per_token(read(llama3(4096, 32, 32, 14336)), 2) == 128 * 1024
 
 
 def test_capacity_counts_whole_blocks_and_sequences_of_whole_blocks() -> None:
-    block_bytes = 16 * kv_bytes_per_token(GPT2_124M, 2)
+    model = read(gpt2(768, 12, 12))
+    block_bytes = 16 * kv_bytes_per_token(model, 2)
 
-    assert cache_capacity(GPT2_124M, 13 * block_bytes - 1, 2, block_size=16, max_model_len=33) == CacheCapacity(
+    assert cache_capacity(model, 13 * block_bytes - 1, 2, block_size=16, max_model_len=33) == CacheCapacity(
         num_blocks=12, num_tokens=192, num_full_sequences=4
     )
 
 
 def test_nothing_fits_into_less_than_nothing() -> None:
-    assert cache_capacity(GPT2_124M, -1, 2, block_size=16, max_model_len=1024) == CacheCapacity(0, 0, 0)
+    assert cache_capacity(read(gpt2(768, 12, 12)), -1, 2, 16, max_model_len=1024) == CacheCapacity(0, 0, 0)

@@ -19,7 +19,6 @@ TINY = ModelConfig(
     head_size=4,
     attention_scales=(0.5, 0.5),
     attention_windows=(None, None),
-    attention_bias=False,
     ffn_size=32,
     ffn_bias=False,
     norm_bias=False,

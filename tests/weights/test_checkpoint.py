@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
+from tests.parity.models import write_model
+from weights import mxfp4
 from weights.checkpoint import Checkpoint
 from weights.config import ModelConfig
 from weights.errors import InvalidCheckpointError, ModelNotFoundError, UnsafeCheckpointError, WeightsError
@@ -216,7 +218,7 @@ def test_config_of_another_size_is_refused_before_any_tensor_is_read(tiny: Path)
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
 def test_pickle_is_refused_with_the_way_to_convert_it(tiny: Path, name: str) -> None:
     (tiny / "model.safetensors").rename(tiny / name)
-    refused(tiny, UnsafeCheckpointError, rf"pickle only \('{name}'\).*python -c .*save_pretrained\('TARGET', safe_ser")
+    refused(tiny, UnsafeCheckpointError, rf"pickle only \('{name}'\).*run: gptserve convert FOLDER TARGET$")
 
 
 def test_folder_without_weights_or_with_several_is_refused(tiny: Path) -> None:
@@ -350,6 +352,8 @@ MEASURE = """
 import re, sys, torch
 from pathlib import Path
 from safetensors.torch import load_file
+from tests.parity.models import write_model
+from weights import mxfp4
 from weights.checkpoint import Checkpoint
 from weights.families import load_config
 
@@ -384,3 +388,40 @@ def test_loading_peaks_below_the_model_and_its_largest_tensor(make_gpt2: Callabl
     )
     streamed, at_once = map(int, run.stdout.split())
     assert checkpoint.num_bytes < streamed < checkpoint.num_bytes + largest < at_once
+
+
+def test_experts_stored_as_mxfp4_equal_those_stored_plain(tmp_path: Path) -> None:
+    folder, packed = tmp_path / "plain", tmp_path / "packed"
+    fields = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 32}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 20}
+    write_model(folder, "gpt_oss", {**fields, "head_dim": 8, "layer_types": None})
+    tensors = stored_tensors(folder)
+    replaced: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        shapes = mxfp4.packed_shapes(tuple(tensors[name].shape))
+        blocks, scales = (torch.randint(100, 140, shape, generator=generator, dtype=torch.uint8) for shape in shapes)
+        replaced |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = mxfp4.unpack(blocks, scales, torch.float32).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    shutil.copytree(folder, packed)
+    kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in replaced}
+    save_file(kept | replaced, packed / "model.safetensors")
+
+    plain, unpacked = stream(folder), stream(packed)
+    assert plain.keys() == unpacked.keys()
+    assert all(torch.equal(plain[name], unpacked[name]) for name in plain)
+    assert open_checkpoint(packed).num_bytes < open_checkpoint(folder).num_bytes / 2
+
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file(kept | replaced | {f"{name}_scales": replaced[f"{name}_scales"][:2]}, packed / "model.safetensors")
+    refused(
+        packed,
+        InvalidCheckpointError,
+        rf"1 misshapen \({name}_scales is \[2, 64, 1\], expected \[3, 64, 1\]\)".replace(".", r"\."),
+    )
+    save_file(kept | replaced | {f"{name}_scales": torch.zeros(3, 64, 1)}, packed / "model.safetensors")
+    refused(packed, InvalidCheckpointError, r"1 mistyped \(.*_scales is F32, expected one of U8\)")
+    del replaced[f"{name}_scales"]
+    save_file(kept | replaced, packed / "model.safetensors")
+    refused(packed, InvalidCheckpointError, r"1 missing .*1 unexpected \('.*down_proj_blocks'\)")

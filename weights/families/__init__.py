@@ -10,11 +10,36 @@ from pathlib import Path
 
 from weights.config import ModelConfig
 from weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from weights.families.bloom import BLOOM
 from weights.families.family import Family, RawConfig
+from weights.families.gemma import GEMMA2, GEMMA3
 from weights.families.gpt2 import GPT2
+from weights.families.gpt_bigcode import GPT_BIGCODE
+from weights.families.gpt_neo import GPT_NEO
+from weights.families.gpt_neox import GPT_NEOX
+from weights.families.gpt_oss import GPT_OSS
+from weights.families.gptj import GPTJ
+from weights.families.llama import LLAMA
+from weights.families.mistral import MISTRAL
+from weights.families.mpt import MPT
+from weights.families.nanochat import NANOCHAT
+from weights.families.nanogpt import NANOGPT
+from weights.families.olmo2 import OLMO2
+from weights.families.openai_gpt import OPENAI_GPT
+from weights.families.opt import OPT
+from weights.families.phi import PHI
+from weights.families.phi3 import PHI3
+from weights.families.qwen import QWEN2, QWEN3
+from weights.families.xglm import XGLM
 from weights.json_file import read_json_object
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2,)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        *(OPENAI_GPT, GPT2, GPT_NEO, GPTJ, GPT_NEOX, GPT_BIGCODE, OPT, BLOOM, MPT, XGLM),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI, PHI3, GEMMA2, GEMMA3, OLMO2, GPT_OSS, NANOCHAT, NANOGPT),
+    )
+}
 
 ENCODERS = (
     *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "longformer"),

@@ -1,33 +1,42 @@
 """What a family is: config.json to ModelConfig, and the file's tensors to canonical ones.
 
-Canonical names, linear weights being [out, in] (H heads, G KV heads, D head size):
-embed.weight [vocab, hidden]; position.weight [max_position, hidden]; for block i `blocks.{i}.` and attn_norm, ffn_norm;
-qkv [(H + 2G) * D, hidden], all query heads, then all key heads, then all value heads; attn_out [hidden, H * D];
-ffn_up [ffn, hidden]; ffn_down [hidden, ffn]; then final_norm, and head.weight [vocab, hidden] when it is not tied.
-Torch-free: the server reads configurations too.
+Canonical names, linear weights being [out, in] (H heads, G KV heads, D head size), each only where ModelConfig has it:
+embed.weight [vocab, embed], embed_in, embed_norm; position.weight [max_position, hidden]; for block i `blocks.{i}.` and
+attn_norm, attn_output_norm, ffn_norm, ffn_output_norm; qkv [(H + 2G) * D, hidden], all query heads, then all key heads,
+then all value heads; q_norm, k_norm; sinks [H]; attn_out [hidden, H * D]; ffn_up [ffn, hidden] or, gated,
+[2 * ffn, hidden], all gates first; ffn_down [hidden, ffn]; then final_norm, embed_out, head [vocab, embed].
+Experts have their own router [experts, hidden], and `experts.{e}.` before ffn_up and ffn_down.
+Torch-free: the server reads configurations too. layout.py makes Sources.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
 from weights.config import Activation, ModelConfig
-from weights.errors import InvalidConfigError, shown
+from weights.errors import InvalidConfigError, UnsupportedModelError, shown
 
 MAX_SIZE = 2**31 - 1
-MAX_LAYERS = 4096  # far above any model; a file that lies cannot fill memory before its checkpoint contradicts it
+# Far above any model: a file that lies cannot fill memory before its checkpoint contradicts it.
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**20
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_sigmoid",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
+    "tanh": "tanh",
 }
 
 Shape = tuple[int, ...]
@@ -38,19 +47,27 @@ T = TypeVar("T")
 class Source:
     """How one canonical tensor is made: each part transposed if asked, joined along rows, rows put in order.
 
-    parts are (name in the file, shape in the file). row_order, where given, names for each canonical row the joined
+    parts are (name in the file, shape in the file). entry, where given, takes that entry of each part's first
+    dimension: an expert of those stored as one tensor. row_order, where given, names for each canonical row the joined
     row it is: a fused projection whose heads are interleaved is a permutation of the canonical one.
     """
 
     parts: tuple[tuple[str, Shape], ...]
     transpose: bool = False
+    entry: int | None = None
     row_order: tuple[int, ...] | None = None
+
+    @property
+    def joined_shape(self) -> Shape:
+        """The shape of the joined parts."""
+        shapes = [shape if self.entry is None else shape[1:] for _, shape in self.parts]
+        shapes = [shape[::-1] if self.transpose else shape for shape in shapes]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
     def shape(self) -> Shape:
         """The canonical tensor's shape."""
-        shapes = [shape[::-1] if self.transpose else shape for _, shape in self.parts]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return self.joined_shape if self.row_order is None else (len(self.row_order), *self.joined_shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +105,56 @@ class RawConfig:
         value = self._values.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        if not _is_positive(value):
             raise self.error(name, "a finite number above 0")
         return float(value)
+
+    def share(self, name: str, divisor: str) -> int:
+        """Return the width `name` divided by the size `divisor`, which must leave no rest."""
+        size, num = self.size(name, limit=MAX_WIDTH), self.size(divisor)
+        if size % num:
+            raise self.error(name, f"a multiple of {divisor} ({num})")
+        return size // num
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number above 0, or None where it is absent."""
+        return None if self._values.get(name) is None else self.positive(name, default=1.0)
+
+    def section(self, name: str) -> RawConfig:
+        """Return the fields of an object inside this one; of an absent one, no fields."""
+        value = self._values.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return RawConfig(value, f"{self._file_name}: {name}")
+
+    def strings(self, name: str, choices: Iterable[str], *, length: int) -> tuple[str, ...] | None:
+        """Return a list of `length` strings out of `choices`, or None where it is absent."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(entry in choices for entry in value):
+            raise self.error(name, f"a list of {length}, each one of {', '.join(choices)}")
+        return tuple(value)
+
+    def numbers(self, name: str, *, length: int) -> tuple[float, ...]:
+        """Return a list of `length` finite numbers above 0."""
+        value = self._values.get(name)
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_positive, value)):
+            raise self.error(name, f"a list of {length} finite numbers above 0")
+        return tuple(map(float, value))
+
+    def forbid(self, name: str, default: object, why: str) -> None:
+        """Raise UnsupportedModelError unless the field is absent or has the value given."""
+        value = self._values.get(name, default)
+        if value is not None and value != default:
+            raise UnsupportedModelError(
+                f"{self._file_name}: {name} must be {json.dumps(default)}, got {shown(value)}: {why}"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
 
     def boolean(self, name: str, *, default: bool) -> bool:
         """Return true or false."""
@@ -130,6 +194,10 @@ class RawConfig:
         """Return the error for a field that must be `rule`."""
         found = f"got {shown(self._values[name])}" if name in self._values else "but is missing"
         return InvalidConfigError(f"{self._file_name}: {name} must be {rule}, {found}")
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _is_int(value: object) -> TypeGuard[int]:

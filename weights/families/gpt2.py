@@ -8,19 +8,14 @@ from __future__ import annotations
 import re
 
 from weights.config import ModelConfig
-from weights.errors import UnsupportedModelError
+from weights.families import layout
 from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    if raw.boolean("add_cross_attention", default=False):
-        raise UnsupportedModelError(
-            "config.json: add_cross_attention must be false: there is no second text to attend to"
-        )
-    hidden_size, num_heads = raw.size("n_embd"), raw.size("n_head")
-    if hidden_size % num_heads:
-        raise raw.error("n_embd", f"a multiple of n_head ({num_heads})")
-    num_layers, head_size = raw.size("n_layer", limit=MAX_LAYERS), hidden_size // num_heads
+    raw.forbid("add_cross_attention", False, "there is no second text to attend to")
+    hidden_size, num_heads, head_size = raw.size("n_embd"), raw.size("n_head"), raw.share("n_embd", "n_head")
+    num_layers = raw.size("n_layer", limit=MAX_LAYERS)
     scale = head_size**-0.5 if raw.boolean("scale_attn_weights", default=True) else 1.0
     by_depth = raw.boolean("scale_attn_by_inverse_layer_idx", default=False)
     # reorder_and_upcast_attn changes rounding in half precision only; softmax and scores are fp32 here in any case.
@@ -35,7 +30,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         head_size=head_size,
         attention_scales=tuple(scale / (layer + 1) if by_depth else scale for layer in range(num_layers)),
         attention_windows=(None,) * num_layers,
-        attention_bias=True,
         ffn_size=raw.size("n_inner", default=4 * hidden_size),
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
@@ -45,33 +39,17 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 def _sources(config: ModelConfig) -> dict[str, Source]:
     hidden, ffn = config.hidden_size, config.ffn_size
-    sources = {
-        "embed.weight": Source((("wte.weight", (config.vocab_size, hidden)),)),
-        "position.weight": Source((("wpe.weight", (config.max_position, hidden)),)),
-    }
+    sources = layout.table("embed", "wte", config.vocab_size, hidden)
+    sources |= layout.table("position", "wpe", config.max_position, hidden)
     for layer in range(config.num_layers):
         block, stored = f"blocks.{layer}.", f"h.{layer}."
-        sources |= _norm(f"{block}attn_norm", f"{stored}ln_1", hidden)
-        sources |= _conv1d(f"{block}qkv", f"{stored}attn.c_attn", hidden, 3 * hidden)
-        sources |= _conv1d(f"{block}attn_out", f"{stored}attn.c_proj", hidden, hidden)
-        sources |= _norm(f"{block}ffn_norm", f"{stored}ln_2", hidden)
-        sources |= _conv1d(f"{block}ffn_up", f"{stored}mlp.c_fc", hidden, ffn)
-        sources |= _conv1d(f"{block}ffn_down", f"{stored}mlp.c_proj", ffn, hidden)
-    sources |= _norm("final_norm", "ln_f", hidden)
-    if not config.tied_head:
-        sources["head.weight"] = Source((("lm_head.weight", (config.vocab_size, hidden)),))
-    return sources
-
-
-def _norm(name: str, stored: str, size: int) -> dict[str, Source]:
-    return {f"{name}.{part}": Source(((f"{stored}.{part}", (size,)),)) for part in ("weight", "bias")}
-
-
-def _conv1d(name: str, stored: str, num_in: int, num_out: int) -> dict[str, Source]:
-    return {
-        f"{name}.weight": Source(((f"{stored}.weight", (num_in, num_out)),), transpose=True),
-        f"{name}.bias": Source(((f"{stored}.bias", (num_out,)),)),
-    }
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
+        sources |= layout.conv1d(f"{block}qkv", f"{stored}attn.c_attn", hidden, 3 * hidden)
+        sources |= layout.conv1d(f"{block}attn_out", f"{stored}attn.c_proj", hidden, hidden)
+        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
+        sources |= layout.conv1d(f"{block}ffn_up", f"{stored}mlp.c_fc", hidden, ffn)
+        sources |= layout.conv1d(f"{block}ffn_down", f"{stored}mlp.c_proj", ffn, hidden)
+    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
 
 
 GPT2 = Family(

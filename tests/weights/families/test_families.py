@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.parity.shapes import SHAPES
 from weights.config import ModelConfig
 from weights.errors import InvalidConfigError, UnsupportedModelError, WeightsError
 from weights.families import FAMILIES, find_family, load_config
@@ -105,3 +108,41 @@ def test_any_values_are_a_sound_config_or_one_sentence(fields: dict[str, Any], t
     assert config.num_heads * config.head_size == config.hidden_size
     assert len(config.attention_scales) == len(config.attention_windows) == config.num_layers
     assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)
+
+
+@functools.cache
+def complete_configs() -> list[dict[str, Any]]:
+    """A whole config.json of every shape that is tested for parity, as transformers writes them."""
+    from transformers import AutoConfig
+
+    configs = [
+        json.loads(AutoConfig.for_model(model_type, **fields).to_json_string(use_diff=False))
+        for model_type, fields in SHAPES.values()
+    ]
+    return [
+        *configs,
+        {"model_type": "nanogpt", "n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 9},
+    ]
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_one_odd_value_in_any_familys_config_is_a_sound_config_or_one_sentence(
+    data: st.DataObject, tmp_path: Path
+) -> None:
+    raw = copy.deepcopy(data.draw(st.sampled_from(complete_configs())))
+    section = data.draw(st.sampled_from([raw, *(value for value in raw.values() if isinstance(value, dict))]))
+    name = data.draw(st.sampled_from(sorted(section))) if section else "rope_type"
+    odd = st.sampled_from([10**400, 2**31 - 1, 2**20, 0.5, {}, [1.0], ["full_attention"], "relu", [[["local"], 2]]])
+    section[name] = data.draw(VALUES | odd)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    try:
+        config = load_config(tmp_path)
+    except WeightsError:
+        return
+    assert config.num_heads % config.num_kv_heads == 0
+    assert len(config.attention_scales) == len(config.attention_windows) == config.num_layers
+    assert len(config.rotaries) in (0, config.num_layers)
+    assert len(config.alibi_slopes) in (0, config.num_heads)
+    assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)
+    assert find_family(config.model_type).sources(config)

@@ -1,0 +1,156 @@
+"""Tiny shapes of every family: what transformers is asked to write, with each choice its configuration allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Names of the sizes differ between families; vocabulary, layers, heads and so on are small in all.
+_GPT2 = {"vocab_size": 96, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}
+_LLAMA = {
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_NEO = {"vocab_size": 96, "max_position_embeddings": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
+_NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
+_OPT = {
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "pad_token_id": 1,
+}
+_BLOOM = {"vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 128}
+_MPT = {"vocab_size": 96, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}
+_XGLM = {
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "d_model": 64,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "ffn_dim": 96,
+}
+_GEMMA = {**_LLAMA, "head_dim": 24, "query_pre_attn_scalar": 32, "num_hidden_layers": 4, "sliding_window": 12}
+_ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_ROPE_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-1": ("openai-gpt", _GPT2),
+    "GPT-2": ("gpt2", _GPT2),
+    "GPT-2, one layer of one head": ("gpt2", {**_GPT2, "n_layer": 1, "n_head": 1, "n_embd": 16}),
+    "GPT-2, head size 24, wide ffn": ("gpt2", {**_GPT2, "n_layer": 3, "n_head": 2, "n_embd": 48, "n_inner": 200}),
+    "GPT-2, scaled by layer": (
+        "gpt2",
+        {**_GPT2, "n_layer": 4, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    ),
+    "GPT-2, unscaled, relu": (
+        "gpt2",
+        {**_GPT2, "scale_attn_weights": False, "activation_function": "relu", "initializer_range": 0.1},
+    ),
+    "GPT-2, exact gelu, untied": ("gpt2", {**_GPT2, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "GPT-2, silu, odd eps": (
+        "gpt2",
+        {**_GPT2, "activation_function": "silu", "layer_norm_epsilon": 1e-3, "n_positions": 77},
+    ),
+    "GPT-2, tanh": ("gpt2", {**_GPT2, "activation_function": "tanh"}),
+    "GPT-2, quick gelu": ("gpt2", {**_GPT2, "activation_function": "quick_gelu"}),
+    "GPT-Neo, past its window": ("gpt_neo", {**_NEO, "attention_types": [[["global", "local"], 2]], "window_size": 9}),
+    "GPT-J": ("gptj", {**_GPT2, "rotary_dim": 8}),
+    "GPT-NeoX": ("gpt_neox", _NEOX),
+    "GPT-NeoX, sequential, all rotary, no bias": (
+        "gpt_neox",
+        {**_NEOX, "use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False},
+    ),
+    "GPTBigCode, one KV head": ("gpt_bigcode", _GPT2),
+    "GPTBigCode, many KV heads": ("gpt_bigcode", {**_GPT2, "multi_query": False}),
+    "OPT": ("opt", _OPT),
+    "OPT 350M's layout": ("opt", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "OPT without biases": ("opt", {**_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "BLOOM": ("bloom", _BLOOM),
+    "BLOOM, six heads": ("bloom", {**_BLOOM, "hidden_size": 96, "n_head": 6}),
+    "MPT": ("mpt", _MPT),
+    "MPT, six heads, clipped": (
+        "mpt",
+        {**_MPT, "d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 0.5}},
+    ),
+    "XGLM": ("xglm", _XGLM),
+    "Llama": ("llama", _LLAMA),
+    "Llama, biases, own head size, tied": (
+        "llama",
+        {**_LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "Llama 3.1, past its first context": ("llama", {**_LLAMA, "rope_parameters": _ROPE_LLAMA3}),
+    "Llama, linear scaling": (
+        "llama",
+        {**_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "Mistral, past its window": ("mistral", {**_LLAMA, "sliding_window": 11, "head_dim": 24}),
+    "Mistral without a window": ("mistral", {**_LLAMA, "sliding_window": None}),
+    "Qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True}),
+    "Qwen2, windows from layer 1": (
+        "qwen2",
+        {**_LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "Qwen2, YaRN, past its first context": ("qwen2", {**_LLAMA, "rope_parameters": _ROPE_YARN}),
+    "Qwen3": ("qwen3", {**_LLAMA, "head_dim": 24}),
+    "Phi": ("phi", {**_LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "Phi-3, past its window": ("phi3", {**_LLAMA, "sliding_window": 10, "pad_token_id": 0}),
+    "Phi-3, LongRoPE": (
+        "phi3",
+        {
+            **_LLAMA,
+            "pad_token_id": 0,
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.5, 3.0],
+                "long_factor": [4.0] * 8,
+            },
+        },
+    ),
+    "Gemma 2, past its window": (
+        "gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "Gemma 3, past its window": (
+        "gemma3_text",
+        {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gpt-oss, past its window": (
+        "gpt_oss",
+        {
+            **_LLAMA,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 12,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {**_ROPE_YARN, "truncate": False},
+        },
+    ),
+    "nanochat": ("nanochat", {**_LLAMA, "final_logit_softcapping": 4.0, "pad_token_id": 0}),
+    "OLMo 2": ("olmo2", {**_LLAMA, "pad_token_id": 0}),
+}

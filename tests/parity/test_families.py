@@ -1,0 +1,163 @@
+"""Every family against transformers in fp32: the same logits, and the same greedy ids through the whole engine.
+
+`python -m tests.parity.table` writes the table of largest differences that docs/parity.md keeps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.attention import AttentionBackend
+from engine.attention.cpu import CpuAttention
+from engine.attention.reference import ReferenceAttention
+from engine.decoder import Decoder
+from engine.kv_cache import KVCache
+from engine.linear import MIN_ROWS
+from engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
+from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
+from tests.engine.steps import make_metadata, positions, shuffled_tables
+from tests.parity.models import load_in_transformers, write_model
+from tests.parity.shapes import SHAPES
+from weights.checkpoint import Checkpoint
+from weights.families import FAMILIES, load_config
+
+NUM_GREEDY = 64
+CHUNKS = (16, 7, 1, 1, 1, 30, 1, 1, 1, 1)
+
+Written = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Return the folder of a shape's checkpoint, written once."""
+    folders: dict[str, Path] = {}
+
+    def write(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("model")
+            write_model(folders[name], *SHAPES[name])
+        return folders[name]
+
+    return write
+
+
+def greedy(prompts: list[list[int]], max_tokens: int) -> list[Request]:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return [Request(str(i), tuple(prompt), sampling, seed=0) for i, prompt in enumerate(prompts)]
+
+
+def paged_logits(folder: Path, prompts: list[list[int]], backend: AttentionBackend) -> list[torch.Tensor]:
+    """Return the logits [len(prompt), vocab] of each prompt, all prompts advancing together by CHUNKS."""
+    config = load_config(folder)
+    tensors = Checkpoint(folder, config).stream(dtype=torch.float32, device="cpu")
+    longest, block_size = max(map(len, prompts)), 4
+    decoder = Decoder(config, tensors, backend)
+    decoder.set_max_model_len(longest)
+    num_blocks = len(prompts) * (longest // block_size + 1)
+    tables = shuffled_tables([longest + 1] * len(prompts), block_size, num_blocks)
+    cache = KVCache(config, num_blocks, block_size, torch.float32, torch.device("cpu"))
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    done = 0
+    for chunk in CHUNKS:
+        live = [s for s, prompt in enumerate(prompts) if len(prompt) > done]
+        if not live:
+            break
+        kv_lens = [min(len(prompts[s]), done + chunk) for s in live]
+        query_lens = [kv_len - done for kv_len in kv_lens]
+        pad = max(0, MIN_ROWS - sum(query_lens))
+        ids = [token for s, kv_len in zip(live, kv_lens, strict=True) for token in prompts[s][done:kv_len]]
+        metadata = make_metadata(query_lens, kv_lens, [tables[s] for s in live], block_size, pad)
+        token_ids_T = torch.tensor(ids + [0] * pad)
+        hidden = decoder.hidden_states(token_ids_T, positions(query_lens, kv_lens, pad), cache, metadata)
+        for s, part in zip(live, decoder.logits(hidden)[: len(ids)].split(query_lens), strict=True):
+            rows[s].append(part)
+        done += chunk
+    return [torch.cat(parts) for parts in rows]
+
+
+def largest_difference(folder: Path, backend: AttentionBackend) -> float:
+    """Return it over ragged prompts, checking that neighbouring positions differ by far more."""
+    prompts = ragged_prompts(5, 60, vocab_size=90)
+    model = load_in_transformers(folder)
+    differences = []
+    with torch.no_grad():
+        for prompt, logits in zip(prompts, paged_logits(folder, prompts, backend), strict=True):
+            expected = model(torch.tensor([prompt])).logits[0]
+            differences.append((logits - expected).abs().max().item())
+            assert (logits - expected.roll(1, 0)).abs().max().item() > 1e-2 or len(prompt) == 1
+    return max(differences)
+
+
+def test_every_family_has_a_shape() -> None:
+    # transformers does not know nanoGPT: its tensors are GPT-2's, and tests/weights/test_convert.py reads them.
+    assert {model_type for model_type, _ in SHAPES.values()} == FAMILIES.keys() - {"nanogpt"}
+
+
+@pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_equal_those_of_transformers_over_ragged_chunks_and_cached_tokens(
+    name: str, kind: type[AttentionBackend], written: Written
+) -> None:
+    if kind is CpuAttention and not CpuAttention.is_available():
+        pytest.skip("the CPU kernel was not compiled")
+    assert largest_difference(written(name), kind()) < 1e-4
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: Written) -> None:
+    prompts = [[3], [1, 2, 3, 4, 5], list(range(13))]
+    outputs = run(make_engine(written(name)), greedy(prompts, NUM_GREEDY))
+    model = load_in_transformers(written(name))
+    for i, prompt in enumerate(prompts):
+        ids = token_ids(outputs[str(i)])
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0]
+        # Each id is the likeliest after those before it: what greedy decoding there would have given, id by id.
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
+        assert len(ids) == NUM_GREEDY
+
+
+@pytest.mark.parametrize("model_type", FAMILIES.keys() - {"nanogpt"})
+def test_shards_and_bf16_give_the_same_tensors(model_type: str, written: Written, tmp_path: Path) -> None:
+    folder = written(next(name for name, (its_type, _) in SHAPES.items() if its_type == model_type))
+    tensors = load_file(folder / "model.safetensors")
+    config = load_config(folder)
+    whole = dict(Checkpoint(folder, config).stream(dtype=torch.float32, device="cpu"))
+    shards = [{name: tensors[name].bfloat16() for name in list(tensors)[i::3]} for i in range(3)]
+    for i, shard in enumerate(shards):
+        save_file(shard, tmp_path / f"{i}.safetensors")
+    weight_map = {name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    halves = dict(Checkpoint(tmp_path, config).stream(dtype=torch.bfloat16, device="cpu"))
+
+    assert halves.keys() == whole.keys()
+    assert all(torch.equal(halves[name], whole[name].bfloat16()) for name in whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_alone_equals_in_a_ragged_batch_in_chunks(name: str, dtype: str, written: Written) -> None:
+    """Bit for bit: token ids and logprobs, greedy and sampled."""
+    requests = [
+        make_request(str(i), prompt, seed=i, max_tokens=12, logprobs=2, temperature=(i % 2) * 0.9)
+        for i, prompt in enumerate(ragged_prompts(7, 40, vocab_size=90))
+    ]
+    lone = make_engine(written(name), dtype=dtype, enable_prefix_caching=False)
+    alone = {r.request_id: result(run(lone, [r])[r.request_id]) for r in requests}
+
+    together = run(
+        make_engine(written(name), dtype=dtype, max_num_batched_tokens=16, max_num_seqs=6, block_size=8), requests
+    )
+
+    assert {i: result(outputs) for i, outputs in together.items()} == alone
+
+
+def result(outputs: list[TokenOutput]) -> tuple[list[int], list[TokenLogprobs]]:
+    return token_ids(outputs), [entry for output in outputs for entry in output.logprobs]

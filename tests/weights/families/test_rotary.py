@@ -1,0 +1,100 @@
+"""Rotary frequencies equal those of transformers, and what cannot be computed is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from weights.errors import InvalidConfigError, UnsupportedModelError
+from weights.families.family import RawConfig
+from weights.families.rotary import original_context, read_rotary
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", **LLAMA3},
+    {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 256},
+    {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 256, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.4, "beta_fast": 16.0, "beta_slow": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3},
+]
+
+
+def read(**fields: Any) -> Any:
+    return read_rotary(RawConfig(fields), 64, 2048)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(scaling["rope_type"]))
+@pytest.mark.parametrize("is_new", [True, False], ids=["rope_parameters", "rope_scaling"])
+def test_scaled_frequencies_equal_those_of_transformers(scaling: dict[str, Any], is_new: bool) -> None:
+    parameters = {**scaling, "rope_theta": 50_000.0}
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=2048, rope_parameters=parameters
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+
+    fields = {"rope_parameters": parameters} if is_new else {"rope_scaling": scaling, "rope_theta": 50_000.0}
+    rotary = read(**fields)
+
+    torch.testing.assert_close(torch.tensor(rotary.inv_freqs), expected, rtol=1e-5, atol=0)
+    assert rotary.scale == pytest.approx(scale)
+
+
+def test_longrope_has_its_short_factors_and_ends_where_they_do() -> None:
+    factors = [1.0 + i / 10 for i in range(32)]
+    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": [9.0] * 32}
+    fields = {"rope_scaling": scaling, "original_max_position_embeddings": 128, "max_position_embeddings": 2048}
+    parameters = {**scaling, "rope_theta": 10_000.0, "original_max_position_embeddings": 128}
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=2048, rope_parameters=parameters
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=100)
+
+    rotary = read(**fields)
+
+    torch.testing.assert_close(torch.tensor(rotary.inv_freqs), expected, rtol=1e-5, atol=0)
+    assert rotary.scale == pytest.approx(scale)
+    assert original_context(RawConfig(fields)) == 128
+    assert original_context(RawConfig({"max_position_embeddings": 2048})) == 2048
+
+
+def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
+    assert read(rope_scaling={"type": "dynamic", "factor": 4.0}) == read()
+
+
+def test_a_part_of_each_head_turns() -> None:
+    assert read(partial_rotary_factor=0.25).inv_freqs == read_rotary(RawConfig({}), 16, 2048).inv_freqs
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"rope_scaling": {"type": "magic"}},
+            UnsupportedModelError,
+            "rope_type must be one of default, .*, got 'magic'",
+        ),
+        ({"rope_scaling": 3}, InvalidConfigError, "rope_scaling must be an object, got 3"),
+        ({"rope_scaling": {"type": 3}}, InvalidConfigError, "config.json: rope_scaling: type must be a string, got 3"),
+        ({"rope_theta": 0}, InvalidConfigError, "rope_theta must be a finite number above 0, got 0"),
+        ({"partial_rotary_factor": 1.5}, InvalidConfigError, "partial_rotary_factor must be a share of 64 dimensions"),
+        ({"partial_rotary_factor": 0.01}, InvalidConfigError, "partial_rotary_factor must be a share of 64 dimensions"),
+        (
+            {"rope_scaling": {"type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            InvalidConfigError,
+            "low_freq_factor must be below high_freq_factor",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            InvalidConfigError,
+            "short_factor must be a list of 32 finite numbers above 0",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read(**fields)

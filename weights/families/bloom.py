@@ -1,0 +1,72 @@
+"""BLOOM: ALiBi instead of positions, a norm after the embedding, heads stored one by one.
+
+BigScience Workshop, "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (2022).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from weights.config import ModelConfig
+from weights.families import layout
+from weights.families.family import MAX_LAYERS, Family, RawConfig, Source
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.forbid("apply_residual_connection_post_layernorm", False, "no published BLOOM has it")
+    width = "hidden_size" if "hidden_size" in raw else "n_embed"
+    num_layers, head_size = raw.size("n_layer", limit=MAX_LAYERS), raw.share(width, "n_head")
+    num_heads, hidden_size = raw.size("n_head"), raw.size(width)
+    return ModelConfig(
+        model_type="bloom",
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=raw.size("seq_length", default=2048),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        attention_windows=(None,) * num_layers,
+        ffn_size=4 * hidden_size,
+        position=None,
+        alibi_slopes=_slopes(num_heads),
+        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
+        embed_norm=True,
+        tied_head=raw.boolean("tie_word_embeddings", default=True),
+    )
+
+
+def _slopes(num_heads: int) -> tuple[float, ...]:
+    """Press et al. 2022, section 3; heads beyond a power of two take every other slope of twice as many."""
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    return (*slopes, *(2 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)))
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    order = layout.heads_together(config.num_heads, config.head_size)
+    sources = layout.table("embed", "word_embeddings", config.vocab_size, hidden)
+    sources |= layout.norm(config, "embed_norm", "word_embeddings_layernorm")
+    for layer in range(config.num_layers):
+        block, stored = f"blocks.{layer}.", f"h.{layer}."
+        attention = f"{stored}self_attention."
+        qkv = [(f"{attention}query_key_value", 3 * hidden)]
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}input_layernorm")
+        sources |= layout.linear(f"{block}qkv", qkv, hidden, bias=True, row_order=order)
+        sources |= layout.linear(f"{block}attn_out", [(f"{attention}dense", hidden)], hidden, bias=True)
+        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}post_attention_layernorm")
+        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.dense_h_to_4h", ffn)], hidden, bias=True)
+        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.dense_4h_to_h", hidden)], ffn, bias=True)
+    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
+
+
+BLOOM = Family(
+    model_type="bloom",
+    read_config=_read_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    ignored=re.compile(r"lm_head\.weight"),
+)

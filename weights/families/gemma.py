@@ -1,0 +1,71 @@
+"""Gemma 2 and 3 (text): norms on both sides of each part, alternating windows, capped or normalised scores.
+
+Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size" (2024), "Gemma 3 Technical Report" (2025).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from weights.config import ModelConfig
+from weights.families.family import ACTIVATIONS, Family, RawConfig
+from weights.families.llama import IGNORED, llama_sources, read_llama_config, read_windows
+from weights.families.rotary import read_rotary
+
+NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_output_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_output_norm": "post_feedforward_layernorm",
+}
+PATTERN = 6  # Gemma 3: every sixth layer sees everything
+
+
+def _read_gemma2(raw: RawConfig) -> ModelConfig:
+    config = _read_shared(raw)
+    slides = tuple(layer % 2 == 0 for layer in range(config.num_layers))
+    return replace(
+        config,
+        attention_windows=read_windows(raw, config, slides),
+        attention_softcap=raw.number("attn_logit_softcapping"),
+        logit_softcap=raw.number("final_logit_softcapping"),
+    )
+
+
+def _read_gemma3(raw: RawConfig) -> ModelConfig:
+    raw.forbid("use_bidirectional_attention", False, "a model that reads both ways cannot continue a text")
+    config = replace(_read_shared(raw), qk_norm="head")
+    pattern = raw.size("sliding_window_pattern", default=PATTERN)
+    slides = tuple((layer + 1) % pattern > 0 for layer in range(config.num_layers))
+    windows = read_windows(raw, config, slides)
+    by_kind = raw.section("rope_parameters")
+    is_split = "full_attention" in by_kind
+    everything = by_kind.section("full_attention") if is_split else raw.section("rope_scaling")
+    local = by_kind.section("sliding_attention")
+    near = raw.positive("rope_local_base_freq", default=10_000.0)
+    size, context = config.head_size, config.max_position
+    wide = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
+    narrow = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
+    rotaries = tuple(wide if window is None else narrow for window in windows)
+    return replace(config, attention_windows=windows, rotaries=rotaries)
+
+
+def _read_shared(raw: RawConfig) -> ModelConfig:
+    config = read_llama_config(raw)
+    scale = raw.positive("query_pre_attn_scalar", default=256.0) ** -0.5
+    return replace(
+        config,
+        attention_scales=(scale,) * config.num_layers,
+        activation=raw.choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"),
+        norm_placement="both",
+        norm_weight_offset=1.0,
+        embed_scale=math.sqrt(config.hidden_size),
+        tied_head=raw.boolean("tie_word_embeddings", default=True),
+    )
+
+
+_sources = partial(llama_sources, norms=NORMS)
+GEMMA2 = Family("gemma2", _read_gemma2, _sources, prefixes=("model.",), ignored=IGNORED)
+GEMMA3 = Family("gemma3_text", _read_gemma3, _sources, prefixes=("model.",), ignored=IGNORED)

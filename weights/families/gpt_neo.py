@@ -1,0 +1,62 @@
+"""GPT-Neo, GPT-3's architecture: every other layer sees a window only, and scores are not scaled.
+
+Black et al., "GPT-Neo" (2021), after Brown et al., "Language Models are Few-Shot Learners" (2020), section 2.1.
+"""
+
+from __future__ import annotations
+
+import re
+
+from weights.config import ModelConfig
+from weights.families import layout
+from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    hidden_size, num_layers = raw.size("hidden_size"), raw.size("num_layers", limit=MAX_LAYERS)
+    kinds = raw.strings("attention_layers", ("global", "local"), length=num_layers)
+    window = raw.size("window_size", default=256)
+    if kinds is None:
+        raise raw.error("attention_layers", f"a list of {num_layers}")
+    return ModelConfig(
+        model_type="gpt_neo",
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=raw.size("max_position_embeddings"),
+        num_heads=raw.size("num_heads"),
+        num_kv_heads=raw.size("num_heads"),
+        head_size=raw.share("hidden_size", "num_heads"),
+        attention_scales=(1.0,) * num_layers,
+        attention_windows=tuple(window if kind == "local" else None for kind in kinds),
+        ffn_size=raw.size("intermediate_size", default=4 * hidden_size),
+        qkv_bias=False,
+        activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
+        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
+        tied_head=raw.boolean("tie_word_embeddings", default=True),
+    )
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    sources = layout.table("embed", "wte", config.vocab_size, hidden)
+    sources |= layout.table("position", "wpe", config.max_position, hidden)
+    for layer in range(config.num_layers):
+        block, stored = f"blocks.{layer}.", f"h.{layer}."
+        attention = f"{stored}attn.attention."
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
+        sources |= layout.linear(f"{block}qkv", layout.split_qkv(config, attention), hidden, bias=False)
+        sources |= layout.linear(f"{block}attn_out", [(f"{attention}out_proj", hidden)], hidden, bias=True)
+        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
+        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.c_fc", ffn)], hidden, bias=True)
+        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.c_proj", hidden)], ffn, bias=True)
+    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
+
+
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    read_config=_read_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    ignored=re.compile(r"h\.\d+\.attn\.attention\.(bias|masked_bias)|lm_head\.weight"),
+)

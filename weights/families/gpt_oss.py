@@ -1,0 +1,56 @@
+"""gpt-oss: a mixture of experts with a clamped gate, attention sinks, every other layer with a window, YaRN.
+
+OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weights.config import Experts, ModelConfig
+from weights.families import layout
+from weights.families.family import Family, RawConfig, Source
+from weights.families.llama import IGNORED, llama_sources, read_llama_config, read_windows
+
+MAX_TENSORS = 2**16  # of experts, over all layers
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.forbid("swiglu_alpha", 1.702, "no published gpt-oss has another")
+    config = read_llama_config(raw)
+    has_bias = raw.boolean("attention_bias", default=True)
+    num_experts = raw.size("num_local_experts", limit=max(1, MAX_TENSORS // config.num_layers))
+    slides = tuple(layer % 2 == 0 for layer in range(config.num_layers))
+    return replace(
+        config,
+        attention_windows=read_windows(raw, config, slides),
+        qkv_bias=has_bias,
+        attn_out_bias=has_bias,
+        attention_sinks=True,
+        activation="gelu_sigmoid",
+        ffn_limit=raw.positive("swiglu_limit", default=7.0),
+        ffn_bias=True,
+        experts=Experts(num_experts, raw.size("num_experts_per_tok", limit=num_experts)),
+    )
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn, experts = config.hidden_size, config.ffn_size, config.experts
+    assert experts is not None
+    gates_first = (*range(0, 2 * ffn, 2), *range(1, 2 * ffn, 2))
+    sources = llama_sources(config, ffn=False)
+    for layer in range(config.num_layers):
+        block, stored = f"blocks.{layer}.", f"layers.{layer}."
+        sources[f"{block}sinks"] = Source(((f"{stored}self_attn.sinks", (config.num_heads,)),))
+        sources |= layout.linear(f"{block}router", [(f"{stored}mlp.router", experts.num)], hidden, bias=True)
+        for e in range(experts.num):
+            name, its_name = f"{block}experts.{e}.", f"{stored}mlp.experts."
+            up, down = f"{its_name}gate_up_proj", f"{its_name}down_proj"
+            sources |= layout.expert(f"{name}ffn_up", up, (experts.num, hidden, 2 * ffn), e, gates_first)
+            sources |= layout.expert(f"{name}ffn_down", down, (experts.num, ffn, hidden), e)
+    return sources
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss", read_config=_read_config, sources=_sources, prefixes=("model.",), ignored=IGNORED
+)

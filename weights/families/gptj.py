@@ -1,0 +1,68 @@
+"""GPT-J: rotary positions of neighbouring pairs, attention and feed-forward side by side after one norm.
+
+Wang and Komatsuzaki, "GPT-J-6B" (2021).
+"""
+
+from __future__ import annotations
+
+import re
+
+from weights.config import ModelConfig
+from weights.families import layout
+from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+from weights.families.rotary import read_rotary
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    hidden_size, num_layers = raw.size("n_embd"), raw.size("n_layer", limit=MAX_LAYERS)
+    head_size, max_position = raw.share("n_embd", "n_head"), raw.size("n_positions")
+    rotated = raw.size("rotary_dim", default=64, limit=head_size)
+    return ModelConfig(
+        model_type="gptj",
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=max_position,
+        num_heads=raw.size("n_head"),
+        num_kv_heads=raw.size("n_head"),
+        head_size=head_size,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        attention_windows=(None,) * num_layers,
+        ffn_size=raw.size("n_inner", default=4 * hidden_size),
+        qkv_bias=False,
+        attn_out_bias=False,
+        position=None,
+        rotaries=(read_rotary(raw, rotated, max_position),) * num_layers,
+        activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
+        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
+        parallel_residual=True,
+        shared_norm=True,
+        tied_head=raw.boolean("tie_word_embeddings", default=False),
+        head_bias=True,
+    )
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    rotary = config.rotaries[0]
+    assert rotary is not None
+    order = layout.halves_apart(config, 2 * len(rotary.inv_freqs))
+    sources = layout.table("embed", "wte", config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        block, stored = f"blocks.{layer}.", f"h.{layer}."
+        parts = layout.split_qkv(config, f"{stored}attn.")
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
+        sources |= layout.linear(f"{block}qkv", parts, hidden, bias=False, row_order=order)
+        sources |= layout.linear(f"{block}attn_out", [(f"{stored}attn.out_proj", hidden)], hidden, bias=False)
+        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.fc_in", ffn)], hidden, bias=True)
+        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.fc_out", hidden)], ffn, bias=True)
+    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
+
+
+GPTJ = Family(
+    model_type="gptj",
+    read_config=_read_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|h\.\d+\.attn\.embed_positions|lm_head\.weight"),
+)

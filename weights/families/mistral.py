@@ -1,0 +1,23 @@
+"""Mistral 7B and its like: Llama with a sliding window on every layer, or on none.
+
+Jiang et al., "Mistral 7B" (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weights.config import ModelConfig
+from weights.families.family import Family, RawConfig
+from weights.families.llama import IGNORED, llama_sources, read_llama_config, read_windows
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    config = read_llama_config(raw)
+    slides = ("sliding_window" in raw,) * config.num_layers
+    return replace(config, attention_windows=read_windows(raw, config, slides))
+
+
+MISTRAL = Family(
+    model_type="mistral", read_config=_read_config, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
+)

@@ -1,0 +1,79 @@
+"""MPT: ALiBi, no biases anywhere, norms included.
+
+MosaicML, "Introducing MPT-7B" (2023).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from weights.config import ModelConfig
+from weights.errors import UnsupportedModelError
+from weights.families import layout
+from weights.families.family import MAX_LAYERS, Family, RawConfig, Source
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    attention = raw.section("attn_config")
+    if not attention.boolean("alibi", default=True):
+        raise UnsupportedModelError("config.json: attn_config: alibi must be true: its learned positions are not read")
+    attention.forbid("prefix_lm", False, "a prompt is read from left to right")
+    attention.forbid("qk_ln", False, "queries and keys are not normalised in published models of the hub's format")
+    attention.forbid("attn_type", "multihead_attention", "one projection with as many key as query heads is read")
+    raw.forbid("no_bias", True, "the hub's format has no biases")
+    hidden_size, num_heads, head_size = raw.size("d_model"), raw.size("n_heads"), raw.share("d_model", "n_heads")
+    num_layers = raw.size("n_layers", limit=MAX_LAYERS)
+    scale = attention.positive("softmax_scale", default=head_size**-0.5)
+    return ModelConfig(
+        model_type="mpt",
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=raw.size("max_seq_len", default=2048),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        attention_scales=(scale,) * num_layers,
+        attention_windows=(None,) * num_layers,
+        ffn_size=4 * hidden_size,
+        qkv_bias=False,
+        attn_out_bias=False,
+        qkv_clip=attention.number("clip_qkv"),
+        position=None,
+        alibi_slopes=_slopes(num_heads, attention.size("alibi_bias_max", default=8)),
+        activation="gelu",
+        ffn_bias=False,
+        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
+        norm_bias=False,
+    )
+
+
+def _slopes(num_heads: int, steepest: int) -> tuple[float, ...]:
+    """Powers of two down to 2^-steepest; of a power of two of heads, every other one first, as many as there are."""
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = [2 ** (-steepest * (h + 1) / power) for h in range(power)]
+    return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    sources = layout.table("embed", "wte", config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        block = stored = f"blocks.{layer}."
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}norm_1")
+        sources |= layout.linear(f"{block}qkv", [(f"{stored}attn.Wqkv", 3 * hidden)], hidden, bias=False)
+        sources |= layout.linear(f"{block}attn_out", [(f"{stored}attn.out_proj", hidden)], hidden, bias=False)
+        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}norm_2")
+        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}ffn.up_proj", ffn)], hidden, bias=False)
+        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}ffn.down_proj", hidden)], ffn, bias=False)
+    return sources | layout.norm(config, "final_norm", "norm_f")
+
+
+MPT = Family(
+    model_type="mpt",
+    read_config=_read_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    ignored=re.compile(r"lm_head\.weight"),
+)

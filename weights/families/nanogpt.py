@@ -1,0 +1,62 @@
+"""nanoGPT: GPT-2 with plain linears, with or without biases, exact GELU; the arguments of its GPT as config.json.
+
+Karpathy, "nanoGPT" (2022). `gptserve convert` makes such a folder of a training checkpoint: config.json holds
+model_type "nanogpt" and n_layer, n_head, n_embd, block_size, bias and vocab_size; tensors keep their names.
+"""
+
+from __future__ import annotations
+
+import re
+
+from weights.config import ModelConfig
+from weights.families import layout
+from weights.families.family import MAX_LAYERS, Family, RawConfig, Source
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    hidden_size, num_heads, head_size = raw.size("n_embd"), raw.size("n_head"), raw.share("n_embd", "n_head")
+    num_layers = raw.size("n_layer", limit=MAX_LAYERS)
+    has_bias = raw.boolean("bias", default=True)
+    return ModelConfig(
+        model_type="nanogpt",
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=raw.size("block_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        attention_windows=(None,) * num_layers,
+        ffn_size=4 * hidden_size,
+        qkv_bias=has_bias,
+        attn_out_bias=has_bias,
+        activation="gelu",
+        ffn_bias=has_bias,
+        norm_bias=has_bias,
+    )
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn, bias = config.hidden_size, config.ffn_size, config.qkv_bias
+    sources = layout.table("embed", "wte", config.vocab_size, hidden)
+    sources |= layout.table("position", "wpe", config.max_position, hidden)
+    for layer in range(config.num_layers):
+        block, stored = f"blocks.{layer}.", f"h.{layer}."
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
+        sources |= layout.linear(f"{block}qkv", [(f"{stored}attn.c_attn", 3 * hidden)], hidden, bias=bias)
+        sources |= layout.linear(f"{block}attn_out", [(f"{stored}attn.c_proj", hidden)], hidden, bias=bias)
+        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
+        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.c_fc", ffn)], hidden, bias=bias)
+        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.c_proj", hidden)], ffn, bias=bias)
+    return sources | layout.norm(config, "final_norm", "ln_f")
+
+
+NANOGPT = Family(
+    model_type="nanogpt",
+    read_config=_read_config,
+    sources=_sources,
+    # torch.compile and torch's data parallelism put theirs before the model's own.
+    prefixes=("_orig_mod.transformer.", "module.transformer.", "transformer.", "_orig_mod.", "module."),
+    ignored=re.compile(r"h\.\d+\.attn\.bias|lm_head\.weight"),
+)

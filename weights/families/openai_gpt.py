@@ -1,0 +1,59 @@
+"""GPT-1: norms after each sum and none at the end, Conv1D weights as in GPT-2.
+
+Radford et al., "Improving Language Understanding by Generative Pre-Training" (2018).
+"""
+
+from __future__ import annotations
+
+import re
+
+from weights.config import ModelConfig
+from weights.families import layout
+from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    hidden_size, num_heads, head_size = raw.size("n_embd"), raw.size("n_head"), raw.share("n_embd", "n_head")
+    num_layers = raw.size("n_layer", limit=MAX_LAYERS)
+    return ModelConfig(
+        model_type="openai-gpt",
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=raw.size("n_positions"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        attention_windows=(None,) * num_layers,
+        ffn_size=4 * hidden_size,
+        # What its files call "gelu" is the approximation with tanh.
+        activation=raw.choice("afn", {**ACTIVATIONS, "gelu": "gelu_tanh"}, default="gelu"),
+        norm_placement="sum",
+        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
+    )
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    sources = layout.table("embed", "tokens_embed", config.vocab_size, hidden)
+    sources |= layout.table("position", "positions_embed", config.max_position, hidden)
+    for layer in range(config.num_layers):
+        block, stored = f"blocks.{layer}.", f"h.{layer}."
+        sources |= layout.conv1d(f"{block}qkv", f"{stored}attn.c_attn", hidden, 3 * hidden)
+        sources |= layout.conv1d(f"{block}attn_out", f"{stored}attn.c_proj", hidden, hidden)
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
+        sources |= layout.conv1d(f"{block}ffn_up", f"{stored}mlp.c_fc", hidden, ffn)
+        sources |= layout.conv1d(f"{block}ffn_down", f"{stored}mlp.c_proj", ffn, hidden)
+        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
+    return sources
+
+
+OPENAI_GPT = Family(
+    model_type="openai-gpt",
+    read_config=_read_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    # The causal mask, the numbers of the positions, and the head's second copy of the embedding.
+    ignored=re.compile(r"h\.\d+\.attn\.bias|position_ids|lm_head\.weight"),
+)

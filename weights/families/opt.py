@@ -1,0 +1,78 @@
+"""OPT: ReLU, learned positions whose table begins with two unused rows, at 350M norms after each sum.
+
+Zhang et al., "OPT: Open Pre-trained Transformer Language Models" (2022).
+"""
+
+from __future__ import annotations
+
+import re
+
+from weights.config import ModelConfig
+from weights.families import layout
+from weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig, Source
+
+UNUSED_POSITIONS = 2
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.forbid("_remove_final_layer_norm", False, "convert it with a current transformers first")
+    hidden_size, num_layers = raw.size("hidden_size"), raw.size("num_hidden_layers", limit=MAX_LAYERS)
+    embed_size = raw.size("word_embed_proj_dim", default=hidden_size)
+    head_size = raw.share("hidden_size", "num_attention_heads")
+    has_bias = raw.boolean("enable_bias", default=True)
+    has_affine = raw.boolean("layer_norm_elementwise_affine", default=True)
+    return ModelConfig(
+        model_type="opt",
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=raw.size("max_position_embeddings", limit=MAX_WIDTH),
+        num_heads=raw.size("num_attention_heads"),
+        num_kv_heads=raw.size("num_attention_heads"),
+        head_size=head_size,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        attention_windows=(None,) * num_layers,
+        ffn_size=raw.size("ffn_dim"),
+        qkv_bias=has_bias,
+        attn_out_bias=has_bias,
+        ffn_bias=has_bias,
+        activation=raw.choice("activation_function", ACTIVATIONS, default="relu"),
+        norm_placement="input" if raw.boolean("do_layer_norm_before", default=True) else "sum",
+        norm_weight=has_affine,
+        norm_bias=has_affine,
+        embed_size=embed_size if embed_size != hidden_size else None,
+        tied_head=raw.boolean("tie_word_embeddings", default=True),
+    )
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
+    hidden, ffn, width = config.hidden_size, config.ffn_size, config.embed_size or config.hidden_size
+    num_stored = config.max_position + UNUSED_POSITIONS
+    sources = layout.table("embed", "embed_tokens", config.vocab_size, width)
+    positions = (("embed_positions.weight", (num_stored, hidden)),)
+    sources["position.weight"] = Source(positions, row_order=tuple(range(UNUSED_POSITIONS, num_stored)))
+    if config.embed_size:
+        sources |= layout.linear("embed_in", [("project_in", hidden)], width, bias=False)
+    for layer in range(config.num_layers):
+        block, stored = f"blocks.{layer}.", f"layers.{layer}."
+        parts, out = layout.split_qkv(config, f"{stored}self_attn."), [(f"{stored}self_attn.out_proj", hidden)]
+        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}self_attn_layer_norm")
+        sources |= layout.linear(f"{block}qkv", parts, hidden, bias=config.qkv_bias)
+        sources |= layout.linear(f"{block}attn_out", out, hidden, bias=config.attn_out_bias)
+        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}final_layer_norm")
+        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}fc1", ffn)], hidden, bias=config.ffn_bias)
+        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}fc2", hidden)], ffn, bias=config.ffn_bias)
+    if config.norm_placement == "input":
+        sources |= layout.norm(config, "final_norm", "final_layer_norm")
+    if config.embed_size:
+        sources |= layout.linear("embed_out", [("project_out", width)], hidden, bias=False)
+    return sources | layout.head(config, "lm_head")
+
+
+OPT = Family(
+    model_type="opt",
+    read_config=_read_config,
+    sources=_sources,
+    prefixes=("model.decoder.", "decoder."),
+    ignored=re.compile(r"lm_head\.weight"),
+)

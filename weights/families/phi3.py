@@ -1,0 +1,31 @@
+"""Phi-3 and 4: Llama with fused projections and, in the long-context models, LongRoPE within the original context.
+
+Abdin et al., "Phi-3 Technical Report" (2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from weights.config import ModelConfig
+from weights.families.family import Family, RawConfig
+from weights.families.llama import IGNORED, llama_sources, read_llama_config, read_windows
+from weights.families.rotary import original_context
+
+
+def _read_config(raw: RawConfig) -> ModelConfig:
+    config = read_llama_config(raw)
+    slides = ("sliding_window" in raw,) * config.num_layers
+    windows = read_windows(raw, config, slides)
+    # Beyond the original context the long-context models turn every key by other frequencies, the cached ones too.
+    return replace(config, attention_windows=windows, max_position=min(config.max_position, original_context(raw)))
+
+
+PHI3 = Family(
+    model_type="phi3",
+    read_config=_read_config,
+    sources=partial(llama_sources, fused=True),
+    prefixes=("model.",),
+    ignored=IGNORED,
+)

@@ -1,0 +1,37 @@
+"""Qwen2 and 2.5: Llama with biases on query, key and value. Qwen3: without, but with normalised queries and keys.
+
+Yang et al., "Qwen2 Technical Report" (2024) and "Qwen3 Technical Report" (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weights.config import ModelConfig
+from weights.families.family import Family, RawConfig
+from weights.families.llama import IGNORED, llama_sources, read_llama_config, read_windows
+
+
+def _read_qwen2(raw: RawConfig) -> ModelConfig:
+    config = replace(read_llama_config(raw), qkv_bias=True, attn_out_bias=False)
+    return replace(config, attention_windows=_windows(raw, config))
+
+
+def _read_qwen3(raw: RawConfig) -> ModelConfig:
+    config = replace(read_llama_config(raw), qk_norm="head")
+    return replace(config, attention_windows=_windows(raw, config))
+
+
+def _windows(raw: RawConfig, config: ModelConfig) -> tuple[int | None, ...]:
+    if not raw.boolean("use_sliding_window", default=False):
+        return (None,) * config.num_layers
+    first = raw.size("max_window_layers", default=28)
+    return read_windows(raw, config, tuple(layer >= first for layer in range(config.num_layers)))
+
+
+QWEN2 = Family(
+    model_type="qwen2", read_config=_read_qwen2, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
+)
+QWEN3 = Family(
+    model_type="qwen3", read_config=_read_qwen3, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
+)

@@ -1,0 +1,138 @@
+"""Rotary frequencies from a configuration: the scalings that stretch a model's context, as numbers.
+
+Families call `read_rotary`; the engine only sees the finished Rotary. Torch-free; computed in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from weights.config import Rotary
+from weights.errors import UnsupportedModelError, shown
+from weights.families.family import RawConfig
+
+Frequencies = tuple[float, ...]
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def read_rotary(
+    raw: RawConfig,
+    head_size: int,
+    max_position: int,
+    *,
+    scaling: RawConfig | None = None,
+    theta: float = 10_000.0,
+    fraction: float = 1.0,
+) -> Rotary:
+    """Return what `rope_parameters`, or `rope_theta` and `rope_scaling` in older files, say.
+
+    `scaling` replaces those sections; `theta` and `fraction` are the family's defaults. Raises InvalidConfigError or
+    UnsupportedModelError.
+    """
+    scaling = scaling or _scaling(raw)
+    theta = scaling.positive("rope_theta", default=raw.positive("rope_theta", default=theta))
+    fraction = scaling.positive(
+        "partial_rotary_factor", default=raw.positive("partial_rotary_factor", default=fraction)
+    )
+    num_pairs = int(head_size * fraction) // 2
+    if not 1 <= num_pairs <= head_size // 2:
+        raise scaling.error("partial_rotary_factor", f"a share of {head_size} dimensions, at least 2")
+    plain = tuple(theta ** (-i / num_pairs) for i in range(num_pairs))
+    kind = _kind(scaling)
+    if kind not in _SCALINGS:
+        raise UnsupportedModelError(f"config.json: rope_type must be one of {', '.join(_SCALINGS)}, got {shown(kind)}")
+    context = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
+    return _SCALINGS[kind](scaling, plain, theta, context, max_position / context)
+
+
+def original_context(raw: RawConfig) -> int:
+    """Return the longest context whose frequencies do not depend on the text's length."""
+    scaling, longest = _scaling(raw), raw.size("max_position_embeddings")
+    if _SCALINGS.get(_kind(scaling)) is not _longrope:
+        return longest
+    return raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=longest))
+
+
+def _scaling(raw: RawConfig) -> RawConfig:
+    return raw.section("rope_parameters" if "rope_parameters" in raw else "rope_scaling")
+
+
+def _kind(scaling: RawConfig) -> str:
+    return next((scaling.text(name) for name in ("rope_type", "type") if name in scaling), "default")
+
+
+def _plain(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+    """Nothing stretched. "dynamic" would stretch beyond max_position only, and nothing goes there."""
+    return Rotary(plain)
+
+
+def _linear(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+    """Position interpolation (Chen et al. 2023): every position divided by the factor."""
+    factor = scaling.positive("factor", default=1.0)
+    return Rotary(tuple(f / factor for f in plain))
+
+
+def _llama3(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+    """Llama 3.1: long waves are stretched, short ones left, those between blended."""
+    factor = scaling.positive("factor", default=8.0)
+    low, high = scaling.positive("low_freq_factor", default=1.0), scaling.positive("high_freq_factor", default=4.0)
+    if low >= high:
+        raise scaling.error("low_freq_factor", f"below high_freq_factor ({high})")
+
+    def blend(f: float) -> float:
+        share = min(1.0, max(0.0, (context * f / (2 * math.pi) - low) / (high - low)))
+        return share * f + (1 - share) * f / factor
+
+    return Rotary(tuple(map(blend, plain)))
+
+
+def _yarn(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+    """YaRN (Peng et al. 2023, sections 3.2 to 3.4)."""
+    factor = scaling.positive("factor", default=stretch)
+    dim = 2 * len(plain)
+
+    def dimension_of(num_rotations: float) -> float:
+        return dim * math.log(context / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = dimension_of(scaling.positive("beta_fast", default=32.0))
+    last = dimension_of(scaling.positive("beta_slow", default=1.0))
+    if scaling.boolean("truncate", default=True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    shares = [min(1.0, max(0.0, (i - first) / (last - first))) for i in range(len(plain))]
+    scale = scaling.number("attention_factor")
+    if scale is None:
+        m, all_dims = scaling.number("mscale"), scaling.number("mscale_all_dim")
+        scale = _yarn_scale(factor, m) / _yarn_scale(factor, all_dims) if m and all_dims else _yarn_scale(factor)
+    return Rotary(tuple((1 - s) * f + s * f / factor for f, s in zip(plain, shares, strict=True)), scale)
+
+
+def _yarn_scale(factor: float, m: float = 1.0) -> float:
+    return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+    """LongRoPE (Ding et al. 2024) within the original context.
+
+    Beyond it every key would turn by other frequencies, those already cached too: max_position must end there.
+    """
+    short = scaling.numbers("short_factor", length=len(plain))
+    factor = scaling.positive("factor", default=stretch)
+    default = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+    scale = scaling.positive("attention_factor", default=default)
+    return Rotary(tuple(f / divisor for f, divisor in zip(plain, short, strict=True)), scale)
+
+
+_SCALINGS: dict[str, Callable[[RawConfig, Frequencies, float, int, float], Rotary]] = {
+    "default": _plain,
+    "dynamic": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
+}
