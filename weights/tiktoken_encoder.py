@@ -73,29 +73,11 @@ class TiktokenEncoder:
     @classmethod
     def prove(cls, vocabulary: Vocabulary) -> TiktokenEncoder | None:
         """Return the encoder, or None when its ids might not be those of `tokenizers`."""
-        raw, model, decoder = vocabulary.description, vocabulary.description["model"], vocabulary.description["decoder"]
-        assert isinstance(model, dict)
-        assert isinstance(decoder, dict)
-        pattern = PATTERNS.get(_split_steps(raw.get("pre_tokenizer")))
-        template = _template(raw.get("post_processor"))
-        plain_model = (
-            model.get("type", "BPE") == "BPE"
-            and not model.get("continuing_subword_prefix")
-            and not model.get("end_of_word_suffix")
-            and model.get("byte_fallback", False) is False
-            and decoder["type"] == "ByteLevel"
-        )
-        if (
-            pattern is None
-            or template is None
-            or not plain_model
-            or raw.get("normalizer") not in (None, {"type": "NFC"})
-        ):
+        raw = vocabulary.description
+        pattern, template = PATTERNS.get(_split_steps(raw.get("pre_tokenizer"))), _template(raw.get("post_processor"))
+        if pattern is None or template is None or not _is_plain(vocabulary):
             return None
-        if any(token.is_contextual or (token.normalized and not token.text.isascii()) for token in vocabulary.added):
-            return None
-        ignores_merges = model.get("ignore_merges", False)
-        ranks = _rank_listed(vocabulary) if ignores_merges else _rank_merged(vocabulary)
+        ranks = _rank_listed(vocabulary) if vocabulary.ignores_merges else _rank_merged(vocabulary)
         if ranks is None or any(token.special and token.text in ranks for token in vocabulary.added):
             return None
         return cls(vocabulary, ranks, pattern, template)
@@ -105,16 +87,18 @@ class TiktokenEncoder:
         before, after = self._template if template else ([], [])
         ids = [*before]
         for part in self._raw_tokens.cut(text, special):
+            ids += [part] if isinstance(part, int) else self._encode_normalized(self._normalize(part), special)
+        return ids + after
+
+    def _encode_normalized(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = []
+        id_of_rank = self._id_of_rank
+        for part in self._normalized_tokens.cut(text, special):
             if isinstance(part, int):
                 ids.append(part)
-                continue
-            for piece in self._normalized_tokens.cut(self._normalize(part), special):
-                ids += (
-                    [piece]
-                    if isinstance(piece, int)
-                    else map(self._id_of_rank.__getitem__, self._bpe.encode_ordinary(piece))
-                )
-        return ids + after
+            else:
+                ids += [id_of_rank[rank] for rank in self._bpe.encode_ordinary(part)]
+        return ids
 
 
 class _AddedTokens:
@@ -137,6 +121,22 @@ class _AddedTokens:
                     yield token.token_id
                     start = match.end()
         yield text[start:]
+
+
+def _is_plain(vocabulary: Vocabulary) -> bool:
+    """Return whether nothing but splitting, merging, NFC and cutting out added tokens changes the ids."""
+    match vocabulary.description:
+        case {"model": dict(model), "decoder": {"type": "ByteLevel"}, **rest}:
+            return (
+                model.get("type", "BPE") == "BPE"
+                and not model.get("continuing_subword_prefix")
+                and not model.get("end_of_word_suffix")
+                and not model.get("byte_fallback")
+                and rest.get("normalizer") in (None, {"type": "NFC"})
+                and not any(token.is_contextual for token in vocabulary.added)
+                and all(token.text.isascii() for token in vocabulary.added if token.normalized)
+            )
+    return False
 
 
 def _nfc() -> Callable[[str], str]:

@@ -43,6 +43,7 @@ class Vocabulary:
     description: Mapping[str, object]
     ids: Mapping[str, int]
     merges: list[tuple[str, str]]
+    ignores_merges: bool  # a piece that is a token as a whole is that token, however it would be merged
     added: tuple[AddedToken, ...]
     token_bytes: dict[int, bytes]
 
@@ -84,7 +85,10 @@ def _checked(raw: Mapping[str, object], path: Path) -> Vocabulary:
     token_bytes = {token_id: to_bytes(text) for text, token_id in ids.items()}
     token_bytes |= {token.token_id: to_bytes(token.text) for token in added}
     merges = _merges(model, path) if kind == "BPE" else []
-    return Vocabulary(str(path), raw, ids, merges, added, token_bytes)
+    ignores_merges = model.get("ignore_merges", False)
+    if not isinstance(ignores_merges, bool):
+        raise TokenizerError(f"{path}: model.ignore_merges must be a bool, got {shown(ignores_merges)}")
+    return Vocabulary(str(path), raw, ids, merges, ignores_merges, added, token_bytes)
 
 
 def _object(values: Mapping[str, object], name: str, path: Path) -> dict[str, object]:

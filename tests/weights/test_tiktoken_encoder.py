@@ -150,6 +150,7 @@ SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
         change("model", "byte_fallback", to=True),
         change("model", "continuing_subword_prefix", to="##"),
         change("model", "end_of_word_suffix", to="</w>"),
+        lambda raw: raw["model"].update(continuing_subword_prefix="", end_of_word_suffix="</w>"),
         change("normalizer", to={"type": "NFKC"}),
         change("pre_tokenizer", "add_prefix_space", to=True),
         change("pre_tokenizer", "use_regex", to=False),

@@ -54,6 +54,7 @@ def change(*keys: Any, to: Any) -> Callable[[Any], None]:
     [
         (change("model", "type", to="WordPiece"), r"model\.type must be 'BPE' or 'Unigram', got 'WordPiece'"),
         (change("model", "dropout", to=0.1), r"model\.dropout must be None or 0, got 0\.1"),
+        (change("model", "ignore_merges", to=1), r"model\.ignore_merges must be a bool, got 1"),
         (change("model", to=[]), r"model must be an object, got \[\]"),
         (change("model", "merges", to={}), r"model\.merges must be a list"),
         (change("model", "merges", 0, to="a b c"), "a merge must be two tokens, got 'a b c'"),
