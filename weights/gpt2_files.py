@@ -81,9 +81,12 @@ def _added_tokens(config: Mapping[str, object], vocab: Mapping[str, object], pat
         if not re.fullmatch("[0-9]{1,9}", key):  # fewer digits than int() refuses
             raise TokenizerError(f"{path}: the id of an added token must be digits, got {shown(key)}")
         added[str(entry["content"])] = {**entry, "id": int(key), "special": value.get("special", False)}
-    for name in NAMES:
-        if config.get(name) is not None:
-            entry = _entry(config[name], path)
+    extra = config.get("additional_special_tokens") or []
+    if not isinstance(extra, list):
+        raise TokenizerError(f"{path}: additional_special_tokens must be a list, got {shown(extra)}")
+    for value in [*(config.get(name) for name in NAMES), *extra]:
+        if value is not None:
+            entry = _entry(value, path)
             text = str(entry["content"])
             if text in vocab and text not in added:
                 added[text] = {**entry, "id": vocab[text], "special": True}

@@ -70,7 +70,8 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of plain text as a model is prompted with it: with the tokens its template adds, such as BOS.
 
-        These are `tokenizer(text).input_ids` of transformers, for a text without special tokens.
+        These are `tokenizer(text, split_special_tokens=True).input_ids` of transformers, but that a special token does
+        not come from plain text where transformers would put one together from its parts (Unigram, some merges) either.
         """
         return self._encoder.encode(_checked(text), template=True)
 

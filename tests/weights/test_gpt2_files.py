@@ -40,7 +40,7 @@ AS_OBJECT = {"__type": "AddedToken", "lstrip": False, "normalized": True, "rstri
             "bos_token": None,
             "eos_token": "</s>",
         },
-        {"bos_token": "<s>", "add_bos_token": False},
+        {"bos_token": None, "add_bos_token": True, "additional_special_tokens": ["<s>"]},
     ],
     ids=["OPT", "both ends", "an added token", "nothing added"],
 )
@@ -93,6 +93,7 @@ def test_files_of_gpt1_are_refused_with_a_way_out(tmp_path: Path) -> None:
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "must be digits, got 'x'"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"1": 7}}, "must be a string or have content, got 7"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "added_tokens_decoder must be an object"),
+        ("tokenizer_config.json", {"additional_special_tokens": "<s>"}, "additional_special_tokens must be a list"),
         ("tokenizer_config.json", {"bos_token": ["<s>"]}, r"must be a string or have content, got \['<s>'\]"),
         (
             "tokenizer_config.json",
