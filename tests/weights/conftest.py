@@ -6,31 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 
 import weights.tokenizer
-
-CORPUS = (
-    "The cat sat on the mat, and they'll say it's 1000 years old; we're sure I'd've known.",
-    "    def f(x):\n        return x  # two\n\n\n\tand\ttabs\r\n",
-    "héllo wörld, ünïcödé Ελληνικά кириллица 日本語 한국어 🙂🙃👩‍👩‍👧 ½ ⅷ ١٢٣",
-    "aaaaaaaa bbbb abababab banana bandana",
-)
+from tests.weights.tiny_tokenizers import byte_level
 
 
 @pytest.fixture(scope="session")
 def trained() -> Tokenizer:
     """The reference: `tokenizers`' own encoder, special tokens not looked for in text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>", "<|pad|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    tokenizer = byte_level()
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -53,6 +38,7 @@ def two_files(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> P
     """A folder with vocab.json and merges.txt, its ids in another order than its merges."""
     folder = tmp_path_factory.mktemp("two_files")
     trained.model.save(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|pad|>"}))
     return folder
 
 
