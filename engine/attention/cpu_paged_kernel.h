@@ -296,6 +296,16 @@ static float weigh(float* scores, int first, int last, float sink) {
     return sink > -__builtin_inff() ? total + exp2(broadcast(sink - max))[0] : total;
 }
 
+// Turn the scores of row r, of query head `head`, into weights and return their sum. Not inlined: within attend_tile it
+// would take registers from the loops over the positions.
+__attribute__((noinline)) static float weigh_row(const Attend& a, const Tile& tile, int r, int64_t head) {
+    const int first = tile.first[r], last = tile.last[r];
+    float* scores = tile.scores + r * tile.score_stride;
+    if (a.softcap > 0) cap(scores, first, last, a.softcap);
+    if (a.slopes) add_distances(scores, first, last, a.slopes[head] * LOG2E);
+    return weigh(scores, first, last, a.sinks ? a.sinks[head] * LOG2E : -__builtin_inff());
+}
+
 // Call visit(rows, position) for each GROUP of the positions the tile sees; position counts from the tile's base.
 template <class T, class Visit>
 static inline void each_group(const Tile& tile, CacheRows<T>& cache, Visit visit) {
@@ -403,14 +413,7 @@ static void attend_tile(const Attend& a, float* scratch, int64_t s, int64_t g, i
     each_group(tile, keys, [&](auto row, int at) { score_group(tile, row, at); });
     values.fetch_first(tile.base);
     float total[MAX_TILE_ROWS];
-    for (int r = 0; r < rows; r++) {
-        const int64_t head = g * heads + (row + r) % heads;
-        const int first = tile.first[r], last = tile.last[r];
-        float* scores = tile.scores + r * tile.score_stride;
-        if (a.softcap > 0) cap(scores, first, last, a.softcap);
-        if (a.slopes) add_distances(scores, first, last, a.slopes[head] * LOG2E);
-        total[r] = weigh(scores, first, last, a.sinks ? a.sinks[head] * LOG2E : -__builtin_inff());
-    }
+    for (int r = 0; r < rows; r++) total[r] = weigh_row(a, tile, r, g * heads + (row + r) % heads);
     each_group(tile, values, [&](auto row, int at) { value_group(tile, row, at); });
     for (int r = 0; r < rows; r++) {
         const int64_t token = (row + r) / heads, head = g * heads + (row + r) % heads;
