@@ -60,7 +60,7 @@ class LLM:
         """
         seed = secrets.randbelow(SEED_LIMIT) if seed is None else seed
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        ids = [tuple(self.tokenizer.encode(p) if isinstance(p, str) else p) for p in prompts]
+        ids = [tuple(self.tokenizer.encode_prompt(p) if isinstance(p, str) else p) for p in prompts]
         requests = [self._request(prompt_ids, params or SamplingParams(), seed) for prompt_ids in ids]
         outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
         for output in self.stream(requests):
@@ -102,7 +102,7 @@ class LLM:
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             token_ids=token_ids,
-            text=self.tokenizer.decode(shown),
+            text=self.tokenizer.decode(token for token in shown if token not in self.tokenizer.special_ids),
             finish_reason=last.finish_reason,
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             prompt_logprobs=outputs[0].prompt_logprobs,

@@ -200,7 +200,7 @@ def _compute_here(options: argparse.Namespace, prompt: str) -> Iterator[str]:
     seed = secrets.randbelow(SEED_LIMIT) if options.seed is None else options.seed
     llm = LLM(options.local or None)
     choice = ChoiceOutput(llm.tokenizer, stop=[compile_stop(text) for text in options.stop])
-    for output in llm.stream([Request("local", tuple(llm.tokenizer.encode(prompt)), params, seed)]):
+    for output in llm.stream([Request("local", tuple(llm.tokenizer.encode_prompt(prompt)), params, seed)]):
         if output.error is not None:
             raise CommandError(output.error)
         yield choice.add(output).text

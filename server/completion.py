@@ -160,6 +160,7 @@ class CompletionRun:
                 stop_token_ids=request.params.stop_token_ids,
                 logprobs=request.params.logprobs is not None,
                 echo=request.prompt_token_ids if plan.echo else (),
+                skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
                 channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
             )
             for request in plan.requests
@@ -240,5 +241,5 @@ async def _encode(prompt: str | list[int], service: Service) -> list[int]:
         return prompt
     check_length(prompt, service)
     if len(prompt) > THREAD_CHARACTERS:
-        return await asyncio.to_thread(service.tokenizer.encode, prompt)
-    return service.tokenizer.encode(prompt)
+        return await asyncio.to_thread(service.tokenizer.encode_prompt, prompt)
+    return service.tokenizer.encode_prompt(prompt)

@@ -7,7 +7,7 @@ of HTTP; `completion.py` has one ChoiceOutput per choice.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -152,9 +152,10 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 class ChoiceOutput:
     """The text of one choice while its tokens arrive.
 
-    `echo` is the prompt to return first. Stop strings are looked for in generated text only. A token that stops (the
-    end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text. `channel_of` says of each token
-    whether it belongs to the text, to the reasoning before it, or to neither; without it everything is text.
+    `echo` is the prompt to return first, `skip` the tokens that are no text. Stop strings are looked for in generated
+    text only. A token that stops (the end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text.
+    `channel_of` says of each token whether it belongs to the text, to the reasoning before it, or to neither; without
+    it everything is text.
     """
 
     def __init__(
@@ -165,11 +166,12 @@ class ChoiceOutput:
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = False,
         echo: Sequence[int] = (),
+        skip: Container[int] = (),
         channel_of: Callable[[int, bytes], Channel | None] | None = None,
     ) -> None:
         self.num_tokens = 0
         self.finish_reason: Literal["stop", "length"] | None = None
-        self._token_bytes = tokenizer.token_bytes
+        self._token_bytes, self._skip = tokenizer.token_bytes, skip
         self._detokenizer = Detokenizer()
         self._stops = StopStrings(stop)
         self._stop_token_ids = stop_token_ids
@@ -194,7 +196,8 @@ class ChoiceOutput:
                 break
             if self._channel_of is not None:
                 text += self._enter(self._channel_of(token_id, data))
-            text += self._feed(self._detokenizer.feed(data))
+            if token_id not in self._skip:
+                text += self._feed(self._detokenizer.feed(data))
             if self._stops.matched is not None:
                 break
         return self._end(text, logprobs, output)
@@ -224,7 +227,7 @@ class ChoiceOutput:
             data = self._token_bytes(token_id)
             if logprobs is not None:
                 logprobs.append(self._score(data, entry))
-            piece = self._detokenizer.feed(data)
+            piece = self._detokenizer.feed(b"" if token_id in self._skip else data)
             self._offset += len(piece)
             text += piece
         self._echo = ()

@@ -100,6 +100,7 @@ class GenerationRequest(_RequestModel):
     n: int | None = Field(default=None, ge=1, description="completions per prompt; default 1")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = Field(default=None, description="leave their text out; default true")
     user: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
         default=None, description="written to the log"
     )

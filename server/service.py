@@ -23,8 +23,15 @@ class Tokenizer(Protocol):
     def max_token_bytes(self) -> int:
         """The most bytes a token stands for."""
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that are no text."""
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of `text` with those that a prompt begins or ends with."""
 
     def encode_with_special(self, text: str) -> list[int]:
         """Return the token ids of text in which the text of a special token means that token."""

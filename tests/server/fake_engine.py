@@ -42,8 +42,15 @@ class ByteTokenizer:
         self._special = {text: EOS + i for i, text in enumerate(("<|endoftext|>", *special))}
         self._texts = {token_id: text.encode() for text, token_id in self._special.items()}
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._texts)
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode_with_special(self, text: str) -> list[int]:
         parts = re.split("(" + "|".join(map(re.escape, self._special)) + ")", text)

@@ -145,4 +145,7 @@ def test_each_choice_of_a_harmony_model_is_split_by_itself(make_api: MakeApi) ->
 
 def test_a_completion_of_a_harmony_model_is_not_split(make_api: MakeApi) -> None:
     answer = "<|channel|>final<|message|>4"
-    assert harmony_api(make_api, answer).complete(prompt="x", max_tokens=99).json()["choices"][0]["text"] == answer
+    api = harmony_api(make_api, answer)
+    for skip, text in ((None, "final4"), (True, "final4"), (False, answer)):
+        response = api.complete(prompt="x", max_tokens=99, skip_special_tokens=skip)
+        assert response.json()["choices"][0]["text"] == text

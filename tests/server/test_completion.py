@@ -118,7 +118,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(api: Api, monk
         raise AssertionError("tokenized")
 
     most = INFO.max_model_len * ByteTokenizer.max_token_bytes
-    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", encode)
     response = api.complete(prompt="é" * (most // 2 + 1))
     assert response.status_code == 400
     assert response.json()["error"] == {
@@ -134,13 +134,13 @@ def test_a_long_text_is_tokenized_beside_the_event_loop(
     make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch, length: int, in_thread: bool
 ) -> None:
     threads = []
-    encode = ByteTokenizer.encode
+    encode = ByteTokenizer.encode_prompt
 
     def spy(self: ByteTokenizer, text: str) -> list[int]:
         threads.append(threading.current_thread() is not threading.main_thread())
         return encode(self, text)
 
-    monkeypatch.setattr(ByteTokenizer, "encode", spy)
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", spy)
     api = make_api(FakeEngineClient(info=replace(INFO, max_model_len=10_000)))
     assert api.complete(prompt="x" * length).json()["usage"]["prompt_tokens"] == length
     assert threads == [in_thread]
