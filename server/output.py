@@ -153,9 +153,9 @@ class ChoiceOutput:
     """The text of one choice while its tokens arrive.
 
     `echo` is the prompt to return first, `skip` the tokens that are no text. Stop strings are looked for in generated
-    text only. A token that stops (the end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text.
-    `channel_of` says of each token whether it belongs to the text, to the reasoning before it, or to neither; without
-    it everything is text.
+    text only. A token that stops (the end of text, one of stop_token_ids) counts, and has a logprobs entry, but no
+    text. `channel_of` says of each token whether it belongs to the text, to the reasoning before it, or to neither;
+    without it everything is text.
     """
 
     def __init__(

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
+from pathlib import Path
+
+import pytest
 
 from server.inspection import inspect_model, render
-from weights.config import ModelConfig
+from tests.weights.families.known import KNOWN
+from weights.families import load_config
+from weights.families.family import RawConfig
+from weights.families.llama import LLAMA
+from weights.families.nanogpt import NANOGPT
 
-TINY = ModelConfig(
-    model_type="gpt2",
-    vocab_size=100,
-    hidden_size=8,
-    num_layers=2,
-    max_position=64,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=4,
-    attention_scales=(0.5, 0.5),
-    attention_windows=(None, None),
-    ffn_size=32,
-    ffn_bias=False,
-    norm_bias=False,
-)
-NUM_PARAMETERS = 100 * 8 + 64 * 8 + 2 * (8 * 16 + 8 * 8) + 2 * (2 * 8 * 32) + 5 * 8
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 64, "bias": False, "vocab_size": 100}
+TINY = NANOGPT.read_config(RawConfig(SHAPE))
+NUM_PARAMETERS = 100 * 8 + 64 * 8 + 2 * (8 * 24 + 8 * 8) + 2 * (2 * 8 * 32) + 5 * 8
 
 
 def test_the_weights_are_counted_in_either_type() -> None:
@@ -34,7 +28,7 @@ def test_the_weights_are_counted_in_either_type() -> None:
 
 
 def test_what_fits_is_what_the_weights_leave() -> None:
-    kv_bytes_per_token = 2 * 2 * 1 * 4 * 4
+    kv_bytes_per_token = 2 * 2 * 2 * 4 * 4
     memory = 4 * NUM_PARAMETERS + 9 * 16 * kv_bytes_per_token
 
     entry = inspect_model("tiny", TINY, memory, 16).by_dtype[0]
@@ -54,11 +48,22 @@ def test_the_table_shows_every_part_the_formula_and_a_tied_head() -> None:
 
     for part in ("embedding", "position", "attention", "feed-forward", "norms", "head (the embedding)", "total"):
         assert f"\n  {part} " in table
-    assert "2 (key, value) x 2 layers x 1 KV heads x 4 head size" in table
+    assert "2 (key, value) x 2 layers x 2 KV heads x 4 head size" in table
     assert "what 1.0 MiB hold" in table
 
 
 def test_the_table_shows_a_head_of_its_own() -> None:
-    untied = render(inspect_model("tiny", dataclasses.replace(TINY, tied_head=False), 2**20, 16))
+    untied = render(inspect_model("8B", LLAMA.read_config(RawConfig(KNOWN["Llama 3 8B"][0])), 2**20, 16))
 
-    assert "\n  head                               800" in untied
+    assert f"\n  head                  {128256 * 4096:>16,}" in untied
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_config_of_a_published_model_gives_its_published_size(name: str, tmp_path: Path) -> None:
+    fields, published = KNOWN[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    report = inspect_model(name, load_config(tmp_path), 2**30, 16)
+
+    assert report.num_parameters == published
+    assert f"  {published:,} " in render(report)

@@ -19,7 +19,6 @@ def gpt2(width: int, layers: int, heads: int, context: int = 1024) -> dict[str, 
         "n_layer": layers,
         "n_head": heads,
         "activation_function": "gelu_new",
-        "eos_token_id": 50256,
     }
 
 
