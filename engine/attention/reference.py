@@ -1,8 +1,8 @@
 """Attention in plain torch, one sequence at a time: any device and dtype, and the truth for tests of the kernels.
 
-Each sequence's keys and values are gathered from its blocks and multiplied with bmm in fp32, which on a CPU gives a
-row the same bits whatever the other rows and whatever masked positions follow. Shape letters as in
-engine/attention/__init__.py, with L rows and K keys of one sequence.
+Each sequence's keys and values are gathered from its blocks and multiplied with bmm in fp32, in groups of one size,
+which on a CPU gives a row the same bits whatever the other rows and whatever masked positions follow. Shape letters as
+in engine/attention/__init__.py, with L rows and K keys of one sequence.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch.nn.functional import pad
 from engine.attention import AttentionMetadata, AttentionSpec
 
 _MIN_ROWS = 4
-_MIN_KEYS = 16
-"""Fewer rows or keys take other paths of bmm and softmax in fp32, with another order of summation."""
+"""Fewer rows take another path of bmm in fp32, with another order of summation."""
+_KEYS = 128
+"""Keys are padded to whole groups of so many, and values summed group by group: bmm and softmax cut longer sums
+differently at different lengths."""
 
 
 class ReferenceAttention:
@@ -50,8 +52,7 @@ def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: Att
     num_rows, num_keys = query_LHD.shape[0], key_GKD.shape[1]
     if num_rows < _MIN_ROWS:
         query_LHD = torch.cat([query_LHD, query_LHD[-1:].expand(_MIN_ROWS - num_rows, -1, -1)])
-    if num_keys < _MIN_KEYS:
-        key_GKD, value_GKD = (pad(x_GKD, (0, 0, 0, _MIN_KEYS - num_keys)) for x_GKD in (key_GKD, value_GKD))
+    key_GKD, value_GKD = (pad(x_GKD, (0, 0, 0, -num_keys % _KEYS)) for x_GKD in (key_GKD, value_GKD))
     group = spec.num_heads // spec.num_kv_heads
     key_HKD = key_GKD.repeat_interleave(group, dim=0)
     value_HKD = value_GKD.repeat_interleave(group, dim=0)
@@ -72,4 +73,7 @@ def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: Att
     else:  # first, where it keeps its place in the order of summation however many masked positions follow
         sinks_HL1 = spec.sinks[:, None, None].expand(-1, len(query_LHD), 1)
         probs_HLK = torch.cat([sinks_HL1, scores_HLK], -1).softmax(-1)[..., 1:].contiguous()
-    return torch.bmm(probs_HLK, value_HKD).transpose(0, 1)[:num_rows]
+    out_HLD = torch.zeros_like(query_LHD.transpose(0, 1))
+    for probs, value in zip(probs_HLK.split(_KEYS, dim=2), value_HKD.split(_KEYS, dim=1), strict=True):
+        out_HLD += torch.bmm(probs, value)
+    return out_HLD.transpose(0, 1)[:num_rows]

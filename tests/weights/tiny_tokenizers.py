@@ -205,7 +205,7 @@ FAMILIES: Mapping[str, Callable[[], Tokenizer]] = {
     "llama3": llama3,
     "qwen": qwen,
     "gpt_oss": lambda: from_tiktoken(
-        O200K, ("<|startoftext|>", "<|endoftext|>", "<|start|>", "<|end|>"), ("tabl", "QQ")
+        O200K, ("<|startoftext|>", "<|endoftext|>", "<|start|>", "<|end|>"), ("QQQ", "QQ")
     ),
     "llama2": llama2,
     "mistral": mistral,

@@ -185,6 +185,20 @@ def test_bits_do_not_depend_on_batch_chunks_or_blocks(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @plain_and_all
+def test_bits_of_a_long_sequence_do_not_depend_on_its_chunks(
+    backend: CpuAttention, dtype: torch.dtype, features: tuple[Feature, ...]
+) -> None:
+    spec = with_features(_spec(), features)
+    [sequence] = _sequences(spec, dtype, lengths=(700,))
+    whole = _run(backend, [sequence], spec, [[(0, 700)]])
+
+    for chunk in (37, 101):
+        steps = [[(0, min(chunk, 700 - start))] for start in range(0, 700, chunk)]
+        assert _same_bits(whole, _run(backend, [sequence], spec, steps)), f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@plain_and_all
 def test_bits_do_not_depend_on_the_number_of_threads(
     backend: CpuAttention, dtype: torch.dtype, set_threads: Callable[[int], None], features: tuple[Feature, ...]
 ) -> None:

@@ -131,11 +131,11 @@ def test_rows_have_the_same_bits_alone_and_in_a_batch_and_in_any_chunk(
 @plain_and_all
 @pytest.mark.parametrize("head_size", [12, 16, 64])
 def test_rows_have_the_same_bits_before_the_sequence_goes_on(head_size: int, features: tuple[Feature, ...]) -> None:
-    cached = Cached([64], with_features(replace(MHA, head_size=head_size), features), torch.float32)
-    (whole,) = cached.attend([0], [64])
-    for kv_len in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63):
+    cached = Cached([700], with_features(replace(MHA, head_size=head_size), features), torch.float32)
+    (whole,) = cached.attend([0], [700])
+    for kv_len in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, *range(100, 700, 23)):
         for query_len in {1, kv_len}:
-            (early,) = cached.attend([0], [query_len], hidden=64 - kv_len)
+            (early,) = cached.attend([0], [query_len], hidden=700 - kv_len)
             assert torch.equal(early, whole[kv_len - query_len : kv_len]), (kv_len, query_len)
 
 
