@@ -296,11 +296,11 @@ def _spec(num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64) -> Att
     return AttentionSpec(num_heads, num_kv_heads, head_size, head_size**-0.5)
 
 
-def _sequences(spec: AttentionSpec, dtype: torch.dtype) -> list[Sequence]:
+def _sequences(spec: AttentionSpec, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> list[Sequence]:
     generator = torch.Generator().manual_seed(0)
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     return [
-        Sequence(*(torch.randn(n, h, spec.head_size, generator=generator).to(dtype) for h in heads)) for n in LENGTHS
+        Sequence(*(torch.randn(n, h, spec.head_size, generator=generator).to(dtype) for h in heads)) for n in lengths
     ]
 
 
