@@ -74,6 +74,7 @@ def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: Att
         sinks_HL1 = spec.sinks[:, None, None].expand(-1, len(query_LHD), 1)
         probs_HLK = torch.cat([sinks_HL1, scores_HLK], -1).softmax(-1)[..., 1:].contiguous()
     out_HLD = torch.zeros_like(query_LHD.transpose(0, 1))
-    for probs, value in zip(probs_HLK.split(_KEYS, dim=2), value_HKD.split(_KEYS, dim=1), strict=True):
-        out_HLD += torch.bmm(probs, value)
+    for first in range(0, key_HKD.shape[1], _KEYS):
+        group_of_keys = slice(first, first + _KEYS)
+        out_HLD += torch.bmm(probs_HLK[:, :, group_of_keys], value_HKD[:, group_of_keys])
     return out_HLD.transpose(0, 1)[:num_rows]
