@@ -1,11 +1,12 @@
 """Every family against transformers in fp32: the same logits, and the same greedy ids through the whole engine.
 
-`python -m tests.parity.table` writes the table of largest differences that docs/parity.md keeps.
+`pytest -rP` shows the table of differences; `python -m tests.parity.table` writes the one that docs/parity.md keeps.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests.parity.shapes import SHAPES
 from weights.checkpoint import Checkpoint
 from weights.families import FAMILIES, load_config
 
+DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
 NUM_GREEDY = 64
 CHUNKS = (16, 7, 1, 1, 1, 30, 1, 1, 1, 1)
 
@@ -99,6 +101,12 @@ def test_every_family_has_a_shape() -> None:
     assert {model_type for model_type, _ in SHAPES.values()} == FAMILIES.keys() - {"nanogpt"}
 
 
+def test_the_table_in_the_docs_has_these_shapes_and_no_larger_differences() -> None:
+    rows = re.findall(r"^\| (.+) \| `(.+)` \| (\S+) \| (\S+) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name: model_type for name, model_type, *_ in rows} == {name: shape[0] for name, shape in SHAPES.items()}
+    assert all(0 < float(difference) < 1e-4 for row in rows for difference in row[2:])
+
+
 @pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_those_of_transformers_over_ragged_chunks_and_cached_tokens(
@@ -106,7 +114,9 @@ def test_logits_equal_those_of_transformers_over_ragged_chunks_and_cached_tokens
 ) -> None:
     if kind is CpuAttention and not CpuAttention.is_available():
         pytest.skip("the CPU kernel was not compiled")
-    assert largest_difference(written(name), kind()) < 1e-4
+    difference = largest_difference(written(name), kind())
+    print(f"| {name} | `{SHAPES[name][0]}` | {kind.name} | {difference:.1e} |")  # noqa: T201: the table
+    assert difference < 1e-4
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -46,6 +46,25 @@ ENCODERS = (
     *("modernbert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"),
 )
 ENCODER_DECODERS = ("bart", "led", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5gemma", "umt5", "whisper")
+WITH_IMAGES = (
+    *("blip-2", "gemma3", "idefics", "idefics2", "idefics3", "internvl", "llama4", "llava", "llava_next", "mistral3"),
+    *("mllama", "paligemma", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"),
+)
+WHY_REFUSED = (
+    (
+        ENCODERS,
+        "is an encoder: it reads text in both directions and cannot continue it; to embed or classify with it, use "
+        "sentence-transformers or text-embeddings-inference",
+    ),
+    (
+        ENCODER_DECODERS,
+        "is an encoder-decoder: it rewrites one text as another and cannot continue it; use transformers for it",
+    ),
+    (
+        WITH_IMAGES,
+        "reads images beside text, and only text is read here; use a text model of its lineage, or a server for images",
+    ),
+)
 
 
 def find_family(model_type: str) -> Family:
@@ -54,14 +73,9 @@ def find_family(model_type: str) -> Family:
     if family is not None:
         return family
     supported = f"decoder-only models of model_type {', '.join(sorted(FAMILIES))} are served"
-    if model_type in ENCODERS:
-        raise UnsupportedModelError(
-            f"{model_type} is an encoder: it reads text in both directions and cannot continue it; {supported}"
-        )
-    if model_type in ENCODER_DECODERS:
-        raise UnsupportedModelError(
-            f"{model_type} is an encoder-decoder: it rewrites one text as another and cannot continue it; {supported}"
-        )
+    for model_types, why in WHY_REFUSED:
+        if model_type in model_types:
+            raise UnsupportedModelError(f"{model_type} {why}; {supported}")
     raise UnsupportedModelError(f"config.json: model_type {shown(model_type)} is not supported; {supported}")
 
 
@@ -71,7 +85,13 @@ def load_config(folder: Path) -> ModelConfig:
     Raises InvalidConfigError naming file, field, rule and value, or UnsupportedModelError.
     """
     raw = RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
-    config = find_family(raw.text("model_type")).read_config(raw)
+    model_type = raw.text("model_type")
+    if "auto_map" in raw and model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{shown(model_type)} brings its own code (config.json: auto_map), which is never run; use a checkpoint in "
+            "the format of transformers' own models, if there is one"
+        )
+    config = find_family(model_type).read_config(raw)
     eos_token_ids = raw.token_ids("eos_token_id", config.vocab_size)
     generation_path = folder / "generation_config.json"
     if generation_path.exists():

@@ -34,17 +34,26 @@ def test_every_family_is_found_by_its_model_type() -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("bert", "bert is an encoder: it reads text in both directions and cannot continue it"),
+        ("bert", "bert is an encoder: .* cannot continue it; to embed or classify with it, use sentence-transformers"),
         ("roberta", "roberta is an encoder: it reads text in both directions and cannot continue it"),
-        ("t5", "t5 is an encoder-decoder: it rewrites one text as another and cannot continue it"),
+        ("t5", "t5 is an encoder-decoder: .* cannot continue it; use transformers for it"),
+        ("llava", "llava reads images beside text, and only text is read here; use a text model of its lineage"),
+        ("gemma3", "gemma3 reads images beside text"),
         ("mamba\n", r"config\.json: model_type 'mamba\\n' is not supported"),
     ],
 )
 def test_other_models_are_refused_with_the_reason_and_what_is_served(model_type: str, reason: str) -> None:
     with pytest.raises(
-        UnsupportedModelError, match=f"{reason}; decoder-only models of model_type .*gpt2.* are served$"
+        UnsupportedModelError, match=f"^{reason}.*; decoder-only models of model_type .*gpt2.* are served$"
     ):
         find_family(model_type)
+
+
+def test_a_model_with_code_of_its_own_is_refused_and_one_that_is_known_is_served(tmp_path: Path) -> None:
+    code = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    with pytest.raises(UnsupportedModelError, match=r"^'chatglm' brings its own code .* which is never run; use"):
+        load(tmp_path, model_type="chatglm", auto_map=code)
+    assert load(tmp_path, auto_map=code).model_type == "gpt2"
 
 
 def test_end_of_text_ids_of_both_files_are_joined(tmp_path: Path) -> None:
