@@ -115,7 +115,7 @@ def test_logits_equal_those_of_transformers_over_ragged_chunks_and_cached_tokens
     if kind is CpuAttention and not CpuAttention.is_available():
         pytest.skip("the CPU kernel was not compiled")
     difference = largest_difference(written(name), kind())
-    print(f"| {name} | `{SHAPES[name][0]}` | {kind.name} | {difference:.1e} |")  # noqa: T201: the table
+    print(f"| {name} | `{SHAPES[name][0]}` | {kind.name} | {difference:.1e} |")  # noqa: T201 - the table
     assert difference < 1e-4
 
 
