@@ -32,7 +32,8 @@ tensors from shards and from bf16 files.
 """
 TOKENIZERS = """
 Tiny tokenizers with the steps and flags of each lineage's tokenizer.json: how many of {num_texts:,} random texts have
-the ids of `transformers` (pieces of code, prose in several scripts and any characters at all, special tokens read as text).
+the ids of `transformers` (pieces of code, prose in several scripts and any characters at all, special tokens read as
+text).
 
 | Tokenizer | encoded by | equal |
 |---|---|---|
