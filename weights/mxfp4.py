@@ -25,6 +25,7 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
 def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor [..., in, out]; exact in fp32 and bf16."""
     values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
-    halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2).to(torch.int32)
-    grouped = torch.ldexp(values[halves], scales.to(torch.int32)[..., None] - _EXPONENT_BIAS)
-    return grouped.flatten(-2).to(dtype).mT
+    pair_of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).to(dtype)
+    powers = torch.ldexp(torch.ones(()), scales.to(torch.int32) - _EXPONENT_BIAS).to(dtype)
+    grouped = pair_of_byte[blocks.to(torch.int32)].flatten(-2) * powers[..., None]
+    return grouped.flatten(-2).mT

@@ -10,7 +10,7 @@ from weights.mxfp4 import packed_shapes, unpack
 
 def test_every_value_times_every_power_of_two() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16)
-    for exponent in (0, 1, 126, 127, 128, 200):
+    for exponent in range(252):  # beyond, 6 times the power is more than fp32 holds
         scales = torch.full((1, 16), exponent, dtype=torch.uint8)
         magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         table = magnitudes + [-m for m in magnitudes]
