@@ -26,6 +26,6 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor [..., in, out]; exact in fp32 and bf16."""
     values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
     pair_of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).to(dtype)
-    powers = torch.ldexp(torch.ones(()), scales.to(torch.int32) - _EXPONENT_BIAS).to(dtype)
-    grouped = pair_of_byte[blocks.to(torch.int32)].flatten(-2) * powers[..., None]
+    power_of_byte = torch.tensor([2.0 ** (exponent - _EXPONENT_BIAS) for exponent in range(256)]).to(dtype)
+    grouped = pair_of_byte[blocks.to(torch.int32)].flatten(-2) * power_of_byte[scales.to(torch.int32)][..., None]
     return grouped.flatten(-2).mT
