@@ -15,9 +15,11 @@ from weights.families.family import MAX_LAYERS, Family, RawConfig, Source
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("apply_residual_connection_post_layernorm", False, "no published BLOOM has it")
+    # The largest one's file has older names.
     width = "hidden_size" if "hidden_size" in raw else "n_embed"
-    num_layers, head_size = raw.size("n_layer", limit=MAX_LAYERS), raw.share(width, "n_head")
-    num_heads, hidden_size = raw.size("n_head"), raw.size(width)
+    heads = "n_head" if "n_head" in raw else "num_attention_heads"
+    num_heads, hidden_size, head_size = raw.size(heads), raw.size(width), raw.share(width, heads)
+    num_layers = raw.size("n_layer", limit=MAX_LAYERS)
     return ModelConfig(
         model_type="bloom",
         vocab_size=raw.size("vocab_size"),

@@ -119,6 +119,15 @@ def test_any_values_are_a_sound_config_or_one_sentence(fields: dict[str, Any], t
     assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)
 
 
+def test_bloom_is_read_under_its_older_names(tmp_path: Path) -> None:
+    new = {"model_type": "bloom", "vocab_size": 50, "hidden_size": 8, "n_layer": 1, "n_head": 2, "seq_length": 64}
+    old = {name: value for name, value in new.items() if name not in ("hidden_size", "n_head")}
+    (tmp_path / "config.json").write_text(json.dumps(new))
+    expected = load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(old | {"n_embed": 8, "num_attention_heads": 2}))
+    assert load_config(tmp_path) == expected
+
+
 @functools.cache
 def complete_configs() -> list[dict[str, Any]]:
     """A whole config.json of every shape that is tested for parity, as transformers writes them."""
