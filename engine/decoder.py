@@ -30,6 +30,8 @@ class Decoder:
         self._config, source = config, StreamedTensors(tensors)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
+        scale = config.embed_scale  # in the model's dtype, as it was trained with
+        self._embed_scale = None if scale == 1 else torch.tensor(scale).to(self._embedding)
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
         self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
         device = self._embedding.device
@@ -77,8 +79,8 @@ class Decoder:
 
     def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x = self._embedding[token_ids_T]
-        if self._config.embed_scale != 1:
-            x = x * self._config.embed_scale
+        if self._embed_scale is not None:
+            x = x * self._embed_scale
         if self._embed_norm is not None:
             x = self._embed_norm(x)
         if self._embed_in is not None:

@@ -26,6 +26,7 @@ class MixtureOfExperts:
         top_TK, chosen_TK = self._router(x).float().topk(self._num_active, dim=-1)
         weights_TK1 = top_TK.softmax(-1).unsqueeze(-1)
         parts_TKH = torch.empty(*chosen_TK.shape, x.shape[-1], dtype=torch.float32, device=x.device)
+        # Only the host can start the experts that were chosen: on a GPU this waits for the router.
         for e in sorted(set(chosen_TK.flatten().tolist())):
             rows, ranks = torch.where(chosen_TK == e)
             padding = max(0, MIN_ROWS - len(rows))

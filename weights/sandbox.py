@@ -3,8 +3,8 @@
 A template comes with the model and is as trusted as its weights to do its work, but not with this process: it reaches
 no file, no module and no attribute that begins with an underscore, and changes nothing it is given. That it ends is
 seen to at every turn of a loop, every call and every sum, product or join, so that neither a mistake in it nor the
-conversation of a client can hold the server; what a filter does by itself is not bounded. Equal to `transformers` in
-what it renders. Called by chat.py, which imports it, and so Jinja, when a template is first rendered.
+conversation of a client can hold the server; what a filter or a method does by itself is not bounded. Equal to
+`transformers` in what it renders. Called by chat.py, which imports it, and so Jinja, when a template is first rendered.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ IGNORED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.wei
 
 def read_llama_config(raw: RawConfig) -> ModelConfig:
     """Return the fields that the layout's families share; each replaces those in which it differs."""
-    num_layers, max_position = raw.size("num_hidden_layers", limit=MAX_LAYERS), raw.size("max_position_embeddings")
+    num_layers = raw.size("num_hidden_layers", limit=MAX_LAYERS)
+    has_older_name = "max_sequence_length" in raw and "max_position_embeddings" not in raw  # early files of Llama 1
+    max_position = raw.size("max_sequence_length" if has_older_name else "max_position_embeddings")
     num_heads = raw.size("num_attention_heads")
     head_size = (
         raw.size("head_dim", limit=MAX_WIDTH) if "head_dim" in raw else raw.share("hidden_size", "num_attention_heads")

@@ -36,6 +36,8 @@ def read_rotary(
     fraction = scaling.positive(
         "partial_rotary_factor", default=raw.positive("partial_rotary_factor", default=fraction)
     )
+    if theta <= 1:
+        raise scaling.error("rope_theta", "above 1")
     num_pairs = int(head_size * fraction) // 2
     if not 1 <= num_pairs <= head_size // 2:
         raise scaling.error("partial_rotary_factor", f"a share of {head_size} dimensions, at least 2")
@@ -44,6 +46,8 @@ def read_rotary(
     if kind not in _SCALINGS:
         raise UnsupportedModelError(f"config.json: rope_type must be one of {', '.join(_SCALINGS)}, got {shown(kind)}")
     context = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
+    if context < 2:
+        raise scaling.error(_ORIGINAL, "at least 2")
     return _SCALINGS[kind](scaling, plain, theta, context, max_position / context)
 
 

@@ -128,6 +128,16 @@ def test_bloom_is_read_under_its_older_names(tmp_path: Path) -> None:
     assert load_config(tmp_path) == expected
 
 
+def test_llama_is_read_under_its_older_name(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    raw = {"model_type": "llama", **sizes, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"max_sequence_length": 64}))
+    assert load_config(tmp_path).max_position == 64
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InvalidConfigError, match=r"max_position_embeddings must be .*, but is missing"):
+        load_config(tmp_path)
+
+
 @functools.cache
 def complete_configs() -> list[dict[str, Any]]:
     """A whole config.json of every shape that is tested for parity, as transformers writes them."""

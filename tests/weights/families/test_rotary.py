@@ -81,6 +81,8 @@ def test_a_part_of_each_head_turns() -> None:
         ({"rope_scaling": 3}, InvalidConfigError, "rope_scaling must be an object, got 3"),
         ({"rope_scaling": {"type": 3}}, InvalidConfigError, "config.json: rope_scaling: type must be a string, got 3"),
         ({"rope_theta": 0}, InvalidConfigError, "rope_theta must be a finite number above 0, got 0"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn"}}, InvalidConfigError, "rope_theta must be above 1"),
+        ({"original_max_position_embeddings": 1}, InvalidConfigError, "must be at least 2"),
         ({"partial_rotary_factor": 1.5}, InvalidConfigError, "partial_rotary_factor must be a share of 64 dimensions"),
         ({"partial_rotary_factor": 0.01}, InvalidConfigError, "partial_rotary_factor must be a share of 64 dimensions"),
         (
