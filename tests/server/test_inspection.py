@@ -15,7 +15,15 @@ from weights.families.family import RawConfig
 from weights.families.llama import LLAMA
 from weights.families.nanogpt import NANOGPT
 
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 64, "bias": False, "vocab_size": 100}
+SHAPE = {
+    "model_type": "nanogpt",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 8,
+    "block_size": 64,
+    "bias": False,
+    "vocab_size": 100,
+}
 TINY = NANOGPT.read_config(RawConfig(SHAPE))
 NUM_PARAMETERS = 100 * 8 + 64 * 8 + 2 * (8 * 24 + 8 * 8) + 2 * (2 * 8 * 32) + 5 * 8
 

@@ -7,33 +7,28 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("apply_residual_connection_post_layernorm", False, "no published BLOOM has it")
-    # The largest one's file has older names.
-    width = "hidden_size" if "hidden_size" in raw else "n_embed"
-    heads = "n_head" if "n_head" in raw else "num_attention_heads"
-    num_heads, hidden_size, head_size = raw.size(heads), raw.size(width), raw.share(width, heads)
-    num_layers = raw.size("n_layer", limit=MAX_LAYERS)
-    return ModelConfig(
-        model_type="bloom",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_position=raw.size("seq_length", default=2048),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
-        ffn_size=4 * hidden_size,
+    config = plain_config(
+        raw,
+        # The largest one's file has the older names.
+        width="hidden_size" if "hidden_size" in raw else "n_embed",
+        layers="n_layer",
+        heads="n_head" if "n_head" in raw else "num_attention_heads",
+        context="seq_length",
+        default_context=2048,
+    )
+    return replace(
+        config,
         position=None,
-        alibi_slopes=_slopes(num_heads),
+        alibi_slopes=_slopes(config.num_heads),
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
         embed_norm=True,
         tied_head=raw.boolean("tie_word_embeddings", default=True),

@@ -84,6 +84,31 @@ class Family:
     ignored: re.Pattern[str]
 
 
+def plain_config(
+    raw: RawConfig, *, width: str, layers: str, heads: str, context: str, default_context: int | None = None
+) -> ModelConfig:
+    """Return GPT-2's choices with the sizes that stand under these names; a family replaces those in which it differs.
+
+    Every query head has its own key head, scores are scaled by 1 / sqrt(head size), layers see everything, the
+    feed-forward is four times as wide as the model.
+    """
+    hidden_size, head_size = raw.size(width, limit=MAX_WIDTH), raw.share(width, heads)
+    num_heads, num_layers = raw.size(heads), raw.size(layers, limit=MAX_LAYERS)
+    return ModelConfig(
+        model_type=raw.text("model_type"),
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position=raw.size(context, default=default_context),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        attention_windows=(None,) * num_layers,
+        ffn_size=4 * hidden_size,
+    )
+
+
 class RawConfig:
     """The fields of a JSON configuration; null means absent. Readers raise InvalidConfigError naming the field."""
 
@@ -115,6 +140,13 @@ class RawConfig:
         if size % num:
             raise self.error(name, f"a multiple of {divisor} ({num})")
         return size // num
+
+    def kv_heads(self, num_heads: int) -> int:
+        """Return num_key_value_heads, a divisor of num_heads and by default the same."""
+        num_kv_heads = self.size("num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads:
+            raise self.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+        return num_kv_heads
 
     def number(self, name: str) -> float | None:
         """Return a finite number above 0, or None where it is absent."""

@@ -6,31 +6,23 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("add_cross_attention", False, "there is no second text to attend to")
-    hidden_size, num_heads, head_size = raw.size("n_embd"), raw.size("n_head"), raw.share("n_embd", "n_head")
-    num_layers = raw.size("n_layer", limit=MAX_LAYERS)
-    scale = head_size**-0.5 if raw.boolean("scale_attn_weights", default=True) else 1.0
+    config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
+    scale = config.head_size**-0.5 if raw.boolean("scale_attn_weights", default=True) else 1.0
     by_depth = raw.boolean("scale_attn_by_inverse_layer_idx", default=False)
     # reorder_and_upcast_attn changes rounding in half precision only; softmax and scores are fp32 here in any case.
-    return ModelConfig(
-        model_type="gpt2",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_position=raw.size("n_positions"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        attention_scales=tuple(scale / (layer + 1) if by_depth else scale for layer in range(num_layers)),
-        attention_windows=(None,) * num_layers,
-        ffn_size=raw.size("n_inner", default=4 * hidden_size),
+    return replace(
+        config,
+        attention_scales=tuple(scale / (layer + 1) if by_depth else scale for layer in range(config.num_layers)),
+        ffn_size=raw.size("n_inner", default=config.ffn_size),
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
         tied_head=raw.boolean("tie_word_embeddings", default=True),

@@ -6,30 +6,26 @@ Black et al., "GPT-Neo" (2021), after Brown et al., "Language Models are Few-Sho
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    hidden_size, num_layers = raw.size("hidden_size"), raw.size("num_layers", limit=MAX_LAYERS)
-    kinds = raw.strings("attention_layers", ("global", "local"), length=num_layers)
+    config = plain_config(
+        raw, width="hidden_size", layers="num_layers", heads="num_heads", context="max_position_embeddings"
+    )
+    kinds = raw.strings("attention_layers", ("global", "local"), length=config.num_layers)
     window = raw.size("window_size", default=256)
     if kinds is None:
-        raise raw.error("attention_layers", f"a list of {num_layers}")
-    return ModelConfig(
-        model_type="gpt_neo",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_position=raw.size("max_position_embeddings"),
-        num_heads=raw.size("num_heads"),
-        num_kv_heads=raw.size("num_heads"),
-        head_size=raw.share("hidden_size", "num_heads"),
-        attention_scales=(1.0,) * num_layers,
+        raise raw.error("attention_layers", f"a list of {config.num_layers}")
+    return replace(
+        config,
+        attention_scales=(1.0,) * config.num_layers,
         attention_windows=tuple(window if kind == "local" else None for kind in kinds),
-        ffn_size=raw.size("intermediate_size", default=4 * hidden_size),
+        ffn_size=raw.size("intermediate_size", default=config.ffn_size),
         qkv_bias=False,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),

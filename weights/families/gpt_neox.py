@@ -6,35 +6,32 @@ Black et al., "GPT-NeoX-20B: An Open-Source Autoregressive Language Model" (2022
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 from weights.families.rotary import read_rotary
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    num_layers, max_position = raw.size("num_hidden_layers", limit=MAX_LAYERS), raw.size("max_position_embeddings")
-    head_size = raw.share("hidden_size", "num_attention_heads")
+    config = plain_config(
+        raw,
+        width="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        context="max_position_embeddings",
+    )
     has_bias = raw.boolean("attention_bias", default=True)
-    theta = raw.positive("rotary_emb_base", default=10_000.0)
-    rotary = read_rotary(raw, head_size, max_position, theta=theta, fraction=raw.positive("rotary_pct", default=0.25))
-    return ModelConfig(
-        model_type="gpt_neox",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=raw.size("hidden_size"),
-        num_layers=num_layers,
-        max_position=max_position,
-        num_heads=raw.size("num_attention_heads"),
-        num_kv_heads=raw.size("num_attention_heads"),
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
+    theta, fraction = raw.positive("rotary_emb_base", default=10_000.0), raw.positive("rotary_pct", default=0.25)
+    rotary = read_rotary(raw, config.head_size, config.max_position, theta=theta, fraction=fraction)
+    return replace(
+        config,
         ffn_size=raw.size("intermediate_size"),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
         position=None,
-        rotaries=(rotary,) * num_layers,
+        rotaries=(rotary,) * config.num_layers,
         activation=raw.choice("hidden_act", ACTIVATIONS, default="gelu"),
         norm_eps=raw.positive("layer_norm_eps", default=1e-5),
         parallel_residual=raw.boolean("use_parallel_residual", default=True),

@@ -6,33 +6,24 @@ Wang and Komatsuzaki, "GPT-J-6B" (2021).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 from weights.families.rotary import read_rotary
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    hidden_size, num_layers = raw.size("n_embd"), raw.size("n_layer", limit=MAX_LAYERS)
-    head_size, max_position = raw.share("n_embd", "n_head"), raw.size("n_positions")
-    rotated = raw.size("rotary_dim", default=64, limit=head_size)
-    return ModelConfig(
-        model_type="gptj",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_position=max_position,
-        num_heads=raw.size("n_head"),
-        num_kv_heads=raw.size("n_head"),
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
-        ffn_size=raw.size("n_inner", default=4 * hidden_size),
+    config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
+    rotated = raw.size("rotary_dim", default=64, limit=config.head_size)
+    return replace(
+        config,
+        ffn_size=raw.size("n_inner", default=config.ffn_size),
         qkv_bias=False,
         attn_out_bias=False,
         position=None,
-        rotaries=(read_rotary(raw, rotated, max_position),) * num_layers,
+        rotaries=(read_rotary(raw, rotated, config.max_position),) * config.num_layers,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
         parallel_residual=True,

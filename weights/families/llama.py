@@ -27,9 +27,6 @@ def read_llama_config(raw: RawConfig) -> ModelConfig:
     head_size = (
         raw.size("head_dim", limit=MAX_WIDTH) if "head_dim" in raw else raw.share("hidden_size", "num_attention_heads")
     )
-    num_kv_heads = raw.size("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise raw.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     has_bias = raw.boolean("attention_bias", default=False)
     return ModelConfig(
         model_type=raw.text("model_type"),
@@ -38,7 +35,7 @@ def read_llama_config(raw: RawConfig) -> ModelConfig:
         num_layers=num_layers,
         max_position=max_position,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=raw.kv_heads(num_heads),
         head_size=head_size,
         attention_scales=(head_size**-0.5,) * num_layers,
         attention_windows=(None,) * num_layers,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.errors import UnsupportedModelError
 from weights.families import layout
-from weights.families.family import MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -22,26 +23,17 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     attention.forbid("qk_ln", False, "queries and keys are not normalised in published models of the hub's format")
     attention.forbid("attn_type", "multihead_attention", "one projection with as many key as query heads is read")
     raw.forbid("no_bias", True, "the hub's format has no biases")
-    hidden_size, num_heads, head_size = raw.size("d_model"), raw.size("n_heads"), raw.share("d_model", "n_heads")
-    num_layers = raw.size("n_layers", limit=MAX_LAYERS)
-    scale = attention.positive("softmax_scale", default=head_size**-0.5)
-    return ModelConfig(
-        model_type="mpt",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_position=raw.size("max_seq_len", default=2048),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        attention_scales=(scale,) * num_layers,
-        attention_windows=(None,) * num_layers,
-        ffn_size=4 * hidden_size,
+    config = plain_config(
+        raw, width="d_model", layers="n_layers", heads="n_heads", context="max_seq_len", default_context=2048
+    )
+    return replace(
+        config,
+        attention_scales=(attention.positive("softmax_scale", default=config.head_size**-0.5),) * config.num_layers,
         qkv_bias=False,
         attn_out_bias=False,
         qkv_clip=attention.number("clip_qkv"),
         position=None,
-        alibi_slopes=_slopes(num_heads, attention.size("alibi_bias_max", default=8)),
+        alibi_slopes=_slopes(config.num_heads, attention.size("alibi_bias_max", default=8)),
         activation="gelu",
         ffn_bias=False,
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),

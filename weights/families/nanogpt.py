@@ -7,28 +7,17 @@ model_type "nanogpt" and n_layer, n_head, n_embd, block_size, bias and vocab_siz
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    hidden_size, num_heads, head_size = raw.size("n_embd"), raw.size("n_head"), raw.share("n_embd", "n_head")
-    num_layers = raw.size("n_layer", limit=MAX_LAYERS)
     has_bias = raw.boolean("bias", default=True)
-    return ModelConfig(
-        model_type="nanogpt",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_position=raw.size("block_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
-        ffn_size=4 * hidden_size,
+    return replace(
+        plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="block_size"),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
         activation="gelu",

@@ -6,32 +6,30 @@ Zhang et al., "OPT: Open Pre-trained Transformer Language Models" (2022).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig, Source
+from weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, Source, plain_config
 
 UNUSED_POSITIONS = 2
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("_remove_final_layer_norm", False, "convert it with a current transformers first")
-    hidden_size, num_layers = raw.size("hidden_size"), raw.size("num_hidden_layers", limit=MAX_LAYERS)
-    embed_size = raw.size("word_embed_proj_dim", default=hidden_size)
-    head_size = raw.share("hidden_size", "num_attention_heads")
+    config = plain_config(
+        raw,
+        width="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        context="max_position_embeddings",
+    )
+    embed_size = raw.size("word_embed_proj_dim", default=config.hidden_size)
     has_bias = raw.boolean("enable_bias", default=True)
     has_affine = raw.boolean("layer_norm_elementwise_affine", default=True)
-    return ModelConfig(
-        model_type="opt",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
+    return replace(
+        config,
         max_position=raw.size("max_position_embeddings", limit=MAX_WIDTH),
-        num_heads=raw.size("num_attention_heads"),
-        num_kv_heads=raw.size("num_attention_heads"),
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
         ffn_size=raw.size("ffn_dim"),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
@@ -40,7 +38,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         norm_placement="input" if raw.boolean("do_layer_norm_before", default=True) else "sum",
         norm_weight=has_affine,
         norm_bias=has_affine,
-        embed_size=embed_size if embed_size != hidden_size else None,
+        embed_size=embed_size if embed_size != config.hidden_size else None,
         tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 

@@ -6,31 +6,30 @@ Gunasekar et al., "Textbooks Are All You Need" (2023).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 from weights.families.rotary import read_rotary
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("qk_layernorm", False, "no published Phi normalises queries and keys")
-    num_layers, max_position = raw.size("num_hidden_layers", limit=MAX_LAYERS), raw.size("max_position_embeddings")
-    head_size, num_heads = raw.share("hidden_size", "num_attention_heads"), raw.size("num_attention_heads")
-    return ModelConfig(
-        model_type="phi",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=raw.size("hidden_size"),
-        num_layers=num_layers,
-        max_position=max_position,
-        num_heads=num_heads,
-        num_kv_heads=raw.size("num_key_value_heads", default=num_heads),
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
+    config = plain_config(
+        raw,
+        width="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        context="max_position_embeddings",
+    )
+    rotary = read_rotary(raw, config.head_size, config.max_position, fraction=0.5)
+    return replace(
+        config,
+        num_kv_heads=raw.kv_heads(config.num_heads),
         ffn_size=raw.size("intermediate_size"),
         position=None,
-        rotaries=(read_rotary(raw, head_size, max_position, fraction=0.5),) * num_layers,
+        rotaries=(rotary,) * config.num_layers,
         activation=raw.choice("hidden_act", ACTIVATIONS, default="gelu_new"),
         norm_eps=raw.positive("layer_norm_eps", default=1e-5),
         parallel_residual=True,

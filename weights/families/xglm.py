@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from weights.config import ModelConfig
 from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, Family, RawConfig, Source
+from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("add_cross_attention", False, "there is no second text to attend to")
-    hidden_size, num_layers = raw.size("d_model"), raw.size("num_layers", limit=MAX_LAYERS)
-    head_size = raw.share("d_model", "attention_heads")
-    return ModelConfig(
-        model_type="xglm",
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_position=raw.size("max_position_embeddings"),
-        num_heads=raw.size("attention_heads"),
-        num_kv_heads=raw.size("attention_heads"),
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
+    config = plain_config(
+        raw, width="d_model", layers="num_layers", heads="attention_heads", context="max_position_embeddings"
+    )
+    return replace(
+        config,
         ffn_size=raw.size("ffn_dim"),
         position="sinusoidal",
         position_offset=2,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu"),
-        embed_scale=math.sqrt(hidden_size) if raw.boolean("scale_embedding", default=True) else 1.0,
+        embed_scale=math.sqrt(config.hidden_size) if raw.boolean("scale_embedding", default=True) else 1.0,
         tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 

@@ -12,7 +12,7 @@ from weights.errors import InvalidConfigError, UnsupportedModelError
 from weights.families.family import RawConfig
 from weights.families.gpt2 import GPT2
 
-SMALL = {"vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 3, "n_head": 2}
+SMALL = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 3, "n_head": 2}
 
 
 def read(**fields: Any) -> ModelConfig:
