@@ -1,5 +1,8 @@
 """config.json of published models, shortened to what is read, with the number of parameters published for them.
 
+published.json has more of them whole, each with the number of its tensors' parameters on the hub (OPT's without the two
+position rows that nothing reads).
+
 Sources: GPT-1 and GPT-2, the tensors of openai-community/openai-gpt, gpt2, gpt2-medium, gpt2-large and gpt2-xl on the
 hub; GPT-3, Brown et al. 2020, table 2.1 (175.0B, which counts 2048 positions and the vocabulary of GPT-2); Llama 3,
 the hub's count for meta-llama/Meta-Llama-3-8B and -70B; gpt-oss, its model card, table 1 (20.91B and 116.83B).
@@ -7,7 +10,11 @@ the hub's count for meta-llama/Meta-Llama-3-8B and -70B; gpt-oss, its model card
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+_PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 
 
 def gpt2(width: int, layers: int, heads: int, context: int = 1024) -> dict[str, Any]:
@@ -87,4 +94,5 @@ KNOWN: dict[str, tuple[dict[str, Any], int]] = {
     "Llama 3 70B": (llama3(8192, 80, 64, 28672), 70_553_706_496),
     "gpt-oss-20b": (gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": (gpt_oss(36, 128), 116_829_156_672),
+    **{name: (entry["config"], entry["num_parameters"]) for name, entry in _PUBLISHED.items()},
 }
