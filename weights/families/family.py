@@ -109,6 +109,14 @@ def plain_config(
     )
 
 
+def read_windows(raw: RawConfig, config: ModelConfig, default: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Return each layer's window: `layer_types` says which layers have one, or else `default`."""
+    kinds = raw.strings("layer_types", ("full_attention", "sliding_attention"), length=config.num_layers)
+    slides = default if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
+    window = raw.size("sliding_window") if any(slides) else None
+    return tuple(window if slide else None for slide in slides)
+
+
 class RawConfig:
     """The fields of a JSON configuration; null means absent. Readers raise InvalidConfigError naming the field."""
 

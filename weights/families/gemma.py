@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 from weights.config import ModelConfig
-from weights.families.family import ACTIVATIONS, Family, RawConfig
-from weights.families.llama import IGNORED, llama_sources, read_llama_config, read_windows
+from weights.families.family import ACTIVATIONS, Family, RawConfig, read_windows
+from weights.families.llama import IGNORED, llama_sources, read_llama_config
 from weights.families.rotary import read_rotary
 
 NORMS = {

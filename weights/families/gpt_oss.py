@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from weights.config import Experts, ModelConfig
 from weights.families import layout
-from weights.families.family import Family, RawConfig, Source
-from weights.families.llama import IGNORED, llama_sources, read_llama_config, read_windows
+from weights.families.family import Family, RawConfig, Source, read_windows
+from weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 MAX_TENSORS = 2**16  # of experts, over all layers
 
