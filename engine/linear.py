@@ -75,7 +75,7 @@ class PackedLinear:
         if residual is None:
             y: Tensor = ops._linear_pointwise(x, self._packed, self._bias, self._attr, [], self._algorithm)
         else:
-            assert self._attr == "none", "oneDNN adds a residual or applies an activation, not both"
+            assert self._attr == "none" and self._activation is None, "a residual or an activation, not both"
             y = ops._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
         return activate(y, self._activation)
 

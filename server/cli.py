@@ -199,7 +199,8 @@ def _compute_here(options: argparse.Namespace, prompt: str) -> Iterator[str]:
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p)
     seed = secrets.randbelow(SEED_LIMIT) if options.seed is None else options.seed
     llm = LLM(options.local or None)
-    choice = ChoiceOutput(llm.tokenizer, stop=[compile_stop(text) for text in options.stop])
+    stop = [compile_stop(text) for text in options.stop]
+    choice = ChoiceOutput(llm.tokenizer, stop=stop, skip=llm.tokenizer.special_ids)
     for output in llm.stream([Request("local", tuple(llm.tokenizer.encode_prompt(prompt)), params, seed)]):
         if output.error is not None:
             raise CommandError(output.error)

@@ -23,6 +23,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     attention.forbid("qk_ln", False, "queries and keys are not normalised in published models of the hub's format")
     attention.forbid("attn_type", "multihead_attention", "one projection with as many key as query heads is read")
     raw.forbid("no_bias", True, "the hub's format has no biases")
+    raw.forbid("logit_scale", None, "no published MPT has it")
     config = plain_config(
         raw, width="d_model", layers="n_layers", heads="n_heads", context="max_seq_len", default_context=2048
     )

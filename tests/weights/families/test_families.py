@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,36 @@ def test_any_values_are_a_sound_config_or_one_sentence(fields: dict[str, Any], t
     assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)
 
 
+@pytest.mark.parametrize(
+    ("shape", "section", "field", "value", "message"),
+    [
+        ("GPTBigCode, one KV head", None, "add_cross_attention", True, "add_cross_attention must be false, got True"),
+        ("XGLM", None, "add_cross_attention", True, "add_cross_attention must be false, got True"),
+        ("OPT", None, "_remove_final_layer_norm", True, "_remove_final_layer_norm must be false, got True"),
+        ("BLOOM", None, "apply_residual_connection_post_layernorm", True, "layernorm must be false, got True"),
+        ("MPT", None, "no_bias", False, "no_bias must be true, got False"),
+        ("MPT", None, "logit_scale", 0.5, "logit_scale must be null, got 0.5"),
+        ("MPT", "attn_config", "alibi", False, "attn_config: alibi must be true"),
+        ("MPT", "attn_config", "qk_ln", True, "attn_config: qk_ln must be false, got True"),
+        ("MPT", "attn_config", "prefix_lm", True, "attn_config: prefix_lm must be false, got True"),
+        ("MPT", "attn_config", "attn_type", "multiquery_attention", 'must be "multihead_attention", got'),
+        ("Phi", None, "qk_layernorm", True, "qk_layernorm must be false, got True"),
+        ("Gemma 3, past its window", None, "use_bidirectional_attention", True, "must be false, got True"),
+        ("gpt-oss, past its window", None, "swiglu_alpha", 2.0, "swiglu_alpha must be 1.702, got 2.0"),
+    ],
+)
+def test_a_choice_that_is_not_computed_is_refused_by_name(
+    shape: str, section: str | None, field: str, value: object, message: str, tmp_path: Path
+) -> None:
+    raw = copy.deepcopy(complete_configs()[list(SHAPES).index(shape)])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    load_config(tmp_path)
+    (raw if section is None else raw[section])[field] = value
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModelError, match=rf"^config\.json: .*{re.escape(message)}"):
+        load_config(tmp_path)
+
+
 def test_bloom_is_read_under_its_older_names(tmp_path: Path) -> None:
     new = {"model_type": "bloom", "vocab_size": 50, "hidden_size": 8, "n_layer": 1, "n_head": 2, "seq_length": 64}
     old = {name: value for name, value in new.items() if name not in ("hidden_size", "n_head")}
@@ -144,13 +175,23 @@ def complete_configs() -> list[dict[str, Any]]:
     from transformers import AutoConfig
 
     configs = [
-        json.loads(AutoConfig.for_model(model_type, **fields).to_json_string(use_diff=False))
+        json.loads(
+            AutoConfig.for_model(model_type, **fields, eos_token_id=None, bos_token_id=None).to_json_string(
+                use_diff=False
+            )
+        )
         for model_type, fields in SHAPES.values()
     ]
     return [
         *configs,
         {"model_type": "nanogpt", "n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 9},
     ]
+
+
+def test_the_complete_configs_are_sound_before_they_are_spoilt(tmp_path: Path) -> None:
+    for raw in complete_configs():
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert load_config(tmp_path).model_type == raw["model_type"]
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
