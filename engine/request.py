@@ -76,7 +76,8 @@ class Request:
     """One completion to compute: a pure function of the weights and of these fields but the first and `priority`.
 
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
-    only requests with the same salt share blocks.
+    only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
+    that is gone: the outputs begin after it, and are those that would have followed it there.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class Request:
     choice_index: int = 0
     priority: int = 0
     cache_salt: str = ""
+    generated_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < SEED_LIMIT:
@@ -102,8 +104,15 @@ class Request:
             raise context_length_error(num_prompt, None, limit)
         if num_prompt + self.params.max_tokens > limit:
             raise context_length_error(num_prompt, self.params.max_tokens, limit)
+        if len(self.generated_token_ids) >= self.params.max_tokens:
+            raise InvalidRequestError(
+                f"generated_token_ids must be fewer than max_tokens, which is {self.params.max_tokens}, "
+                f"got {len(self.generated_token_ids)}",
+                param="generated_token_ids",
+            )
         for name, ids in (
             ("prompt", self.prompt_token_ids),
+            ("generated_token_ids", self.generated_token_ids),
             ("logit_bias", self.params.logit_bias),
             ("stop_token_ids", self.params.stop_token_ids),
         ):

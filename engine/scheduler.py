@@ -128,7 +128,8 @@ class Scheduler:
         """Queue a request that has passed Request.check and whose id no live request has."""
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
-        sequence = Sequence(request, self._num_arrivals, list(request.prompt_token_ids))
+        known = [*request.prompt_token_ids, *request.generated_token_ids]
+        sequence = Sequence(request, self._num_arrivals, known)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         insort(self._waiting, sequence, key=_in_order_of_service)

@@ -6,6 +6,7 @@ Results are token ids with their logprobs as Python floats, so equality is bitwi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,15 @@ def test_prefix_cached_equals_cold(tiny_gpt2: Path, solo: dict[str, Result]) -> 
     warm = run(engine, mixed_requests())
     assert {i: result(o) for i, o in warm.items()} == solo
     assert sum(outputs[0].num_cached_tokens for outputs in warm.values()) > 500
+
+
+@pytest.mark.parametrize("num_generated", [1, 7, 23])
+def test_taken_up_again_elsewhere_equals_undisturbed(
+    tiny_gpt2: Path, solo: dict[str, Result], num_generated: int
+) -> None:
+    begun = [replace(r, generated_token_ids=tuple(solo[r.request_id][0][:num_generated])) for r in mixed_requests()]
+    rest = {i: (tokens[num_generated:], logprobs[num_generated:]) for i, (tokens, logprobs) in solo.items()}
+    assert compute(tiny_gpt2, begun) == rest
 
 
 def test_cached_equals_uncached(tiny_gpt2: Path) -> None:

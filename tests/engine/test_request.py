@@ -114,6 +114,19 @@ def test_a_request_that_just_fits_is_taken() -> None:
     Request("r", (0, 99) * 10, SamplingParams(max_tokens=12), seed=0).check(INFO)
 
 
+@pytest.mark.parametrize(
+    ("generated", "message"),
+    [
+        ((1, 2), "generated_token_ids must be fewer than max_tokens, which is 2, got 2"),
+        ((100,), "generated_token_ids: token ids must be in [0, 100), got 100"),
+    ],
+)
+def test_what_was_generated_already_is_checked_too(generated: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Request("r", (1,), SamplingParams(max_tokens=2), seed=0, generated_token_ids=generated).check(INFO)
+    assert (str(caught.value), caught.value.param) == (message, "generated_token_ids")
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_a_seed_is_a_non_negative_63_bit_integer(seed: int) -> None:
     with pytest.raises(InvalidRequestError, match=r"seed must be in \[0, 2\*\*63\)"):
