@@ -75,6 +75,8 @@ class ServerSettings:
     max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20
     sse_keep_alive_interval_s: Annotated[float, "seconds of silence after which a stream gets a comment"] = 15.0
     shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
+    max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
+    engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0
     log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
     log_level: Annotated[LogLevel, "least severity to log"] = "info"
     in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
@@ -87,6 +89,10 @@ class ServerSettings:
             raise SettingsError(f"max-body-bytes must be at least 1, got {self.max_body_bytes}")
         if not (math.isfinite(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0):
             raise SettingsError(f"shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
+        if self.max_engine_restarts < 0:
+            raise SettingsError(f"max-engine-restarts must be at least 0, got {self.max_engine_restarts}")
+        if not (math.isfinite(self.engine_stall_timeout_s) and self.engine_stall_timeout_s > 0):
+            raise SettingsError(f"engine-stall-timeout must be over 0 seconds, got {self.engine_stall_timeout_s}")
         if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
             raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
         if not all(self.api_keys):

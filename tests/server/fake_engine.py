@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.client import TokenStream
-from engine.errors import EngineDiedError, QueueFullError
+from engine.errors import DeathKind, EngineDiedError, QueueFullError
 from engine.request import EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
 from engine.stats import EngineStats
 
@@ -108,6 +108,8 @@ class FakeEngineClient:
         self.info = info
         self.stats = EngineStats()
         self.is_alive = True
+        self.is_restarting = False
+        self.restarts: dict[DeathKind, int] = {}
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.num_outputs = 0
@@ -126,6 +128,10 @@ class FakeEngineClient:
 
     async def start(self) -> None:
         """Be started already."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_alive and not self.is_restarting
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
         if not self.is_alive:
