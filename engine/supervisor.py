@@ -21,6 +21,7 @@ from engine.stats import EngineStats
 MAX_RESTARTS = 5
 STALL_LIMIT_S = 120.0  # a step of 512 tokens takes a 7B model a minute on two cores
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
+_MAX_DEATHS_BY_CHANCE = 1  # while one request is tried alone
 _PROVEN_S = 60.0  # an engine that lived longer works, even if there was nothing to do
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Live:
-    """A request on its way, and what is needed to submit it again. num_failures as in Request."""
+    """A request on its way, and what is needed to submit it again. Deaths are counted since its last token."""
 
     request: Request
     stream: TokenStream
     token_ids: list[int] = field(default_factory=list)
-    num_failures: int = 0
+    num_deaths: int = 0
+    num_deaths_alone: int = 0
 
 
 class Supervisor:
@@ -41,7 +43,8 @@ class Supervisor:
 
     - Death costs a client time and nothing else. While no engine is ready, what is submitted waits for the next one.
     - A request that was in two engines in a row that died, without a token in between, is tried alone (Scheduler does
-      that); if the engine dies then as well, that request fails alone with FinishReason.ERROR.
+      that); if two more die meanwhile, it fails alone with FinishReason.ERROR. One more might be chance: whoever kills
+      engines from outside now and then must not be taken for a request.
     - It gives up after max_restarts engines in a row that made no token: then streams end with the cause, as they do
       with a client that has no supervisor. Each of these restarts but the first waits twice as long as the one before.
     - An engine that would compute other numbers than the one before, as its fingerprint tells, takes nothing over.
@@ -107,7 +110,7 @@ class Supervisor:
             raise self._dead()
         check_admission(requests, self._info, len(self._live))
         stream = TokenStream((request.request_id for request in requests), self._abort)
-        live = {request.request_id: _Live(request, stream, num_failures=request.num_failures) for request in requests}
+        live = {request.request_id: _Live(request, stream) for request in requests}
         assert self._live.keys().isdisjoint(live), "a request id is used once"
         self._live |= live
         if self._is_ready:
@@ -131,7 +134,7 @@ class Supervisor:
         if live is None:
             return  # this client is being closed
         live.token_ids += output.token_ids
-        live.num_failures = self._num_restarts_in_a_row = 0
+        live.num_deaths = live.num_deaths_alone = self._num_restarts_in_a_row = 0
         if output.finish_reason is not None:
             del self._live[output.request_id]
         live.stream.push(output)
@@ -179,16 +182,18 @@ class Supervisor:
             death.cancel()
 
     def _judge(self, death: EngineDiedError) -> None:
-        """Count the death against all that were in the engine; fail the one that was tried alone in it."""
-        suspects = [live for live in self._live.values() if live.num_failures >= SUSPICIOUS_FAILURES]
+        """Count the death against all that were in the engine; fail the one tried alone, the second time."""
+        suspects = [live for live in self._live.values() if live.num_deaths >= SUSPICIOUS_FAILURES]
         if suspects:
-            guilty = min(suspects, key=lambda live: live.request.priority)  # the first to arrive among equals
-            request_id = guilty.request.request_id
-            logger.error("request %s fails: the engine died whenever it had that request", request_id)
-            message = f"the engine died whenever it had this request; the last time: {death}"
-            self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
+            tried = min(suspects, key=lambda live: live.request.priority)  # the first to arrive among equals
+            tried.num_deaths_alone += 1
+            if tried.num_deaths_alone > _MAX_DEATHS_BY_CHANCE:
+                request_id = tried.request.request_id
+                logger.error("request %s fails: the engine died whenever it had that request", request_id)
+                message = f"the engine died whenever it had this request; the last time: {death}"
+                self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
         for live in self._live.values():
-            live.num_failures += 1
+            live.num_deaths += 1
 
     async def _replace(self, death: EngineDiedError) -> None:
         """Start engines until one is ready and has all live requests. Raises EngineDiedError if there will be none."""
@@ -219,7 +224,7 @@ class Supervisor:
     def _resume(self, live: _Live) -> Request:
         """Return the request for what is left of it."""
         token_ids = (*live.request.generated_token_ids, *live.token_ids)
-        return replace(live.request, generated_token_ids=token_ids, num_failures=live.num_failures)
+        return replace(live.request, generated_token_ids=token_ids, num_failures=live.num_deaths)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]

@@ -118,7 +118,7 @@ def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
             assert token_ids(outputs) == expected(make_request("poison", when)) if when else len(outputs) == 1
             assert outputs[-1].finish_reason is FinishReason.ERROR
             assert "the engine died whenever it had this request; the last time: the engine" in str(outputs[-1].error)
-            assert dict(client.restarts) == {kind: 3}
+            assert dict(client.restarts) == {kind: 4}
             assert client.is_alive
 
     run(test())
@@ -137,6 +137,20 @@ def test_many_poisons_fail_one_by_one_and_nobody_else(make_supervisor: MakeSuper
             for request, what, found in zip(requests, kinds, outputs, strict=True):
                 assert token_ids(found) == (expected(request) if what == 1 else [])
                 assert found[-1].finish_reason is (FinishReason.LENGTH if what == 1 else FinishReason.ERROR)
+
+    run(test())
+
+
+def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervisor, gate: Gate) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            request = make_request("waits", 1, first=fake.WAIT)
+            stream = client.submit([request])
+            for number in (1, 2, 3):
+                kill_engine()
+                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+            gate.open()
+            assert await collect(stream) == {"waits": expected(request)}
 
     run(test())
 
@@ -329,6 +343,6 @@ def test_31_live_streams_finish_beside_a_poison(
             ended = {request.request_id: found for request, found in zip(requests, outputs, strict=True)}
             assert ended.pop("poison")[-1].finish_reason is FinishReason.ERROR
             assert {request_id: result(found) for request_id, found in ended.items()} == undisturbed
-            assert sum(client.restarts.values()) == (3 if way == "kill" else 0), "a step that fails costs no restart"
+            assert sum(client.restarts.values()) == (4 if way == "kill" else 0), "a step that fails costs no restart"
 
     run(test())
