@@ -127,11 +127,13 @@ class Request:
 class TokenLogprobs:
     """The log-probability (natural, fp32 log-softmax of the raw logits) of one token and of the `top` likeliest.
 
-    `top` holds (token id, logprob) with the likeliest first, the lowest id first among equals.
+    `rank` is 1 for a token that none is likelier than. `top` holds (token id, logprob) with the likeliest first, the
+    lowest id first among equals.
     """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 

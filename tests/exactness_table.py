@@ -43,7 +43,8 @@ def main() -> None:
         before, begin, rest = page.partition(f"<!-- {kind} -->\n")
         _, end, after = rest.partition("<!-- end -->\n")
         rows = re.findall(rf"^{kind} (\| .+ \|)$", printed, re.M)
-        assert begin and end and rows, f"no place or no rows for the kind {kind}"
+        assert end, f"the page has no place for the kind {kind}"
+        assert rows, f"no test printed a row of the kind {kind}"
         page = "\n".join([before + begin.rstrip(), HEAD.format(kind=kind.capitalize()), *rows, end + after])
     PAGE.write_text(page, encoding="utf-8")
 

@@ -116,9 +116,10 @@ class CompletionResponse(Response):
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
-        render = self._plan.shape.choice
-        choices = [render(index, join_deltas(deltas)) for index, deltas in enumerate(collected)]
-        content = {**self._plan.head(self._service), "choices": choices, "usage": self._run.usage()}
+        shape, joined = self._plan.shape, [join_deltas(deltas) for deltas in collected]
+        choices = [shape.choice(index, delta) for index, delta in enumerate(joined)]
+        rest = {**shape.beside(joined[0]), "usage": self._run.usage()}
+        content = {**self._plan.head(self._service), "choices": choices, **rest}
         await JSONResponse(content)(scope, receive, send)
 
     async def _send_stream(self, stream: TokenStream, scope: Scope, receive: Receive, send: Send) -> None:

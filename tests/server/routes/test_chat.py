@@ -73,6 +73,21 @@ def test_logprobs_have_openais_chat_shape(api: Api) -> None:
     }
 
 
+def test_prompt_logprobs_stand_beside_the_choices_as_in_vllm(api: Api) -> None:
+    body = api.chat("a", n=2, max_tokens=1, prompt_logprobs=1).json()
+    ChatCompletion.model_validate(body, strict=True, extra="forbid")
+    prompt = api.engine.submitted[0].prompt_token_ids
+    first, *others = body["prompt_logprobs"]
+    assert first is None
+    assert [next(iter(entry)) for entry in others] == [str(token_id) for token_id in prompt[1:]]
+    assert others[-1] == {
+        str(ord(">")): {"logprob": -ord(">") / 8, "rank": ord(">") + 1, "decoded_token": ">"},
+        "0": {"logprob": 0.0, "rank": 1, "decoded_token": "\x00"},
+    }
+    assert all("prompt_logprobs" not in choice for choice in body["choices"])
+    assert "prompt_logprobs" not in api.chat("a").json()
+
+
 def test_a_stream_opens_with_the_role_and_ends_with_the_reason(api: Api) -> None:
     response = api.chat(stream=True, max_tokens=2)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
