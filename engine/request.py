@@ -170,6 +170,8 @@ class EngineInfo:
     max_num_seqs: int
     max_num_queued_reqs: int
     fingerprint: str
+    batch_invariant: bool
+    """Whether a request's numbers are, bit for bit, the same whatever is computed beside it."""
 
 
 def context_length_error(num_prompt: int, max_tokens: int | None, limit: int) -> InvalidRequestError:

@@ -58,6 +58,7 @@ class CompletionPlan:
             "created": self.created,
             "model": service.options.model_name,
             "system_fingerprint": service.engine.info.fingerprint,
+            "batch_invariant": service.engine.info.batch_invariant,
             "seed": self.seed,
         }
 

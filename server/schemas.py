@@ -268,7 +268,10 @@ class _Answer(_ResponseModel):
     id: str
     created: int
     model: str
-    system_fingerprint: str
+    system_fingerprint: str = Field(description="changes with whatever changes the numbers that are computed")
+    batch_invariant: bool = Field(
+        description="whether the same request and seed give the same answer whatever is computed beside it"
+    )
     seed: int
 
 

@@ -28,6 +28,7 @@ INFO = EngineInfo(
     max_num_seqs=8,
     max_num_queued_reqs=4096,
     fingerprint="fake-1",
+    batch_invariant=True,
 )
 
 Reply = Callable[[Request], Iterable[TokenOutput]]

@@ -51,6 +51,7 @@ def test_an_answer(api: Api) -> None:
         "object": "chat.completion",
         "model": MODEL,
         "system_fingerprint": "fake-1",
+        "batch_invariant": True,
         "seed": api.engine.submitted[0].seed,
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "stop_reason": None}],
         "usage": {

@@ -92,6 +92,7 @@ def test_a_completion(api: Api) -> None:
         "object": "text_completion",
         "model": MODEL,
         "system_fingerprint": "fake-1",
+        "batch_invariant": True,
         "seed": api.engine.submitted[0].seed,
         "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
         "usage": {
@@ -101,6 +102,17 @@ def test_a_completion(api: Api) -> None:
             "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
+
+
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_answers_say_whether_they_depend_on_what_runs_beside_them(
+    make_api: Callable[..., Api], is_invariant: bool
+) -> None:
+    api = make_api(FakeEngineClient(info=replace(INFO, batch_invariant=is_invariant)))
+    for answer in (api.complete(prompt="hi").json(), api.chat("hi").json()):
+        assert answer["batch_invariant"] is is_invariant
+    chunks, _ = parse_events(api.complete(prompt="hi", stream=True).text)
+    assert [chunk["batch_invariant"] for chunk in chunks] == [is_invariant] * len(chunks)
 
 
 def test_an_unnamed_model_is_the_one_served(api: Api) -> None:
