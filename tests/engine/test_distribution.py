@@ -19,6 +19,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from engine.noise import uniform
 from engine.request import Request, SamplingParams
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, run, token_ids
@@ -119,6 +120,12 @@ def draw(folder: Path, requests: Sequence[Request]) -> list[list[int]]:
     return [token_ids(outputs[request.request_id]) for request in requests]
 
 
+def repeated(probs: Floats, seed: int, position: int) -> int:
+    """Return the token that docs/exactness.md says comes at this position, from fp64 probabilities."""
+    cumulative = np.cumsum(probs)
+    return int(np.searchsorted(cumulative, uniform(seed, 0, position) * cumulative[-1], side="right"))
+
+
 def altered(params: dict[str, Any]) -> list[SamplingParams]:
     """Return the parameters with one of them left out, each in turn, and with another temperature."""
     fields = {"max_tokens": len(GENERATED) + 1, **params}
@@ -134,7 +141,10 @@ def test_tokens_follow_the_distribution_and_no_other(folder: Path, name: str) ->
     counts = np.bincount([token for [token] in drawn], minlength=VOCAB_SIZE).astype(np.float64)
     logits = reference_logits(folder, PROMPT + GENERATED)
 
-    assert p_value(counts, expected(logits, GENERATED, params)) > FITS
+    probs = expected(logits, GENERATED, params)
+    assert p_value(counts, probs) > FITS
+    position = len(PROMPT) + len(GENERATED)
+    assert [token for [token] in drawn] == [repeated(probs, seed, position) for seed in range(NUM_DRAWS)]
     for other in altered(CASES[name]):
         assert p_value(counts, expected(logits, GENERATED, other)) < FITS_NOT, other
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from engine.sampler import is_greedy
 from engine.thread_client import ThreadClient
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
-from tests.exactness_table import compare, contrast
+from tests.exactness_table import PAGE, compare, contrast
 from weights.storyteller.generator import stories
 from weights.tokenizer import Tokenizer
 
@@ -133,6 +134,16 @@ async def results_of_client(client: LoopClient, chosen: tuple[Request, ...]) -> 
                 tokens += output.token_ids
                 logprobs += output.logprobs
     return found
+
+
+def test_the_page_has_every_axis_and_no_difference() -> None:
+    rows = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    counts = {name: (int(compared), int(different)) for name, compared, different in rows}
+    named = {f"{axis}, {dtype}" for axis in AXES for dtype in ("float32", "bfloat16")}
+    assert named | {"streamed, over HTTP", "an engine in a process of its own"} < counts.keys()
+    assert {counts[name] for name in named} == {(NUM_REQUESTS, 0)}
+    assert all(different == 0 or different > compared // 2 for compared, different in counts.values())
+    assert counts["another seed"][1] > 0
 
 
 def test_what_changes_numbers_is_seen() -> None:
