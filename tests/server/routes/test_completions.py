@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+import server.routes.completions
+from server.output import Delta, join_deltas
 from server.schemas import Completion, CompletionRequest
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient, say
@@ -203,6 +205,24 @@ def test_prompt_logprobs_and_an_echos_logprobs_are_as_many_as_each_asks_for(api:
         [choice] = body.json()["choices"]
         assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1 + prompt_logprobs]
         assert [len(entry) for entry in choice["logprobs"]["top_logprobs"][1:]] == [1 + logprobs] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_thread"),
+    [({"prompt_logprobs": 0}, True), ({"echo": True, "logprobs": 0}, True), ({"logprobs": 1}, False)],
+)
+def test_scores_of_a_prompt_are_rendered_beside_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], in_thread: bool
+) -> None:
+    threads = []
+
+    def spy(deltas: list[Delta]) -> Delta:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return join_deltas(deltas)
+
+    monkeypatch.setattr(server.routes.completions, "join_deltas", spy)
+    assert api.complete(prompt="hi", **fields).status_code == 200
+    assert threads == [in_thread]
 
 
 def test_prompt_logprobs_come_only_where_they_are_asked_for(api: Api) -> None:
