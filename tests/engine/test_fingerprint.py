@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +90,21 @@ def test_numbers_that_change_for_no_known_cause_are_seen(tiny_gpt2: Path, monkey
     assert make_engine(tiny_gpt2).info.fingerprint != before
     monkeypatch.undo()
     assert make_engine(tiny_gpt2).info.fingerprint == before
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has no instructions to deny")
+def test_a_variable_that_steers_a_library_is_seen_in_the_sample(storyteller: Path) -> None:
+    code = (
+        "import json; from pathlib import Path; from tests.engine.test_fingerprint import causes, make_engine;"
+        f"folder = Path({str(storyteller)!r});"
+        "print(json.dumps([causes(folder), make_engine(folder).info.fingerprint]))"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, timeout=60)
+    their_causes, theirs = json.loads(done.stdout)
+    assert their_causes == causes(storyteller)
+    assert theirs != make_engine(storyteller).info.fingerprint
 
 
 def _nudged(logits: Tensor) -> Tensor:
