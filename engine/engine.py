@@ -7,6 +7,7 @@ give into TokenOutputs. It knows no text, no HTTP and no process; loop.py and LL
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from engine.block_pool import BlockPool
@@ -102,6 +103,9 @@ class Engine:
         sequence = progress.sequence
         request_id = sequence.request.request_id
         prompt_logprobs = self._prompt_logprobs.pop(request_id, None)
+        if any(entry is not None and math.isnan(entry.logprob) for entry in prompt_logprobs or ()):
+            self._scheduler.abort(request_id)
+            return TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=_NOT_FINITE)
         self._num_generated_tokens += progress.token_id is not None
         failed = progress.finish_reason is FinishReason.ERROR
         return TokenOutput(

@@ -130,11 +130,13 @@ class Request:
 class TokenLogprobs:
     """The log-probability (natural, fp32 log-softmax of the raw logits) of one token and of the `top` likeliest.
 
-    `top` holds (token id, logprob) with the likeliest first, the lowest id first among equals.
+    `rank` is 1 for a token that none is likelier than. `top` holds (token id, logprob) with the likeliest first, the
+    lowest id first among equals.
     """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -171,6 +173,8 @@ class EngineInfo:
     max_num_seqs: int
     max_num_queued_reqs: int
     fingerprint: str
+    batch_invariant: bool
+    """Whether a request's numbers are, bit for bit, the same whatever is computed beside it."""
 
 
 def context_length_error(num_prompt: int, max_tokens: int | None, limit: int) -> InvalidRequestError:

@@ -58,6 +58,7 @@ class CompletionPlan:
             "created": self.created,
             "model": service.options.model_name,
             "system_fingerprint": service.engine.info.fingerprint,
+            "batch_invariant": service.engine.info.batch_invariant,
             "seed": self.seed,
         }
 
@@ -86,6 +87,8 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
         raise InvalidRequestError(message, param="n")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs may be given only with stream false", param="prompt_logprobs")
 
 
 def check_length(text: str, service: Service) -> None:
@@ -158,8 +161,10 @@ class CompletionRun:
                 tokenizer,
                 stop=plan.stop,
                 stop_token_ids=request.params.stop_token_ids,
-                logprobs=request.params.logprobs is not None,
+                logprobs=request.params.logprobs,
+                prompt_logprobs=plan.body.prompt_logprobs,
                 echo=request.prompt_token_ids if plan.echo else (),
+                generates=plan.body.max_tokens != 0,
                 skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
                 channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
             )

@@ -116,10 +116,17 @@ class CompletionResponse(Response):
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
-        render = self._plan.shape.choice
-        choices = [render(index, join_deltas(deltas)) for index, deltas in enumerate(collected)]
-        content = {**self._plan.head(self._service), "choices": choices, "usage": self._run.usage()}
-        await JSONResponse(content)(scope, receive, send)
+        # The scores of a long prompt are megabytes of JSON, for each choice.
+        is_scored = self._plan.requests[0].params.prompt_logprobs is not None
+        response = await asyncio.to_thread(self._render, collected) if is_scored else self._render(collected)
+        await response(scope, receive, send)
+
+    def _render(self, collected: list[list[Delta]]) -> JSONResponse:
+        """Return the answer of which these are all parts, by choice."""
+        shape, joined = self._plan.shape, [join_deltas(deltas) for deltas in collected]
+        choices = [shape.choice(index, delta) for index, delta in enumerate(joined)]
+        rest = {**shape.beside(joined[0]), "usage": self._run.usage()}
+        return JSONResponse({**self._plan.head(self._service), "choices": choices, **rest})
 
     async def _send_stream(self, stream: TokenStream, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the completion as events; an error from here on is an event too."""

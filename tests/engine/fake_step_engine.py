@@ -34,6 +34,7 @@ INFO = EngineInfo(
     max_num_seqs=2_000,
     max_num_queued_reqs=0,
     fingerprint="fake",
+    batch_invariant=True,
 )
 
 

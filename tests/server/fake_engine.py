@@ -28,6 +28,7 @@ INFO = EngineInfo(
     max_num_seqs=8,
     max_num_queued_reqs=4096,
     fingerprint="fake-1",
+    batch_invariant=True,
 )
 
 Reply = Callable[[Request], Iterable[TokenOutput]]
@@ -85,8 +86,8 @@ def say(text: str | bytes | Sequence[int], *, then_eos: bool = False) -> Reply:
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
-    """Return a token's chosen logprobs: its own is -token_id/8, the likeliest are ids 0, 1, 2, ..."""
-    return TokenLogprobs(token_id, -token_id / 8, tuple((i, -i / 8) for i in range(num_top)))
+    """Return a token's chosen logprobs: its own is -token_id/8, so the likeliest are ids 0, 1, 2, ..."""
+    return TokenLogprobs(token_id, -token_id / 8, token_id + 1, tuple((i, -i / 8) for i in range(num_top)))
 
 
 def prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
