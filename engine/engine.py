@@ -98,19 +98,19 @@ class Engine:
             for position, entry in entries:
                 collected[position] = entry
         self._num_steps += 1
-        progressed = self._scheduler.update(batch, result.sampled.token_ids)
-        return [self._output(p, entry) for p, entry in zip(progressed, result.sampled.logprobs, strict=True)]
+        progressed = self._scheduler.update(batch, [sampled.token_ids for sampled in result.sampled])
+        return [self._output(p, sampled.logprobs) for p, sampled in zip(progressed, result.sampled, strict=True)]
 
-    def _output(self, progress: Progress, logprobs: TokenLogprobs | None) -> TokenOutput:
+    def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence
         request_id = sequence.request.request_id
         prompt_logprobs = self._prompt_logprobs.pop(request_id, None)
-        self._num_generated_tokens += progress.token_id is not None
+        self._num_generated_tokens += len(progress.token_ids)
         failed = progress.finish_reason is FinishReason.ERROR
         return TokenOutput(
             request_id=request_id,
-            token_ids=() if progress.token_id is None else (progress.token_id,),
-            logprobs=() if logprobs is None else (logprobs,),
+            token_ids=progress.token_ids,
+            logprobs=tuple(entry for entry in logprobs[: len(progress.token_ids)] if entry is not None),
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             finish_reason=progress.finish_reason,
             stop_token_id=progress.stop_token_id,

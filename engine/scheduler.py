@@ -51,13 +51,13 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step gave to a sequence that was to sample: a token, or the end by ERROR and None.
+    """What a step gave to a sequence that was to sample: tokens, or the end by ERROR and none.
 
-    finish_reason is set if nothing more comes; stop_token_id is the token that stopped it, if one did.
+    finish_reason is set if nothing more comes; stop_token_id is the last token, if that stopped the sequence.
     """
 
     sequence: Sequence
-    token_id: int | None
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
@@ -155,8 +155,8 @@ class Scheduler:
             self._admit(items, budget)
         return ScheduledBatch(tuple(items))
 
-    def update(self, batch: ScheduledBatch, token_ids: Iterable[int | None]) -> list[Progress]:
-        """Take in what a step computed: one token for each item of the batch that samples, in their order.
+    def update(self, batch: ScheduledBatch, sampled: Iterable[tuple[int | None, ...]]) -> list[Progress]:
+        """Take in what a step computed: for each item of the batch that samples, in their order, its next token.
 
         None stands for a row whose logits were unusable: that sequence fails, and nobody new shares its blocks.
         Items whose sequence was aborted while the step ran are passed over.
@@ -166,7 +166,7 @@ class Scheduler:
             item.sequence.num_computed += item.num_tokens
         return [
             self._take_in(sequence, token_id)
-            for sequence, token_id in zip(sampling, token_ids, strict=True)
+            for sequence, (token_id,) in zip(sampling, sampled, strict=True)
             if sequence.status is SequenceStatus.RUNNING
         ]
 
@@ -271,17 +271,17 @@ class Scheduler:
         if token_id is None:
             self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
-            return Progress(sequence, None, FinishReason.ERROR)
+            return Progress(sequence, (), FinishReason.ERROR)
         sequence.token_ids.append(token_id)
         params = sequence.request.params
         is_eos = token_id in self._eos_token_ids and not params.ignore_eos
         if is_eos or token_id in params.stop_token_ids:
             self._end(sequence, FinishReason.STOP)
-            return Progress(sequence, token_id, FinishReason.STOP, token_id)
+            return Progress(sequence, (token_id,), FinishReason.STOP, token_id)
         if sequence.num_generated >= params.max_tokens or len(sequence.token_ids) >= self._max_model_len:
             self._end(sequence, FinishReason.LENGTH)
-            return Progress(sequence, token_id, FinishReason.LENGTH)
-        return Progress(sequence, token_id)
+            return Progress(sequence, (token_id,), FinishReason.LENGTH)
+        return Progress(sequence, (token_id,))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting

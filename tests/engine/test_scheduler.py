@@ -48,7 +48,7 @@ def step(scheduler: Scheduler, token_id: int = 7) -> dict[str, int]:
     batch = scheduler.schedule()
     scheduler.check_invariants()
     scheduled = tokens_by_name(batch)
-    scheduler.update(batch, [token_id for item in batch.items if item.samples])
+    scheduler.update(batch, [(token_id,) for item in batch.items if item.samples])
     scheduler.check_invariants()
     return scheduled
 
@@ -76,7 +76,7 @@ def test_a_prompt_over_the_budget_is_computed_in_chunks_and_samples_only_at_its_
     for _ in range(4):
         batch = scheduler.schedule()
         samples.append((batch.num_tokens, batch.items[0].samples))
-        scheduler.update(batch, [7] if batch.items[0].samples else [])
+        scheduler.update(batch, [(7,)] if batch.items[0].samples else [])
     assert samples == [(4, False), (4, False), (2, True), (1, True)]
 
 
@@ -96,7 +96,7 @@ def test_each_sampling_item_takes_exactly_one_token() -> None:
     batch = scheduler.schedule()
     assert [item.samples for item in batch.items] == [True, False]
     with pytest.raises(ValueError, match="zip"):
-        scheduler.update(batch, [7, None])
+        scheduler.update(batch, [(7,), (None,)])
 
 
 def test_an_idle_scheduler_has_no_work() -> None:
@@ -329,9 +329,9 @@ def test_what_ends_a_sequence(
 ) -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", [1, 2], **params)
-    [progress] = scheduler.update(scheduler.schedule(), [token_id])
+    [progress] = scheduler.update(scheduler.schedule(), [(token_id,)])
     assert (progress.finish_reason, progress.stop_token_id) == expected
-    assert (progress.sequence, progress.token_id) == (sequence, token_id)
+    assert (progress.sequence, progress.token_ids) == (sequence, (token_id,))
     assert sequence.finish_reason is expected[0]
     assert scheduler.has_work == (expected[0] is None)
     assert sequence.token_ids == [1, 2, token_id]
@@ -380,8 +380,8 @@ def test_an_abort_while_the_step_runs_is_passed_over_by_update() -> None:
     gone, stays = add(scheduler, "gone", [1, 2]), add(scheduler, "stays", [3, 4])
     batch = scheduler.schedule()
     scheduler.abort("gone")
-    [progress] = scheduler.update(batch, [5, 6])
-    assert (progress.sequence, progress.token_id) == (stays, 6)
+    [progress] = scheduler.update(batch, [(5,), (6,)])
+    assert (progress.sequence, progress.token_ids) == (stays, (6,))
     assert gone.token_ids == [1, 2]
     assert gone.finish_reason is FinishReason.ABORT
     scheduler.check_invariants()
@@ -403,10 +403,10 @@ def test_an_unusable_row_fails_its_own_sequence_and_its_blocks_are_not_shared_ag
     scheduler = make_scheduler()
     bad, good = add(scheduler, "bad", range(10)), add(scheduler, "good", range(20, 30))
     batch = scheduler.schedule()
-    progress = scheduler.update(batch, [None, 7])
-    assert [(p.sequence, p.token_id, p.finish_reason) for p in progress] == [
-        (bad, None, FinishReason.ERROR),
-        (good, 7, None),
+    progress = scheduler.update(batch, [(None,), (7,)])
+    assert [(p.sequence, p.token_ids, p.finish_reason) for p in progress] == [
+        (bad, (), FinishReason.ERROR),
+        (good, (7,), None),
     ]
     scheduler.check_invariants()
     add(scheduler, "like bad", range(10))

@@ -298,12 +298,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             cells = self.shadow.cells_of(failed, 0, len(failed.token_ids))
             self.shadow.spoil(cell for cell in cells if cell[0] not in shared)
         given = dict(zip(sampling, token_ids, strict=True))
-        progress = self.scheduler.update(batch, token_ids)
+        progress = self.scheduler.update(batch, [(token_id,) for token_id in token_ids])
         assert [p.sequence for p in progress] == live
         for p in progress:
-            assert p.token_id == given[p.sequence]
+            assert p.token_ids == (() if given[p.sequence] is None else (given[p.sequence],))
             assert (p.finish_reason is FinishReason.ERROR) == (p.sequence is failed)
-            assert p.stop_token_id == (p.token_id if p.finish_reason is FinishReason.STOP else None)
+            assert p.stop_token_id == (p.token_ids[-1] if p.finish_reason is FinishReason.STOP else None)
             if p.finish_reason is not None:
                 self.take_end(p.sequence, p.finish_reason)
 
