@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.drafter import PromptLookup
 from engine.errors import EngineStartError
 from engine.model_runner import ModelRunner
 from engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
@@ -42,6 +43,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
+            drafter=PromptLookup(config.speculative_ngram) if config.speculative_ngram else None,
         )
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -68,6 +70,8 @@ class Engine:
             num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
         )
 
     def add(self, request: Request) -> None:

@@ -43,6 +43,7 @@ _LOGIT_ROWS = 64
 class StepResult:
     """What a forward pass gave: `sampled` has one entry per item of the batch that samples, in their order.
 
+    Its rows are the token after the known ones, then one after each token of the item's draft.
     prompt_logprobs maps the index of an item to the entries of the prompt tokens it covered, as (position, entry).
     """
 
@@ -112,13 +113,15 @@ class ModelRunner:
     def _sample(self, hidden: Tensor, starts: tuple[int, ...], batch: ScheduledBatch) -> tuple[SampledTokens, ...]:
         rows: list[int] = []
         positions: list[SamplingPosition] = []
+        sizes: list[int] = []
         for item, end in zip(batch.items, starts[1:], strict=True):
             if item.samples:
-                rows.append(end - 1)
-                positions.append(SamplingPosition(item.sequence))
+                sizes.append(1 + len(item.draft))
+                rows += range(end - sizes[-1], end)
+                positions += [SamplingPosition(item.sequence, item.draft[:i]) for i in range(sizes[-1])]
         if not rows:
             return ()
-        return tuple(sample(self._logits(hidden, rows), positions).split([1] * len(rows)))
+        return tuple(sample(self._logits(hidden, rows), positions).split(sizes))
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Return fp32 logits of these rows, followed by padding rows up to MIN_ROWS."""

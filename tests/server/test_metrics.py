@@ -34,6 +34,8 @@ def test_the_engines_counters_are_shown(api: Api) -> None:
         num_prefix_queried_tokens=30,
         num_prefix_hit_tokens=15,
         num_preemptions=1,
+        num_draft_tokens=50,
+        num_accepted_tokens=40,
     )
     found = samples(api)
     assert {name: found[f"gptserve_{name}"] for name in ("num_requests_running", "num_requests_waiting")} == {
@@ -46,6 +48,8 @@ def test_the_engines_counters_are_shown(api: Api) -> None:
     assert found["gptserve_prefix_cache_queries_total"] == 30
     assert found["gptserve_prefix_cache_hits_total"] == 15
     assert found["gptserve_num_preemptions_total"] == 1
+    assert found["gptserve_spec_decode_num_draft_tokens_total"] == 50
+    assert found["gptserve_spec_decode_num_accepted_tokens_total"] == 40
 
 
 @pytest.mark.parametrize("stream", [True, False])
