@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.request import FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 from tests.server.conftest import MODEL, Api
 from tests.server.fake_engine import FakeEngineClient
@@ -63,6 +64,16 @@ def test_a_completion_is_counted_and_timed(api: Api, stream: bool) -> None:
     assert found["gptserve_inter_token_latency_seconds_count"] == 2 * 2 + 1
     assert found["gptserve_e2e_request_latency_seconds_count"] == 2
     assert found["gptserve_e2e_request_latency_seconds_sum"] > 0
+
+
+def test_tokens_that_come_at_once_are_timed_each(make_api: Callable[..., Api]) -> None:
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        yield TokenOutput(request.request_id, (97, 98, 99))
+        yield TokenOutput(request.request_id, (97, 98), finish_reason=FinishReason.LENGTH)
+
+    api = make_api(FakeEngineClient(reply))
+    api.complete(prompt="a", max_tokens=5)
+    assert samples(api)["gptserve_inter_token_latency_seconds_count"] == 4
 
 
 def test_rejections_are_counted_by_reason(api: Api) -> None:
