@@ -52,7 +52,8 @@ class EngineConfig:
             if value is not None:
                 _check_at_least(name, value, low)
         _check_at_least("max_num_queued_reqs", self.max_num_queued_reqs, 0)
-        if self.speculative_ngram not in (0, *range(MIN_NGRAM, MAX_NGRAM + 1)):
+        lengths = (0, *range(MIN_NGRAM, MAX_NGRAM + 1))
+        if not isinstance(self.speculative_ngram, int) or self.speculative_ngram not in lengths:
             raise InvalidConfigurationError(
                 f"speculative_ngram must be 0 or in [{MIN_NGRAM}, {MAX_NGRAM}], got {self.speculative_ngram!r}"
             )
