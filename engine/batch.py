@@ -39,7 +39,9 @@ def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.devi
     for s, item in enumerate(batch.items):
         sequence, first = item.sequence, item.sequence.num_computed
         start, end, last = starts[-1], starts[-1] + item.num_tokens, first + item.num_tokens
-        token_ids[start:end] = item.token_ids
+        token_ids[start : end - len(item.draft)] = sequence.token_ids[first:last]
+        if item.draft:
+            token_ids[end - len(item.draft) : end] = item.draft
         positions[start:end] = np.arange(first, last)
         tables[s, : len(sequence.block_ids)] = sequence.block_ids
         slots[start:end] = tables[s, positions[start:end] // block_size].astype(np.int64) * block_size

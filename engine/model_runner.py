@@ -116,9 +116,13 @@ class ModelRunner:
         sizes: list[int] = []
         for item, end in zip(batch.items, starts[1:], strict=True):
             if item.samples:
-                sizes.append(1 + len(item.draft))
-                rows += range(end - sizes[-1], end)
-                positions += [SamplingPosition(item.sequence, item.draft[:i]) for i in range(sizes[-1])]
+                first = end - 1 - len(item.draft)
+                sizes.append(end - first)
+                rows.append(first)
+                positions.append(SamplingPosition(item.sequence))
+                for i in range(1, end - first):
+                    rows.append(first + i)
+                    positions.append(SamplingPosition(item.sequence, item.draft[:i]))
         if not rows:
             return ()
         return tuple(sample(self._logits(hidden, rows), positions).split(sizes))

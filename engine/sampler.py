@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ _NUM_CANDIDATES = 1024
 vocabulary of 50,000 takes milliseconds a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPosition:
+class SamplingPosition(NamedTuple):
     """Where a token is sampled: after the known tokens of a sequence and after `draft`, which is taken for known."""
 
     sequence: Sequence
@@ -44,8 +43,8 @@ class SamplingPosition:
         return self.sequence.request
 
     @property
-    def index(self) -> int:
-        """The index of the token to sample in prompt and completion."""
+    def num_before(self) -> int:
+        """How many tokens stand before it in prompt and completion."""
         return len(self.sequence.token_ids) + len(self.draft)
 
     def tokens_from(self, start: int) -> list[int]:
@@ -53,8 +52,7 @@ class SamplingPosition:
         return [*self.sequence.token_ids[start:], *self.draft]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """One entry per row: the token id (None where the logits were not finite) and its logprobs where asked for."""
 
     token_ids: tuple[int | None, ...]
@@ -167,7 +165,7 @@ def _draw(scores: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
     """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise."""
     device = scores.device
     params = [position.request.params for position in positions]
-    noise = [uniform(p.request.seed, p.request.choice_index, p.index) for p in positions]
+    noise = [uniform(p.request.seed, p.request.choice_index, p.num_before) for p in positions]
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
     # The largest score becomes 0 first, so that a small temperature cannot overflow; softmax does not see the shift.
     probs = ((scores - scores.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)

@@ -43,12 +43,6 @@ class ScheduledSequence:
         """Whether the newest known token is among these, so that its logits give the next; valid until `update`."""
         return self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens to compute; valid until `update`."""
-        first = self.sequence.num_computed
-        return [*self.sequence.token_ids[first : first + self.num_tokens], *self.draft]
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
