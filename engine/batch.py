@@ -44,10 +44,11 @@ def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.devi
             token_ids[end - len(item.draft) : end] = item.draft
         positions[start:end] = np.arange(first, last)
         tables[s, : len(sequence.block_ids)] = sequence.block_ids
-        slots[start:end] = tables[s, positions[start:end] // block_size].astype(np.int64) * block_size
-        slots[start:end] += positions[start:end] % block_size
         starts.append(end)
         kv_lens.append(last)
+    owners, scheduled = np.repeat(np.arange(len(batch.items)), np.diff(starts)), positions[: starts[-1]]
+    block_ids = tables[owners, scheduled // block_size].astype(np.int64)
+    slots[: starts[-1]] = block_ids * block_size + scheduled % block_size
     metadata = AttentionMetadata(
         query_starts=tuple(starts),
         kv_lens=tuple(kv_lens),
