@@ -1,14 +1,14 @@
 """What drafts by prompt lookup gain: one sequence at a time, with and without them, in turns in one process.
 
-    python -m bench.speculation [--ngram 3] [--step-tokens 12] [--max-tokens 96] [--repeats 3] [--dtype bfloat16]
+    python -m bench.speculation [--cases loop wrong] [--ngram 3] [--step-tokens 12] [--max-tokens 96] [--repeats 3]
 
 Cases, from the one that suits drafts least:
 - story: the embedded storyteller goes on with the first words of a story at temperature 0.8. Hardly anything recurs.
 - retelling: the same after a whole story and its first sentences again, greedy. The model tells another story, as it
   has not learned to copy: what recurs are names and phrases.
-- loop: GPT-2 124M's shape with random weights, greedy. Such a model soon repeats itself for ever, so that nearly every
+- loop: GPT-2 124M's shape with random weights, greedy. Such a model soon repeats itself for ever, and then every
   draft holds: the most that drafts can gain, as where a text is copied from the prompt.
-- wrong: the same with a drafter that never guesses right: the most that drafts can cost.
+- wrong: the same prompts with a drafter that never guesses right: the most that drafts can cost.
 
 --step-tokens replaces the scheduler's DRAFTING_STEP_TOKENS, to see what number of tokens pays. Both sides give the same
 tokens, which is checked. Prints a table and one JSON line.
@@ -95,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load(model: Path, ngram: int, dtype: Any, drafter: Callable[[int], PromptLookup]) -> Engine:
+    # No option of the engine asks for a drafter that is wrong.
     engine.engine.PromptLookup = drafter  # type: ignore[attr-defined]
     return Engine(
         EngineConfig(
