@@ -29,6 +29,7 @@ from bench.serving import versions
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Request, SamplingParams
+from engine.sampler import SamplingPosition
 
 
 def main() -> None:
@@ -88,8 +89,8 @@ def drawn_by_torch() -> Iterator[None]:
     """Draw tokens as torch does, from the state of a generator."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(scores: Tensor, requests: Sequence[Request], _positions: Sequence[int]) -> Tensor:
-        temperature = torch.tensor([request.params.temperature for request in requests])[:, None]
+    def draw(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+        temperature = torch.tensor([p.sequence.request.params.temperature for p in positions])[:, None]
         return torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
     with mock.patch("engine.sampler._draw", draw):

@@ -39,13 +39,16 @@ def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.devi
     for s, item in enumerate(batch.items):
         sequence, first = item.sequence, item.sequence.num_computed
         start, end, last = starts[-1], starts[-1] + item.num_tokens, first + item.num_tokens
-        token_ids[start:end] = sequence.token_ids[first:last]
+        token_ids[start : end - len(item.draft)] = sequence.token_ids[first:last]
+        if item.draft:
+            token_ids[end - len(item.draft) : end] = item.draft
         positions[start:end] = np.arange(first, last)
         tables[s, : len(sequence.block_ids)] = sequence.block_ids
-        slots[start:end] = tables[s, positions[start:end] // block_size].astype(np.int64) * block_size
-        slots[start:end] += positions[start:end] % block_size
         starts.append(end)
         kv_lens.append(last)
+    owners, scheduled = np.repeat(np.arange(len(batch.items)), np.diff(starts)), positions[: starts[-1]]
+    block_ids = tables[owners, scheduled // block_size].astype(np.int64)
+    slots[: starts[-1]] = block_ids * block_size + scheduled % block_size
     metadata = AttentionMetadata(
         query_starts=tuple(starts),
         kv_lens=tuple(kv_lens),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from engine.drafter import MAX_NGRAM, MIN_NGRAM
 from engine.errors import InvalidConfigurationError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -18,7 +19,10 @@ AttentionBackendName = Literal["auto", "reference", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything an Engine needs to know. Sizes of the KV cache: num_blocks wins over kv_cache_bytes."""
+    """Everything an Engine needs to know. Sizes of the KV cache: num_blocks wins over kv_cache_bytes.
+
+    speculative_ngram is how many of the last tokens at most are looked up for a draft; 0 is no drafts.
+    """
 
     model_dir: Path
     device: Device = "auto"
@@ -33,6 +37,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_num_queued_reqs: int = 256
     enable_prefix_caching: bool = True
+    speculative_ngram: int = 0
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -47,6 +52,11 @@ class EngineConfig:
             if value is not None:
                 _check_at_least(name, value, low)
         _check_at_least("max_num_queued_reqs", self.max_num_queued_reqs, 0)
+        lengths = (0, *range(MIN_NGRAM, MAX_NGRAM + 1))
+        if not isinstance(self.speculative_ngram, int) or self.speculative_ngram not in lengths:
+            raise InvalidConfigurationError(
+                f"speculative_ngram must be 0 or in [{MIN_NGRAM}, {MAX_NGRAM}], got {self.speculative_ngram!r}"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidConfigurationError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"

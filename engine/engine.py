@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.drafter import PromptLookup
 from engine.errors import EngineStartError
 from engine.model_runner import ModelRunner
 from engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
@@ -42,6 +43,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
+            drafter=PromptLookup(config.speculative_ngram) if config.speculative_ngram else None,
         )
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -67,6 +69,8 @@ class Engine:
             num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
         )
 
     def add(self, request: Request) -> None:
@@ -96,22 +100,22 @@ class Engine:
             for position, entry in entries:
                 collected[position] = entry
         self._num_steps += 1
-        progressed = self._scheduler.update(batch, result.sampled.token_ids)
-        return [self._output(p, entry) for p, entry in zip(progressed, result.sampled.logprobs, strict=True)]
+        progressed = self._scheduler.update(batch, [sampled.token_ids for sampled in result.sampled])
+        return [self._output(p, sampled.logprobs) for p, sampled in zip(progressed, result.sampled, strict=True)]
 
-    def _output(self, progress: Progress, logprobs: TokenLogprobs | None) -> TokenOutput:
+    def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence
         request_id = sequence.request.request_id
         prompt_logprobs = self._prompt_logprobs.pop(request_id, None)
         if any(entry is not None and math.isnan(entry.logprob) for entry in prompt_logprobs or ()):
             self._scheduler.abort(request_id)
             return TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=_NOT_FINITE)
-        self._num_generated_tokens += progress.token_id is not None
+        self._num_generated_tokens += len(progress.token_ids)
         failed = progress.finish_reason is FinishReason.ERROR
         return TokenOutput(
             request_id=request_id,
-            token_ids=() if progress.token_id is None else (progress.token_id,),
-            logprobs=() if logprobs is None else (logprobs,),
+            token_ids=progress.token_ids,
+            logprobs=tuple(entry for entry in logprobs[: len(progress.token_ids)] if entry is not None),
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             finish_reason=progress.finish_reason,
             stop_token_id=progress.stop_token_id,
@@ -149,5 +153,5 @@ class Engine:
             result = self._runner.run(ScheduledBatch((ScheduledSequence(sequence, 1),)))
         finally:
             self._pool.free(block_ids)
-        if result.sampled.token_ids == (None,):
+        if result.sampled[0].token_ids == (None,):
             raise EngineStartError(f"the model cannot decode: {_NOT_FINITE}")

@@ -22,7 +22,7 @@ from engine.fingerprint import digest_of, fingerprint, numeric_causes
 from engine.kv_cache import KVCache, plan_num_blocks
 from engine.linear import MIN_ROWS, has_onednn
 from engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
-from engine.sampler import SampledTokens, sample, top_logprobs
+from engine.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
 from engine.scheduler import ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence
 from weights.checkpoint import Checkpoint
@@ -44,12 +44,13 @@ _PROBE_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a forward pass gave: `sampled` has one row per item of the batch that samples, in their order.
+    """What a forward pass gave: `sampled` has one entry per item of the batch that samples, in their order.
 
+    Its rows are the token after the known ones, then one after each token of the item's draft.
     prompt_logprobs maps the index of an item to the entries of the prompt tokens it covered, as (position, entry).
     """
 
-    sampled: SampledTokens
+    sampled: tuple[SampledTokens, ...]
     prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
 
 
@@ -108,9 +109,8 @@ class ModelRunner:
         inputs = build_model_input(batch, self.info.block_size, self.device)
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         starts = inputs.metadata.query_starts
-        sampling = [i for i, item in enumerate(batch.items) if item.samples]
         return StepResult(
-            sampled=self._sample(hidden, [starts[i + 1] - 1 for i in sampling], [batch.items[i] for i in sampling]),
+            sampled=self._sample(hidden, starts, batch),
             prompt_logprobs={
                 i: self._prompt_logprobs(hidden[starts[i] : starts[i + 1]], item)
                 for i, item in enumerate(batch.items)
@@ -130,10 +130,22 @@ class ModelRunner:
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         return digest_of(self._decoder.logits(hidden)[:num_tokens])
 
-    def _sample(self, hidden: Tensor, rows: list[int], items: list[ScheduledSequence]) -> SampledTokens:
+    def _sample(self, hidden: Tensor, starts: tuple[int, ...], batch: ScheduledBatch) -> tuple[SampledTokens, ...]:
+        rows: list[int] = []
+        positions: list[SamplingPosition] = []
+        sizes: list[int] = []
+        for item, end in zip(batch.items, starts[1:], strict=True):
+            if item.samples:
+                first = end - 1 - len(item.draft)
+                sizes.append(end - first)
+                rows.append(first)
+                positions.append(SamplingPosition(item.sequence))
+                for i in range(1, end - first):
+                    rows.append(first + i)
+                    positions.append(SamplingPosition(item.sequence, item.draft[:i]))
         if not rows:
-            return SampledTokens((), ())
-        return sample(self._logits(hidden, rows), [item.sequence for item in items])
+            return ()
+        return tuple(sample(self._logits(hidden, rows), positions).split(sizes))
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Return fp32 logits of these rows, followed by padding rows up to MIN_ROWS."""

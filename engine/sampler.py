@@ -13,8 +13,9 @@ Logprobs are of the raw logits. Every row's result depends on that row alone. Ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,32 +31,58 @@ _NUM_CANDIDATES = 1024
 vocabulary of 50,000 takes milliseconds a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SamplingPosition(NamedTuple):
+    """Where a token is sampled: after the known tokens of a sequence and after `draft`, which is taken for known."""
+
+    sequence: Sequence
+    draft: tuple[int, ...] = ()
+
+    @property
+    def request(self) -> Request:
+        """Whose parameters and seed hold."""
+        return self.sequence.request
+
+    @property
+    def num_before(self) -> int:
+        """How many tokens stand before it in prompt and completion."""
+        return len(self.sequence.token_ids) + len(self.draft)
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Return the token ids before this position, from index `start` of prompt and completion on."""
+        return [*self.sequence.token_ids[start:], *self.draft]
+
+
+class SampledTokens(NamedTuple):
     """One entry per row: the token id (None where the logits were not finite) and its logprobs where asked for."""
 
     token_ids: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
 
+    def split(self, sizes: Iterable[int]) -> Iterator[SampledTokens]:
+        """Yield the first sizes[0] rows, then the next sizes[1], and so on."""
+        start = 0
+        for size in sizes:
+            rows, start = slice(start, start + size), start + size
+            yield SampledTokens(self.token_ids[rows], self.logprobs[rows])
 
-def sample(logits: Tensor, sequences: Rows[Sequence]) -> SampledTokens:
-    """Choose the next token of each sequence from fp32 logits [rows, vocab]; rows past the sequences are ignored.
+
+def sample(logits: Tensor, positions: Rows[SamplingPosition]) -> SampledTokens:
+    """Choose the token at each position from fp32 logits [rows, vocab]; rows past the positions are ignored.
 
     Mutates nothing. It waits for the device once; logprobs and filters make it wait once more each.
     """
-    raw = logits[: len(sequences)]
-    scores = _adjust(raw, sequences)
+    raw = logits[: len(positions)]
+    scores = _adjust(raw, positions)
     best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
-    drawing = [row for row, sequence in enumerate(sequences) if not is_greedy(sequence.request.params)]
+    drawing = [row for row, position in enumerate(positions) if not is_greedy(position.request.params)]
     if drawing:
         drawn = _draw(
-            scores if len(drawing) == len(sequences) else scores[drawing],
-            [sequences[row].request for row in drawing],
-            [len(sequences[row].token_ids) for row in drawing],
+            scores if len(drawing) == len(positions) else scores[drawing],
+            [positions[row] for row in drawing],
         )
         chosen[drawing] = drawn
     finite = torch.isfinite(best_scores)
-    logprobs = _reported_logprobs(raw, chosen, sequences)
+    logprobs = _reported_logprobs(raw, chosen, positions)
     ids = torch.where(finite, chosen, -1).tolist()  # the sync of a step
     return SampledTokens(
         token_ids=tuple(token if token >= 0 else None for token in ids),
@@ -86,10 +113,10 @@ def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
 
 
-def _reported_logprobs(raw: Tensor, chosen: Tensor, sequences: Rows[Sequence]) -> list[TokenLogprobs | None]:
+def _reported_logprobs(raw: Tensor, chosen: Tensor, positions: Rows[SamplingPosition]) -> list[TokenLogprobs | None]:
     """Return one entry per row: the chosen token's logprobs where its request asked for them."""
-    reported: list[TokenLogprobs | None] = [None] * len(sequences)
-    asking = {i: k for i, s in enumerate(sequences) if (k := s.request.params.logprobs) is not None}
+    reported: list[TokenLogprobs | None] = [None] * len(positions)
+    asking = {i: k for i, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
     if asking:
         rows = list(asking)
         for row, entry in zip(rows, top_logprobs(raw[rows], chosen[rows], list(asking.values())), strict=True):
@@ -97,16 +124,16 @@ def _reported_logprobs(raw: Tensor, chosen: Tensor, sequences: Rows[Sequence]) -
     return reported
 
 
-def _adjust(raw: Tensor, sequences: Rows[Sequence]) -> Tensor:
+def _adjust(raw: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
     """Return the logits after penalties and bias; `raw` itself where no row asks for any."""
     scores = raw
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
+    for row, position in enumerate(positions):
+        params = position.request.params
         if not _has_adjustments(params):
             continue
         if scores is raw:
             scores = raw.clone()
-        _penalize(scores[row], sequence)
+        _penalize(scores[row], position)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=raw.device)
             scores[row, ids] += torch.tensor(list(params.logit_bias.values()), dtype=raw.dtype, device=raw.device)
@@ -118,32 +145,33 @@ def _has_adjustments(params: SamplingParams) -> bool:
     return bool(params.logit_bias) or any(penalties)
 
 
-def _penalize(scores_V: Tensor, sequence: Sequence) -> None:
+def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:
     """Apply the three penalties to one row, in place."""
-    params, device = sequence.request.params, scores_V.device
+    params, device = position.request.params, scores_V.device
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(sequence.token_ids)).to(device)
+        seen = torch.from_numpy(np.unique(position.tokens_from(0))).to(device)
         values = scores_V[seen]
         penalty = params.repetition_penalty
         scores_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    generated = sequence.token_ids[sequence.num_prompt_tokens :]
-    if generated and (params.frequency_penalty or params.presence_penalty):
-        unique, counts = np.unique(generated, return_counts=True)
+    if params.frequency_penalty or params.presence_penalty:
+        generated = position.tokens_from(position.sequence.num_prompt_tokens)
+        unique, counts = np.unique(np.array(generated, np.int64), return_counts=True)
         penalty_U = params.frequency_penalty * counts + params.presence_penalty
         scores_V[torch.from_numpy(unique).to(device)] -= torch.from_numpy(penalty_U).to(device, scores_V.dtype)
 
 
-def _draw(scores: Tensor, requests: Rows[Request], positions: Rows[int]) -> Tensor:
+def _draw(scores: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
     """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise."""
     device = scores.device
-    noise = [uniform(r.seed, r.choice_index, position) for r, position in zip(requests, positions, strict=True)]
-    temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32, device=device)
+    params = [position.request.params for position in positions]
+    noise = [uniform(p.request.seed, p.request.choice_index, p.num_before) for p in positions]
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
     # The largest score becomes 0 first, so that a small temperature cannot overflow; softmax does not see the shift.
     probs = ((scores - scores.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)
-    filtered = [i for i, r in enumerate(requests) if r.params.top_k or r.params.top_p < 1.0 or r.params.min_p]
+    filtered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
     if filtered:
-        floors = torch.zeros((len(requests), 1), device=device)
-        floors[filtered] = _floors(probs[filtered], [requests[i].params for i in filtered])
+        floors = torch.zeros((len(params), 1), device=device)
+        floors[filtered] = _floors(probs[filtered], [params[i] for i in filtered])
         probs = probs.masked_fill(probs < floors, 0.0)
     cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]

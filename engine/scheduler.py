@@ -1,7 +1,8 @@
 """Which sequence computes how many tokens in the next step: one rule, no phases.
 
 Every sequence has tokens known and tokens computed; a step lets the second catch up with the first within a budget of
-tokens. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay are all that one rule.
+tokens. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay are all that one rule. What
+is left of a step may verify drafts: guesses at the tokens after the known ones.
 Torch-free and synchronous: Engine calls `schedule`, computes, and answers with `update` or `abandon`.
 """
 
@@ -10,27 +11,37 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, eq
 
 from engine.block_pool import BlockPool
+from engine.drafter import Drafter
 from engine.errors import InvalidConfigurationError
 from engine.request import FinishReason, Request
 from engine.sequence import Sequence, SequenceStatus
+
+DRAFTING_STEP_TOKENS = 12
+"""A step with drafts computes no more tokens than these: up to here a step takes as long as its weights take to read,
+so that verifying is nearly free (bench/speculation.py), and beyond it drafts would delay the step for everybody."""
 
 _in_order_of_service = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """The next num_tokens uncomputed tokens of a sequence; all of them have blocks."""
+    """The next num_tokens tokens of a sequence to compute; all of them have blocks.
+
+    They are its uncomputed ones, or the first of those; the last len(draft) of them are `draft`, guesses at what
+    follows all the known tokens.
+    """
 
     sequence: Sequence
     num_tokens: int
+    draft: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
         """Whether the newest known token is among these, so that its logits give the next; valid until `update`."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        return self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +62,13 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step gave to a sequence that was to sample: a token, or the end by ERROR and None.
+    """What a step gave to a sequence that was to sample: tokens, or the end by ERROR and none.
 
-    finish_reason is set if nothing more comes; stop_token_id is the token that stopped it, if one did.
+    finish_reason is set if nothing more comes; stop_token_id is the last token, if that stopped the sequence.
     """
 
     sequence: Sequence
-    token_id: int | None
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
@@ -79,9 +90,12 @@ class Scheduler:
     - A step that failed is computed again from the start of its sequences, with all of them. Those in two failures in a
       row without a token in between are suspects: until there is none, the first suspect in order is computed alone,
       and preempts whom it must. If that fails as well, it fails, and nobody with it.
+    - Drafts come last and take what nobody else wants: budget, up to DRAFTING_STEP_TOKENS, shared evenly by those that
+      sample, and free blocks, of which those that hold only rejected tokens are given back at the end of the step.
 
-    Blocks are registered for sharing by the step that will fill them, so equal prompts admitted together are computed
-    once; `abandon` takes that back when the step failed.
+    Blocks of known tokens are registered for sharing by the step that will fill them, so equal prompts admitted
+    together are computed once; `abandon` takes that back when the step failed. A block with drafted tokens in it is
+    registered when the last of them is accepted.
     """
 
     def __init__(
@@ -92,6 +106,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int],
+        drafter: Drafter | None = None,
     ) -> None:
         if pool.num_blocks * pool.block_size < max_model_len:
             raise InvalidConfigurationError(
@@ -103,15 +118,19 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._drafter = drafter
         self._waiting: list[Sequence] = []  # both sorted by order of service
         self._running: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
         self._suspects: set[Sequence] = set()
         self._num_arrivals = 0
         self._new_blocks: list[int] = []  # registered by the latest step, which has yet to fill them
+        self._drafts: dict[Sequence, tuple[int, ...]] = {}  # of the step under way
         self.num_preemptions = 0
         self.num_prefix_queried_tokens = 0
         self.num_prefix_hit_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -154,6 +173,7 @@ class Scheduler:
         To be followed by `update`, or `abandon`, before the next call.
         """
         self._new_blocks.clear()
+        self._drafts.clear()
         items: list[ScheduledSequence] = []
         if self._suspects:
             self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
@@ -161,22 +181,26 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(items, self._max_num_batched_tokens)
         if self.num_preemptions == num_preemptions:
-            self._admit(items, budget)
+            budget = self._admit(items, budget)
+        if self._drafter is not None:
+            num_scheduled = self._max_num_batched_tokens - budget
+            self._add_drafts(items, self._drafter, min(budget, DRAFTING_STEP_TOKENS - num_scheduled))
         return ScheduledBatch(tuple(items))
 
-    def update(self, batch: ScheduledBatch, token_ids: Iterable[int | None]) -> list[Progress]:
-        """Take in what a step computed: one token for each item of the batch that samples, in their order.
+    def update(self, batch: ScheduledBatch, sampled: Iterable[tuple[int | None, ...]]) -> list[Progress]:
+        """Take in what a step computed: for each item of the batch that samples, in their order, its sampled tokens.
 
-        None stands for a row whose logits were unusable: that sequence fails, and nobody new shares its blocks.
-        Items whose sequence was aborted while the step ran are passed over.
+        The first comes after the known tokens, and one after each token of the draft. None stands for a row whose
+        logits were unusable: a sequence that comes to it fails, and nobody new shares its blocks. Items whose sequence
+        was aborted while the step ran are passed over.
         """
-        sampling = [item.sequence for item in batch.items if item.samples]
+        sampling = [item for item in batch.items if item.samples]
         for item in batch.items:
-            item.sequence.num_computed += item.num_tokens
+            item.sequence.num_computed += item.num_tokens - len(item.draft)
         return [
-            self._take_in(sequence, token_id)
-            for sequence, token_id in zip(sampling, token_ids, strict=True)
-            if sequence.status is SequenceStatus.RUNNING
+            self._take_in(item, token_ids)
+            for item, token_ids in zip(sampling, sampled, strict=True)
+            if item.sequence.status is SequenceStatus.RUNNING
         ]
 
     def abandon(self, batch: ScheduledBatch) -> Sequence | None:
@@ -217,7 +241,11 @@ class Scheduler:
             assert not sequence.block_ids
         for sequence in self._running:
             assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
-            assert len(sequence.block_ids) <= self._num_blocks_of(sequence)
+            draft = self._drafts.get(sequence, ())
+            assert len(sequence.block_ids) <= self._num_blocks_of(sequence, len(draft))
+            assert not draft or len(sequence.block_ids) == self._num_blocks_of(sequence, len(draft))
+        for sequence, draft in self._drafts.items():
+            assert 0 < len(draft) < self._num_tokens_left(sequence), "the token after the draft must still be wanted"
         assert self._suspects == {sequence for sequence in everyone if sequence.is_suspect}
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
@@ -257,12 +285,14 @@ class Scheduler:
                 self._preempt(self._running.pop())
         self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
 
-    def _admit(self, items: list[ScheduledSequence], budget: int) -> None:
+    def _admit(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Seat and schedule waiting sequences and return the budget left."""
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
             if not self._seat(sequence):
                 break
             budget -= self._schedule_tokens(sequence, items, budget)
+        return budget
 
     def _seat(self, sequence: Sequence) -> bool:
         """Let a waiting sequence run, with blocks for all its tokens; False if there is no seat or too few blocks."""
@@ -293,30 +323,88 @@ class Scheduler:
         """Schedule what the budget allows of a sequence that has its blocks; return how many tokens that is."""
         num_tokens = min(sequence.num_uncomputed, budget)
         items.append(ScheduledSequence(sequence, num_tokens))
-        block_size, num_before = self._pool.block_size, sequence.num_computed
-        for index in range(num_before // block_size, (num_before + num_tokens) // block_size):
-            if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
-                self._new_blocks.append(sequence.block_ids[index])
+        self._register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
         return num_tokens
 
-    def _take_in(self, sequence: Sequence, token_id: int | None) -> Progress:
-        """Append a sampled token and end the sequence if it was the last one; a stop counts before a limit."""
-        if token_id is None:
+    def _register(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make the blocks findable that the known tokens at positions start to end - 1 complete."""
+        block_size = self._pool.block_size
+        for index in range(start // block_size, end // block_size):
+            if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
+                self._new_blocks.append(sequence.block_ids[index])
+
+    def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
+        """Let the items that sample verify drafts, `room` tokens at most, which nobody else has a use for."""
+        sampling = [index for index, item in enumerate(items) if item.samples]
+        for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
+            sequence, num_tokens = items[index].sequence, items[index].num_tokens
+            most = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)
+            if most <= 0:
+                continue
+            draft = drafter.draft(sequence, most)
+            draft = draft[: self._reserve(sequence, len(draft))]
+            if draft:
+                items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
+                self._drafts[sequence] = draft
+                room -= len(draft)
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """Give a sequence blocks for tokens after its known ones while any are free; return how many they can hold."""
+        num_missing = self._num_blocks_of(sequence, num_tokens) - len(sequence.block_ids)
+        new = self._pool.allocate(min(num_missing, self._pool.num_free))
+        assert new is not None, "no more was asked for than is free"
+        sequence.block_ids += new
+        return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
+
+    def _take_in(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
+        """Append what was sampled, up to the first token that the draft did not foresee or that ends the sequence."""
+        sequence = item.sequence
+        if sampled[0] is None:
             self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
-            return Progress(sequence, None, FinishReason.ERROR)
-        sequence.token_ids.append(token_id)
+            return Progress(sequence, (), FinishReason.ERROR)
         sequence.num_failures = 0
         self._suspects.discard(sequence)
-        params = sequence.request.params
+        taken: list[int] = []
+        reason = None
+        for token_id, foreseen in zip(sampled, (*item.draft, None), strict=True):
+            if token_id is None:
+                break  # the next step comes to it again, and to it first
+            sequence.token_ids.append(token_id)
+            taken.append(token_id)
+            reason = self._finish_reason(sequence)
+            if reason is not None or token_id != foreseen:
+                break
+        if item.draft:
+            self._settle(item, taken)
+        if reason is not None:
+            self._end(sequence, reason)
+        return Progress(sequence, tuple(taken), reason, taken[-1] if reason is FinishReason.STOP else None)
+
+    def _settle(self, item: ScheduledSequence, taken: list[int]) -> None:
+        """Count as computed what was accepted of a draft, and give back the blocks of what was not."""
+        sequence, num_before = item.sequence, item.sequence.num_computed
+        del self._drafts[sequence]
+        self.num_draft_tokens += len(item.draft)
+        self.num_accepted_tokens += sum(map(eq, taken, item.draft))
+        sequence.num_computed = len(sequence.token_ids) - 1
+        self._register(sequence, num_before, sequence.num_computed)
+        num_blocks = self._num_blocks_of(sequence)
+        self._pool.free(sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:]
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Return why the newest token ends a sequence, if it does; a stop counts before a limit."""
+        token_id, params = sequence.token_ids[-1], sequence.request.params
         is_eos = token_id in self._eos_token_ids and not params.ignore_eos
         if is_eos or token_id in params.stop_token_ids:
-            self._end(sequence, FinishReason.STOP)
-            return Progress(sequence, token_id, FinishReason.STOP, token_id)
-        if sequence.num_generated >= params.max_tokens or len(sequence.token_ids) >= self._max_model_len:
-            self._end(sequence, FinishReason.LENGTH)
-            return Progress(sequence, token_id, FinishReason.LENGTH)
-        return Progress(sequence, token_id)
+            return FinishReason.STOP
+        return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
+
+    def _num_tokens_left(self, sequence: Sequence) -> int:
+        """How many tokens a sequence may still be given."""
+        left = sequence.request.params.max_tokens - sequence.num_generated
+        return min(left, self._max_model_len - len(sequence.token_ids))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
@@ -325,9 +413,12 @@ class Scheduler:
         self._suspects.discard(sequence)
         self._pool.free(sequence.block_ids)
         sequence.block_ids.clear()
+        self._drafts.pop(sequence, None)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
-    def _num_blocks_of(self, sequence: Sequence) -> int:
-        """How many blocks all known tokens of a sequence take."""
-        return -(-len(sequence.token_ids) // self._pool.block_size)
+    def _num_blocks_of(self, sequence: Sequence, num_more: int = 0) -> int:
+        """How many blocks all known tokens of a sequence take, and num_more after them."""
+        return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)

@@ -22,6 +22,8 @@ class EngineStats:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return these gauges, and the totals of this engine and the one before it."""

@@ -189,9 +189,11 @@ class CompletionRun:
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 message = output.error or "the engine gave this request up"
                 raise ApiError(500, f"choice {index}: {message}", code="generation_failed")
+            num_before = choice.num_tokens
             delta = choice.add(output)
             self._num_cached[index] = max(self._num_cached[index], output.num_cached_tokens)
-            self._measure(index, now)
+            for _ in range(num_before, choice.num_tokens):
+                self._measure(index, now)
             if choice.finish_reason is not None and output.finish_reason is None:
                 stream.abort([output.request_id])
             deltas.append((index, delta))

@@ -97,6 +97,8 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up", stats.num_prefix_queried_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache", stats.num_prefix_hit_tokens)
         yield self._counter("num_preemptions", "Sequences that lost their blocks", stats.num_preemptions)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens guessed and verified", stats.num_draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Guesses that held", stats.num_accepted_tokens)
         yield self._restarts()
 
     def _restarts(self) -> Metric:

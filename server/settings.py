@@ -39,6 +39,7 @@ _ENGINE_HELP = {
     "max_num_batched_tokens": "tokens computed in one step",
     "max_num_queued_reqs": "requests that may wait; more get status 429",
     "enable_prefix_caching": "keep the KV cache of prompts for prompts that begin alike",
+    "speculative_ngram": "guess what follows by looking up as many of the last tokens, 2 to 8, and verify it; 0 is off",
     "num_threads": "CPU threads of the engine, instead of one a core",
 }
 

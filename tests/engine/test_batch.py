@@ -30,6 +30,15 @@ def test_rows_are_the_scheduled_tokens_of_each_sequence() -> None:
     assert metadata.block_tables_SN.tolist() == [[7, 2, 5], [9, 4, 0]]
 
 
+def test_a_draft_comes_after_the_known_tokens() -> None:
+    drafted = ScheduledSequence(scheduled([10, 11, 12], 2, 1, [7, 2, 5]).sequence, 3, draft=(30, 31))
+    inputs = build_model_input(ScheduledBatch((drafted, scheduled([20, 21], 0, 2, [9]))), 2, torch.device("cpu"))
+    assert inputs.token_ids_T.tolist() == [12, 30, 31, 20, 21]
+    assert inputs.positions_T.tolist() == [2, 3, 4, 0, 1]
+    assert inputs.metadata.slots_T.tolist() == [4, 5, 10, 18, 19]
+    assert inputs.metadata.kv_lens == (5, 2)
+
+
 def test_a_single_row_is_padded_with_one_that_stores_nothing() -> None:
     inputs = build_model_input(ScheduledBatch((scheduled([3, 4], 1, 1, [0]),)), 2, torch.device("cpu"))
     assert inputs.token_ids_T.tolist() == [4, 0]

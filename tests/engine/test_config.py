@@ -22,6 +22,9 @@ from engine.errors import InvalidConfigurationError
         ({"max_model_len": 1}, "max_model_len must be an integer of at least 2, got 1"),
         ({"num_blocks": -1}, "num_blocks must be an integer of at least 1, got -1"),
         ({"max_num_queued_reqs": -1}, "max_num_queued_reqs must be an integer of at least 0, got -1"),
+        ({"speculative_ngram": 1}, "speculative_ngram must be 0 or in [2, 8], got 1"),
+        ({"speculative_ngram": 3.0}, "speculative_ngram must be 0 or in [2, 8], got 3.0"),
+        ({"speculative_ngram": 9}, "speculative_ngram must be 0 or in [2, 8], got 9"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be in (0, 1], got 1.1"),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 63},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import engine.engine
 from engine.engine import Engine
@@ -18,6 +19,7 @@ from engine.errors import EngineStartError, InvalidRequestError
 from engine.model_runner import ModelRunner, StepResult
 from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 from engine.scheduler import ScheduledBatch
+from engine.sequence import Sequence
 from engine.stats import EngineStats
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
@@ -237,6 +239,99 @@ def test_stats_count_tokens_and_hits(tiny_gpt2: Path) -> None:
     assert stats.num_used_blocks == 0
 
 
+Outcome = tuple[Result, list[Any]]
+
+
+def outcome(outputs: list[TokenOutput]) -> Outcome:
+    """Return everything a client learns, however it was cut into outputs."""
+    last, failed = outputs[-1], outputs[-1].finish_reason is FinishReason.ERROR
+    assert all(output.finish_reason is output.stop_token_id is None for output in outputs[:-1])
+    assert all(output.token_ids for output in outputs[: len(outputs) - failed])
+    rest = [last.finish_reason, last.stop_token_id, last.error, outputs[0].prompt_logprobs]
+    return result(outputs), rest
+
+
+class Oracle:
+    """A drafter that knows what will come, and says so, or never, or only for a while."""
+
+    def __init__(self, truths: dict[str, list[int]], mood: str) -> None:
+        self._truths, self._mood = truths, mood
+
+    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        start = sequence.num_generated
+        truth = self._truths[sequence.request.request_id][start:]
+        if self._mood == "the truth":
+            return tuple(truth[:most])
+        if self._mood == "the truth for a while":
+            return (*truth[: (start * 7) % 5], 1, 0, 1, 0, 1, 0)[:most]
+        return tuple((token + 1) % 96 for token in truth)[:most]
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+@pytest.fixture
+def demanding_requests(solo: dict[str, Result]) -> list[Request]:
+    """The mixed requests and some that end in every way, one in the middle of its prompt's logprobs."""
+    by_stop = [
+        replace(
+            r, request_id=f"stop {r.request_id}", params=replace(r.params, stop_token_ids=(solo[r.request_id][0][9],))
+        )
+        for r in mixed_requests(8)
+    ]
+    by_context = make_request("context", [1] * 100, max_tokens=28, temperature=0.0, logprobs=0)
+    repetitive = make_request("penalty", [1, 2, 3] * 9, max_tokens=30, repetition_penalty=1.3, frequency_penalty=0.5)
+    with_prompt = make_request("prompt", [1, 2, 3] * 9, max_tokens=3, prompt_logprobs=2)
+    return [*mixed_requests(), *by_stop, by_context, repetitive, with_prompt]
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 4}, {"max_num_seqs": 3, "max_num_batched_tokens": 7}], ids=str)
+@pytest.mark.parametrize("mood", ["the truth", "the truth for a while", "never the truth"])
+def test_a_drafter_changes_nothing_whatever_it_guesses(
+    tiny_gpt2: Path,
+    demanding_requests: list[Request],
+    mood: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = run(make_engine(tiny_gpt2), demanding_requests)
+    oracle = Oracle({i: token_ids(outputs) for i, outputs in plain.items()}, mood)
+    monkeypatch.setattr(engine.engine, "PromptLookup", lambda longest: oracle)
+    drafting = make_engine(tiny_gpt2, speculative_ngram=2, block_size=4, **options)
+    outputs = run(drafting, demanding_requests)
+    assert {i: outcome(o) for i, o in outputs.items()} == {i: outcome(o) for i, o in plain.items()}
+    stats, num_tokens = drafting.stats, sum(len(token_ids(o)) for o in plain.values())
+    assert stats.num_generated_tokens == num_tokens
+    assert stats.num_draft_tokens > 150
+    if mood == "the truth":
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
+        # Each accepted token saves an output, but for a stop that is the last of its draft.
+        assert sum(map(len, outputs.values())) <= num_tokens - stats.num_accepted_tokens + 8
+    elif mood == "never the truth":
+        assert stats.num_accepted_tokens == 0
+    else:
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_logits_that_are_not_finite_end_a_request_where_they_would_have_without_a_draft(
+    make_gpt2: MakeGPT2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_gpt2()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.wpe.weight"][20].fill_(float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    requests = [make_request(str(i), [i] * (10 + i), seed=i, max_tokens=8 * i, logprobs=1) for i in range(1, 5)]
+    plain = run(make_engine(tmp_path), requests)
+    assert [o[-1].finish_reason for o in plain.values()] == [FinishReason.LENGTH, *[FinishReason.ERROR] * 3]
+    oracle = Oracle({i: [*token_ids(outputs), 0, 0, 0] for i, outputs in plain.items()}, "the truth")
+    monkeypatch.setattr(engine.engine, "PromptLookup", lambda longest: oracle)
+    drafting = make_engine(tmp_path, speculative_ngram=2)
+    assert {i: outcome(o) for i, o in run(drafting, requests).items()} == {i: outcome(o) for i, o in plain.items()}
+    assert drafting.stats.num_accepted_tokens > 10
+    assert drafting.stats.num_used_blocks == 0
+
+
 class FailingRunner:
     """A ModelRunner that raises for the batches chosen, given the number of the run and the batch."""
 
@@ -329,8 +424,6 @@ def test_a_step_that_was_broken_off_leaves_no_block_to_be_found(
 
 
 def test_a_model_that_cannot_decode_is_never_ready(make_gpt2: MakeGPT2, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = make_gpt2()
     tensors = load_file(folder / "model.safetensors")
     tensors["transformer.ln_f.bias"].fill_(float("nan"))

@@ -49,6 +49,9 @@ AXES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "preempted": {"num_blocks": 72, "max_num_seqs": 16, "enable_prefix_caching": False},
     "a prefix cache too small": {"num_blocks": 72, "max_num_seqs": 2},
+    "drafts, one at a time": {"speculative_ngram": 2, "max_num_seqs": 1},
+    "drafts, batches of 5": {"speculative_ngram": 4, "max_num_seqs": 5, "max_num_batched_tokens": 20},
+    "drafts while preempted": {"speculative_ngram": 2, "num_blocks": 130, "block_size": 8, "max_num_seqs": 8},
 }
 
 
@@ -86,8 +89,10 @@ def reseeded() -> tuple[Request, ...]:
 def test_alone_equals_under_any_load(axis: str, dtype: str) -> None:
     engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, "dtype": dtype, **AXES[axis]})
     compare(f"{axis}, {dtype}", results(engine, requests()), alone("auto", dtype))
-    if axis == "preempted":
+    if "preempted" in axis:
         assert engine.stats.num_preemptions > 5
+    if "drafts" in axis:
+        assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
 def test_alone_equals_in_a_batch_with_the_reference_backend() -> None:
@@ -144,6 +149,22 @@ def test_the_page_has_every_axis_and_no_difference() -> None:
     assert {counts[name] for name in named} == {(NUM_REQUESTS, 0)}
     assert all(different == 0 or different > compared // 2 for compared, different in counts.values())
     assert counts["another seed"][1] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str) -> None:
+    """A bias towards few tokens makes loops, which are guessed as such."""
+    looping = tuple(
+        replace(r, params=replace(r.params, max_tokens=60, logit_bias=dict.fromkeys(range(300, 303), 30.0)))
+        for r in requests()[:16]
+    )
+    plain, drafting = (
+        make_engine(STORYTELLER, kv_cache_bytes=2**27, dtype=dtype, max_num_seqs=2, speculative_ngram=longest)
+        for longest in (0, 3)
+    )
+    compare(f"drafts of loops, {dtype}", results(drafting, looping), results(plain, looping))
+    assert drafting.stats.num_accepted_tokens > 0.5 * drafting.stats.num_draft_tokens
+    assert drafting.stats.num_steps < 0.5 * plain.stats.num_steps
 
 
 def test_what_changes_numbers_is_seen() -> None:

@@ -10,7 +10,7 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.errors import InvalidConfigurationError
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import ScheduledBatch, Scheduler
+from engine.scheduler import DRAFTING_STEP_TOKENS, ScheduledBatch, Scheduler
 from engine.sequence import Sequence, SequenceStatus
 
 BLOCK_SIZE = 4
@@ -18,7 +18,13 @@ EOS = 99
 
 
 def make_scheduler(
-    num_blocks: int = 64, *, seats: int = 8, budget: int = 64, max_model_len: int = 32, caching: bool = True
+    num_blocks: int = 64,
+    *,
+    seats: int = 8,
+    budget: int = 64,
+    max_model_len: int = 32,
+    caching: bool = True,
+    guess: int | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching),
@@ -26,7 +32,21 @@ def make_scheduler(
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
+        drafter=None if guess is None else Monomaniac(guess),
     )
+
+
+class Monomaniac:
+    """A drafter that always guesses the same token, as often as it may."""
+
+    def __init__(self, guess: int) -> None:
+        self._guess = guess
+
+    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        return (self._guess,) * most
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
 
 
 def add(
@@ -44,11 +64,11 @@ def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[Sequence, Se
 
 
 def step(scheduler: Scheduler, token_id: int = 7) -> dict[str, int]:
-    """Run one step in which every sampled token is token_id; return how many tokens each request computed."""
+    """Run one step in which all sampled tokens are token_id; return how many tokens each request computed."""
     batch = scheduler.schedule()
     scheduler.check_invariants()
     scheduled = tokens_by_name(batch)
-    scheduler.update(batch, [token_id for item in batch.items if item.samples])
+    scheduler.update(batch, [(token_id,) * (1 + len(item.draft)) for item in batch.items if item.samples])
     scheduler.check_invariants()
     return scheduled
 
@@ -76,7 +96,7 @@ def test_a_prompt_over_the_budget_is_computed_in_chunks_and_samples_only_at_its_
     for _ in range(4):
         batch = scheduler.schedule()
         samples.append((batch.num_tokens, batch.items[0].samples))
-        scheduler.update(batch, [7] if batch.items[0].samples else [])
+        scheduler.update(batch, [(7,)] if batch.items[0].samples else [])
     assert samples == [(4, False), (4, False), (2, True), (1, True)]
 
 
@@ -96,7 +116,7 @@ def test_each_sampling_item_takes_exactly_one_token() -> None:
     batch = scheduler.schedule()
     assert [item.samples for item in batch.items] == [True, False]
     with pytest.raises(ValueError, match="zip"):
-        scheduler.update(batch, [7, None])
+        scheduler.update(batch, [(7,), (None,)])
 
 
 def test_an_idle_scheduler_has_no_work() -> None:
@@ -309,6 +329,104 @@ def test_without_prefix_caching_nothing_is_shared_or_counted() -> None:
     assert scheduler.num_prefix_queried_tokens == 0
 
 
+# Drafts
+
+
+def test_a_draft_that_holds_gives_all_its_tokens_and_one_more() -> None:
+    scheduler = make_scheduler(guess=7)
+    sequence = add(scheduler, "a", range(4))
+    assert step(scheduler) == {"a": DRAFTING_STEP_TOKENS}
+    assert sequence.token_ids == [*range(4), *[7] * 9]
+    assert (sequence.num_computed, len(sequence.block_ids)) == (12, 3)
+    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (8, 8)
+
+
+def test_a_draft_that_fails_gives_the_token_it_would_have_been_and_its_blocks_back() -> None:
+    scheduler = make_scheduler(guess=8)
+    sequence = add(scheduler, "a", range(4))
+    step(scheduler, token_id=7)
+    assert sequence.token_ids == [*range(4), 7]
+    assert (sequence.num_computed, len(sequence.block_ids)) == (4, 2), "the new token is in the second block"
+    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (8, 0)
+
+
+def test_a_draft_is_kept_up_to_its_first_wrong_token() -> None:
+    scheduler = make_scheduler(guess=7)
+    sequence = add(scheduler, "a", range(4))
+    [progress] = scheduler.update(scheduler.schedule(), [(7, 7, 5, 7, 7, 7, 7, 7, 7)])
+    assert progress.token_ids == (7, 7, 5)
+    assert sequence.num_uncomputed == 1
+
+
+def test_drafts_take_evenly_what_is_left_of_a_step_and_nothing_else() -> None:
+    scheduler = make_scheduler(guess=7, max_model_len=100)
+    for name in "abc":
+        add(scheduler, name, [1])
+    assert step(scheduler) == {"a": 4, "b": 4, "c": 4}
+    add(scheduler, "d", range(7))
+    assert step(scheduler) == {"a": 2, "b": 2, "c": 1, "d": 7}
+    add(scheduler, "e", range(10, 60))
+    assert step(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 50}
+
+
+def test_a_prompt_in_chunks_leaves_no_budget_for_drafts_and_gets_none() -> None:
+    scheduler = make_scheduler(guess=7, budget=6)
+    add(scheduler, "a", range(9))
+    assert step(scheduler) == {"a": 6}
+    assert step(scheduler) == {"a": 6}
+    assert scheduler.num_draft_tokens == 3
+
+
+def test_drafts_take_free_blocks_only_and_preempt_nobody() -> None:
+    scheduler = make_scheduler(8, caching=False, guess=7)
+    add(scheduler, "a", range(13), max_tokens=8)
+    add(scheduler, "b", range(20, 28), max_tokens=8)
+    step(scheduler)  # without drafts, as both prompts are over what a step with drafts may compute
+    assert step(scheduler) == {"a": 6, "b": 4}, "a takes the last free block"
+    assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"stop_token_ids": (7,)}, ((7,), FinishReason.STOP, 7)),
+        ({"max_tokens": 5}, ((7,) * 5, FinishReason.LENGTH, None)),
+        ({"max_tokens": 1}, ((7,), FinishReason.LENGTH, None)),
+    ],
+)
+def test_nothing_is_given_after_what_ends_a_sequence(params: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    scheduler = make_scheduler(guess=7)
+    sequence = add(scheduler, "a", range(4), **params)
+    batch = scheduler.schedule()
+    [progress] = scheduler.update(batch, [(7,) * (1 + len(batch.items[0].draft))])
+    assert (progress.token_ids, progress.finish_reason, progress.stop_token_id) == expected
+    assert sequence.token_ids == [*range(4), *expected[0]]
+    scheduler.check_invariants()
+
+
+def test_accepted_tokens_are_found_by_the_next_turn_and_rejected_ones_are_not() -> None:
+    scheduler = make_scheduler(guess=7)
+    add(scheduler, "a", range(6), max_tokens=9)
+    add(scheduler, "b", [10, 11], max_tokens=9)
+    scheduler.update(scheduler.schedule(), [(7, 7, 7), (8, 9, 9)])
+    scheduler.abort("a")
+    scheduler.abort("b")
+    accepted, rejected = add(scheduler, "c", [*range(6), 7, 7, 1]), add(scheduler, "d", [10, 11, 7, 7, 1])
+    step(scheduler)
+    assert (accepted.num_cached_tokens, rejected.num_cached_tokens) == (8, 0)
+
+
+def test_an_unusable_row_within_a_draft_is_met_again_and_fails_only_then() -> None:
+    scheduler = make_scheduler(guess=7)
+    sequence = add(scheduler, "a", range(4))
+    [progress] = scheduler.update(scheduler.schedule(), [(7, 7, None, 7, 7, 7, 7, 7, 7)])
+    assert (progress.token_ids, progress.finish_reason) == ((7, 7), None)
+    assert (sequence.num_uncomputed, scheduler.num_accepted_tokens) == (1, 2)
+    batch = scheduler.schedule()
+    [progress] = scheduler.update(batch, [(None,) * (1 + len(batch.items[0].draft))])
+    assert (progress.token_ids, progress.finish_reason) == ((), FinishReason.ERROR)
+
+
 # The end
 
 
@@ -329,9 +447,9 @@ def test_what_ends_a_sequence(
 ) -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", [1, 2], **params)
-    [progress] = scheduler.update(scheduler.schedule(), [token_id])
+    [progress] = scheduler.update(scheduler.schedule(), [(token_id,)])
     assert (progress.finish_reason, progress.stop_token_id) == expected
-    assert (progress.sequence, progress.token_id) == (sequence, token_id)
+    assert (progress.sequence, progress.token_ids) == (sequence, (token_id,))
     assert sequence.finish_reason is expected[0]
     assert scheduler.has_work == (expected[0] is None)
     assert sequence.token_ids == [1, 2, token_id]
@@ -380,8 +498,8 @@ def test_an_abort_while_the_step_runs_is_passed_over_by_update() -> None:
     gone, stays = add(scheduler, "gone", [1, 2]), add(scheduler, "stays", [3, 4])
     batch = scheduler.schedule()
     scheduler.abort("gone")
-    [progress] = scheduler.update(batch, [5, 6])
-    assert (progress.sequence, progress.token_id) == (stays, 6)
+    [progress] = scheduler.update(batch, [(5,), (6,)])
+    assert (progress.sequence, progress.token_ids) == (stays, (6,))
     assert gone.token_ids == [1, 2]
     assert gone.finish_reason is FinishReason.ABORT
     scheduler.check_invariants()
@@ -403,10 +521,10 @@ def test_an_unusable_row_fails_its_own_sequence_and_its_blocks_are_not_shared_ag
     scheduler = make_scheduler()
     bad, good = add(scheduler, "bad", range(10)), add(scheduler, "good", range(20, 30))
     batch = scheduler.schedule()
-    progress = scheduler.update(batch, [None, 7])
-    assert [(p.sequence, p.token_id, p.finish_reason) for p in progress] == [
-        (bad, None, FinishReason.ERROR),
-        (good, 7, None),
+    progress = scheduler.update(batch, [(None,), (7,)])
+    assert [(p.sequence, p.token_ids, p.finish_reason) for p in progress] == [
+        (bad, (), FinishReason.ERROR),
+        (good, (7,), None),
     ]
     scheduler.check_invariants()
     add(scheduler, "like bad", range(10))

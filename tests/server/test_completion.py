@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.request import FinishReason, TokenOutput
+from engine.request import FinishReason, Request, TokenOutput
 from tests.server.conftest import Api
-from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
+from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, Reply, say
 
 
 def test_choices_are_numbered_prompt_by_prompt(api: Api) -> None:
@@ -73,6 +73,35 @@ def test_a_stop_string_ends_its_own_choice_only(make_api: Callable[..., Api]) ->
     choices = api.complete(prompt="p", n=2, stop="END", max_tokens=8).json()["choices"]
     assert [choice["text"] for choice in choices] == ["xy", "abcdefgh"]
     assert [choice["finish_reason"] for choice in choices] == ["stop", "length"]
+
+
+def in_runs(reply: Reply, length: int) -> Reply:
+    """Return the same reply, `length` tokens an output."""
+
+    def joined(request: Request) -> Iterator[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        for output in reply(request):
+            outputs.append(output)
+            if len(outputs) == length or output.finish_reason is not None:
+                token_ids = tuple(token for output in outputs for token in output.token_ids)
+                logprobs = tuple(entry for output in outputs for entry in output.logprobs)
+                prompt_logprobs = outputs[0].prompt_logprobs
+                yield replace(output, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+                outputs.clear()
+
+    return joined
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 50])
+@pytest.mark.parametrize("fields", [{"max_tokens": 9}, {"stop": "END"}, {"stop_token_ids": [68]}, {"echo": True}, {}])
+def test_an_answer_is_the_same_however_many_tokens_come_at_once(
+    make_api: Callable[..., Api], fields: dict[str, Any], length: int
+) -> None:
+    one, many = [
+        make_api(FakeEngineClient(reply)).complete(**{"prompt": "ab", "max_tokens": 40, "logprobs": 2, **fields}).json()
+        for reply in (say("one END two"), in_runs(say("one END two"), length))
+    ]
+    assert (many["choices"], many["usage"]) == (one["choices"], one["usage"])
 
 
 def test_the_end_of_text_ends_a_choice(make_api: Callable[..., Api]) -> None:

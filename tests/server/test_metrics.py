@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.request import FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 from tests.server.conftest import MODEL, Api
 from tests.server.fake_engine import FakeEngineClient
@@ -34,6 +35,8 @@ def test_the_engines_counters_are_shown(api: Api) -> None:
         num_prefix_queried_tokens=30,
         num_prefix_hit_tokens=15,
         num_preemptions=1,
+        num_draft_tokens=50,
+        num_accepted_tokens=40,
     )
     found = samples(api)
     assert {name: found[f"gptserve_{name}"] for name in ("num_requests_running", "num_requests_waiting")} == {
@@ -46,6 +49,8 @@ def test_the_engines_counters_are_shown(api: Api) -> None:
     assert found["gptserve_prefix_cache_queries_total"] == 30
     assert found["gptserve_prefix_cache_hits_total"] == 15
     assert found["gptserve_num_preemptions_total"] == 1
+    assert found["gptserve_spec_decode_num_draft_tokens_total"] == 50
+    assert found["gptserve_spec_decode_num_accepted_tokens_total"] == 40
 
 
 def test_engines_that_were_replaced_are_counted_by_the_kind_of_their_death(api: Api) -> None:
@@ -66,6 +71,16 @@ def test_a_completion_is_counted_and_timed(api: Api, stream: bool) -> None:
     assert found["gptserve_inter_token_latency_seconds_count"] == 2 * 2 + 1
     assert found["gptserve_e2e_request_latency_seconds_count"] == 2
     assert found["gptserve_e2e_request_latency_seconds_sum"] > 0
+
+
+def test_tokens_that_come_at_once_are_timed_each(make_api: Callable[..., Api]) -> None:
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        yield TokenOutput(request.request_id, (97, 98, 99))
+        yield TokenOutput(request.request_id, (97, 98), finish_reason=FinishReason.LENGTH)
+
+    api = make_api(FakeEngineClient(reply))
+    api.complete(prompt="a", max_tokens=5)
+    assert samples(api)["gptserve_inter_token_latency_seconds_count"] == 4
 
 
 def test_rejections_are_counted_by_reason(api: Api) -> None:

@@ -49,6 +49,7 @@ WRITTEN = {
     "max-num-batched-tokens": "128",
     "max-num-queued-reqs": "0",
     "enable-prefix-caching": "false",
+    "speculative-ngram": "3",
     "num-threads": "1",
 }
 """Every option but --config with a value that is not its default."""

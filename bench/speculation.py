@@ -1,0 +1,165 @@
+"""What drafts by prompt lookup gain: one sequence at a time, with and without them, in turns in one process.
+
+    python -m bench.speculation [--cases loop wrong] [--ngram 3] [--step-tokens 12] [--max-tokens 96] [--repeats 3]
+
+Cases, from the one that suits drafts least:
+- story: the embedded storyteller goes on with the first words of a story at temperature 0.8. Hardly anything recurs.
+- retelling: the same after a whole story and its first sentences again, greedy. The model tells another story, as it
+  has not learned to copy: what recurs are names and phrases.
+- loop: GPT-2 124M's shape with random weights, greedy. Such a model soon repeats itself for ever, and then every
+  draft holds: the most that drafts can gain, as where a text is copied from the prompt.
+- wrong: the same prompts with a drafter that never guesses right: the most that drafts can cost.
+
+--step-tokens replaces the scheduler's DRAFTING_STEP_TOKENS, to see what number of tokens pays. Both sides give the same
+tokens, which is checked. Prints a table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine.engine
+import engine.scheduler
+import engine.sequence
+from bench.models import write_model
+from engine.config import EngineConfig
+from engine.drafter import PromptLookup
+from engine.engine import Engine
+from engine.request import Request, SamplingParams
+from weights.source import resolve_model
+from weights.storyteller.generator import stories
+from weights.tokenizer import Tokenizer
+
+CASES = ("story", "retelling", "loop", "wrong")
+NUM_PROMPTS = 4
+
+
+class WrongDrafter(PromptLookup):
+    """Guesses tokens that this bench's models never give, all one after the last, and as many as it may."""
+
+    def draft(self, sequence: engine.sequence.Sequence, most: int) -> tuple[int, ...]:
+        return ((sequence.token_ids[-1] + 1) % 1000,) * most
+
+
+def main() -> None:
+    args = parse_arguments()
+    storyteller = resolve_model(None, None)
+    tokenizer = Tokenizer.of_model(storyteller)
+    texts = [story.text for story in stories("held_out", NUM_PROMPTS)]
+    starts = [tokenizer.encode(text[:40]) for text in texts]
+    retellings = [tokenizer.encode(f"{text}\n\n{text[:120]}") for text in texts]
+    generator = torch.Generator().manual_seed(0)
+    anything = torch.randint(50257, (NUM_PROMPTS, 64), generator=generator).tolist()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), "gpt2")
+        cases: list[tuple[str, Path, Sequence[Sequence[int]], float, Callable[[int], PromptLookup]]] = [
+            ("story", storyteller, starts, 0.8, PromptLookup),
+            ("retelling", storyteller, retellings, 0.0, PromptLookup),
+            ("loop", Path(folder), anything, 0.0, PromptLookup),
+            ("wrong", Path(folder), anything, 0.0, WrongDrafter),
+        ]
+        for name, model, prompts, temperature, drafter in cases:
+            if name not in args.cases:
+                continue
+            plain, drafting = (load(model, ngram, args.dtype, drafter) for ngram in (0, args.ngram))
+            rows += [measure(name, plain, drafting, prompts, temperature, n, args) for n in args.step_tokens]
+    print(f"{'case':>10} {'step tokens':>12} {'accepted':>9} {'tok/step':>9} {'plain':>7} {'drafts':>7} {'ratio':>6}")
+    for row in rows:
+        print(
+            f"{row['case']:>10} {row['step_tokens']:>12} {row['accepted']:>9.0%} {row['tokens_per_step']:>9.2f} "
+            f"{row['plain']:>7.1f} {row['drafts']:>7.1f} {row['ratio']:>6.2f}"
+        )
+    print(json.dumps({"benchmark": "speculation", **describe(args), "rows": rows}))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--ngram", type=int, default=3)
+    parser.add_argument("--step-tokens", type=int, nargs="+", default=[engine.scheduler.DRAFTING_STEP_TOKENS])
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+def load(model: Path, ngram: int, dtype: Any, drafter: Callable[[int], PromptLookup]) -> Engine:
+    # No option of the engine asks for a drafter that is wrong.
+    engine.engine.PromptLookup = drafter  # type: ignore[attr-defined]
+    return Engine(
+        EngineConfig(
+            model_dir=model, dtype=dtype, speculative_ngram=ngram, enable_prefix_caching=False, kv_cache_bytes=2**28
+        )
+    )
+
+
+def measure(
+    name: str,
+    plain: Engine,
+    drafting: Engine,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    step_tokens: int,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Let both sides take turns and return the median tokens per second of each and of their ratios."""
+    engine.scheduler.DRAFTING_STEP_TOKENS = step_tokens
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, ignore_eos=True)
+    speeds: list[tuple[float, float]] = []
+    before = drafting.stats
+    for repeat in range(args.repeats + 1):
+        for i, prompt in enumerate(prompts):
+            request = Request("r", tuple(prompt), params, seed=i)
+            (expected, plain_s), (found, drafts_s) = complete(plain, request), complete(drafting, request)
+            assert found == expected, "drafts have changed a token"
+            if repeat:  # the first round warms up both
+                speeds.append((args.max_tokens / plain_s, args.max_tokens / drafts_s))
+    after = drafting.stats
+    num_drafted = after.num_draft_tokens - before.num_draft_tokens
+    return {
+        "case": name,
+        "step_tokens": step_tokens,
+        "accepted": (after.num_accepted_tokens - before.num_accepted_tokens) / num_drafted,
+        "tokens_per_step": (after.num_generated_tokens - before.num_generated_tokens)
+        / (after.num_steps - before.num_steps),
+        "plain": statistics.median(plain for plain, _ in speeds),
+        "drafts": statistics.median(drafts for _, drafts in speeds),
+        "ratio": statistics.median(drafts / plain for plain, drafts in speeds),
+    }
+
+
+def complete(side: Engine, request: Request) -> tuple[list[int], float]:
+    """Return the tokens of a request and the seconds they took."""
+    start, token_ids = time.perf_counter(), list[int]()
+    side.add(request)
+    while side.has_work:
+        token_ids += (token for output in side.step() for token in output.token_ids)
+    return token_ids, time.perf_counter() - start
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "ngram": args.ngram,
+        "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
+        "dtype": args.dtype,
+        "device": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    main()
