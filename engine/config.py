@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -32,6 +33,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_queued_reqs: int = 256
+    max_queue_time_s: float | None = None
     enable_prefix_caching: bool = True
     num_threads: int | None = None
 
@@ -47,6 +49,10 @@ class EngineConfig:
             if value is not None:
                 _check_at_least(name, value, low)
         _check_at_least("max_num_queued_reqs", self.max_num_queued_reqs, 0)
+        if self.max_queue_time_s is not None and not 0.0 < self.max_queue_time_s < math.inf:
+            raise InvalidConfigurationError(
+                f"max_queue_time_s must be a number of seconds over 0, got {self.max_queue_time_s}"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidConfigurationError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"

@@ -42,7 +42,9 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
+            max_queue_time_s=config.max_queue_time_s,
         )
+        self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._failures_in_a_row = 0
@@ -86,12 +88,13 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return what it added to each sequence that got a token or ended."""
         batch = self._scheduler.schedule()
+        outputs = [self._refuse(sequence.request.request_id) for sequence in self._scheduler.expire_waiting()]
         if not batch.items:
-            return []
+            return outputs
         try:
             result = self._runner.run(batch)
         except BaseException as error:
-            return self._give_up(batch, error)
+            return outputs + self._give_up(batch, error)
         self._failures_in_a_row = 0
         for index, entries in result.prompt_logprobs.items():
             collected = self._prompt_logprobs[batch.items[index].sequence.request.request_id]
@@ -99,7 +102,12 @@ class Engine:
                 collected[position] = entry
         self._num_steps += 1
         progressed = self._scheduler.update(batch, result.sampled.token_ids)
-        return [self._output(p, entry) for p, entry in zip(progressed, result.sampled.logprobs, strict=True)]
+        outputs += [self._output(p, entry) for p, entry in zip(progressed, result.sampled.logprobs, strict=True)]
+        return outputs
+
+    def _refuse(self, request_id: str) -> TokenOutput:
+        self._prompt_logprobs.pop(request_id, None)
+        return TokenOutput(request_id, (), finish_reason=FinishReason.QUEUE_TIMEOUT, error=self._never_admitted)
 
     def _output(self, progress: Progress, logprobs: TokenLogprobs | None) -> TokenOutput:
         sequence = progress.sequence

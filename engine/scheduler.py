@@ -7,8 +7,9 @@ Torch-free and synchronous: Engine calls `schedule`, computes, and answers with 
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -89,6 +90,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int],
+        max_queue_time_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if pool.num_blocks * pool.block_size < max_model_len:
             raise InvalidConfigurationError(
@@ -100,6 +103,8 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_queue_time_s = max_queue_time_s
+        self._clock = clock
         self._waiting: list[Sequence] = []  # both sorted by order of service
         self._running: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
@@ -129,7 +134,7 @@ class Scheduler:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
-        sequence = Sequence(request, self._num_arrivals, known)
+        sequence = Sequence(request, self._num_arrivals, known, self._clock())
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         insort(self._waiting, sequence, key=_in_order_of_service)
@@ -154,6 +159,23 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             self._admit(items, budget)
         return ScheduledBatch(tuple(items))
+
+    def expire_waiting(self) -> list[Sequence]:
+        """End the sequences that have waited for max_queue_time_s and return them; to be called after `schedule`.
+
+        One that has begun, here or in an engine that is gone, has been admitted once and never ends so.
+        """
+        if self._max_queue_time_s is None:
+            return []
+        latest = self._clock() - self._max_queue_time_s
+        expired = [
+            sequence
+            for sequence in self._waiting
+            if sequence.queued_at <= latest and sequence.num_preemptions == 0 and sequence.num_generated == 0
+        ]
+        for sequence in expired:
+            self._end(sequence, FinishReason.QUEUE_TIMEOUT)
+        return expired
 
     def update(self, batch: ScheduledBatch, token_ids: Iterable[int | None]) -> list[Progress]:
         """Take in what a step computed: one token for each item of the batch that samples, in their order.

@@ -38,6 +38,7 @@ _ENGINE_HELP = {
     "max_num_seqs": "sequences computed at once",
     "max_num_batched_tokens": "tokens computed in one step",
     "max_num_queued_reqs": "requests that may wait; more get status 429",
+    "max_queue_time_s": "seconds a request may wait to be started; then it ends with status 503",
     "enable_prefix_caching": "keep the KV cache of prompts for prompts that begin alike",
     "num_threads": "CPU threads of the engine, instead of one a core",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from engine.errors import InvalidConfigurationError
         ({"max_model_len": 1}, "max_model_len must be an integer of at least 2, got 1"),
         ({"num_blocks": -1}, "num_blocks must be an integer of at least 1, got -1"),
         ({"max_num_queued_reqs": -1}, "max_num_queued_reqs must be an integer of at least 0, got -1"),
+        ({"max_queue_time_s": 0.0}, "max_queue_time_s must be a number of seconds over 0, got 0.0"),
+        ({"max_queue_time_s": math.inf}, "max_queue_time_s must be a number of seconds over 0, got inf"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be in (0, 1], got 1.1"),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 63},

@@ -46,6 +46,7 @@ WRITTEN = {
     "max-num-seqs": "8",
     "max-num-batched-tokens": "128",
     "max-num-queued-reqs": "0",
+    "max-queue-time": "2.5",
     "enable-prefix-caching": "false",
     "num-threads": "1",
 }
