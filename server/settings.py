@@ -76,6 +76,9 @@ class ServerSettings:
     max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20
     sse_keep_alive_interval_s: Annotated[float, "seconds of silence after which a stream gets a comment"] = 15.0
     shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
+    state_dir: Annotated[Path | None, "folder for kept completions, which then outlive the server"] = None
+    result_ttl_s: Annotated[float, "seconds for which a kept completion can be had after its end"] = 3600.0
+    max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 10_000
     log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
     log_level: Annotated[LogLevel, "least severity to log"] = "info"
     in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
@@ -90,6 +93,10 @@ class ServerSettings:
             raise SettingsError(f"shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
         if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
             raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
+        if not (math.isfinite(self.result_ttl_s) and self.result_ttl_s >= 0):
+            raise SettingsError(f"result-ttl must be at least 0 seconds, got {self.result_ttl_s}")
+        if self.max_results < 1:
+            raise SettingsError(f"max-results must be at least 1, got {self.max_results}")
         if not all(self.api_keys):
             raise SettingsError("api-key must not be empty")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
