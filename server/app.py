@@ -32,7 +32,7 @@ from server.routes.results import results_router
 from server.service import AppOptions as AppOptions
 from server.service import Service, Tokenizer
 from server.shapes import CHAT_SHAPE, TEXT_SHAPE
-from server.store import CompletionStore
+from server.store import CompletionStore, Restore
 
 
 def create_app(
@@ -44,7 +44,7 @@ def create_app(
     """
     metrics = Metrics(engine, options.model_name)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics)
-    restore = {
+    restore: dict[str, Restore] = {
         TEXT_SHAPE.object: restore_completion,
         CHAT_SHAPE.object: partial(restore_chat, tokenizer=tokenizer, marks=find_marks(tokenizer)),
     }

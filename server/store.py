@@ -8,10 +8,10 @@ whoever comes back after a crash misses nothing and sees nothing twice. Knows no
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +21,7 @@ from engine.errors import EngineDiedError, QueueFullError
 from engine.request import Request
 from server.completion import CompletionPlan, CompletionRun, Identity, expiring, render_outputs
 from server.errors import INTERNAL_ERROR, ApiError, to_api_error, unavailable
-from server.journal import CompletionRecord, EndRecord, EndStatus, IndexRow, Journal, JournalError
+from server.journal import CompletionRecord, EndRecord, EndStatus, IndexRow, Journal, JournalError, Outputs
 from server.kept import Ask, Entry, Live, Reader, model_changed, not_found
 from server.service import Service
 
@@ -59,7 +59,7 @@ class CompletionStore:
 
     def counts(self) -> Mapping[str, int]:
         """Return how many completions have which status."""
-        return Counter(entry.status for entry in self._entries.values())
+        return collections.Counter(entry.status for entry in self._entries.values())
 
     def find(self, completion_id: str) -> Entry:
         """Return a completion by its id. Raises ApiError."""
@@ -205,13 +205,15 @@ class CompletionStore:
             if live.ending is not None:
                 live.stream.abort()
             async for outputs in live.stream:
-                for _ in live.run.apply(outputs, live.stream):
-                    pass
-                await self._journal.append(entry.completion_id, len(live.batches), outputs)
-                live.batches.append(outputs)
-                entry.status = "in_progress"
-                for reader in live.readers:
-                    reader.wake()
+                taken, failure = _take(outputs, live.run, live.stream)
+                if taken:
+                    await self._journal.append(entry.completion_id, len(live.batches), taken)
+                    live.batches.append(taken)
+                    entry.status = "in_progress"
+                    for reader in live.readers:
+                        reader.wake()
+                if failure is not None:
+                    raise failure
 
     async def _wait_for_room(self, live: Live, requests: tuple[Request, ...]) -> TokenStream:
         """Submit requests as soon as the engine's queue has room for them; one that is out of time waits no longer."""
@@ -354,3 +356,13 @@ class CompletionStore:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the event loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
+
+
+def _take(outputs: Outputs, run: CompletionRun, stream: TokenStream) -> tuple[Outputs, ApiError | None]:
+    """Apply outputs to a run; return those before the one that fails it, and how."""
+    for num_taken, output in enumerate(outputs):
+        try:
+            collections.deque(run.apply((output,), stream), maxlen=0)
+        except ApiError as error:
+            return outputs[:num_taken], error
+    return outputs, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -21,7 +22,7 @@ _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"
 _NUMBER = {"type": "integer", "minimum": 0}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
-_KEPT = {200: {"model": KeptCompletion | KeptChatCompletion}}
+_KEPT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
 
 
 def results_router(service: Service, store: CompletionStore) -> APIRouter:

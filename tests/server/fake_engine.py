@@ -6,6 +6,7 @@ By default every step gives each live request the next byte of its reply. `auto=
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,7 +102,7 @@ class FakeEngineClient:
     """An EngineClient without a model; `submitted` and `aborted` record what came.
 
     Everything is called on the event loop but `from_outside` and `wait_for`, which are for the thread of a test. A test
-    may put another `reply` in the place of the one given.
+    may put another `reply` in the place of the one given; of it a request does not get again what it says it has.
     """
 
     def __init__(self, reply: Reply | None = None, *, auto: bool = True, info: EngineInfo = INFO) -> None:
@@ -138,7 +139,8 @@ class FakeEngineClient:
         stream = TokenStream((request.request_id for request in requests), self._forget)
         for request in requests:
             assert request.request_id not in self._live
-            self._live[request.request_id] = stream, iter(self.reply(request))
+            rest = itertools.islice(self.reply(request), len(request.generated_token_ids), None)
+            self._live[request.request_id] = stream, rest
         self._note(lambda: self.submitted.extend(requests))
         self._schedule()
         return stream
