@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 
 from engine.client import TokenStream
@@ -95,14 +95,18 @@ class CompletionStore:
         return await asyncio.shield(task)  # a client that hangs up leaves it to the others
 
     async def plan(self, entry: Entry) -> CompletionPlan:
-        """Return the plan of a completion. Raises JournalError."""
+        """Return the plan of a completion. Raises ApiError or JournalError."""
         if entry.live is not None:
             return entry.live.plan
-        record = await self._journal.record(entry.completion_id)
+        try:
+            record = await self._journal.record(entry.completion_id)
+        except JournalError:
+            self.find(entry.completion_id)  # it may have been dropped meanwhile
+            raise
         return await asyncio.to_thread(self._restored, record, is_foreign=entry.is_foreign)
 
     async def result(self, entry: Entry) -> dict[str, object]:
-        """Return the answer as it stands, with status and error. Raises JournalError."""
+        """Return the answer as it stands, with status and error. Raises ApiError or JournalError."""
         plan = await self.plan(entry)
         batches = list(entry.live.batches) if entry.live is not None else []
         status = entry.status
@@ -177,9 +181,8 @@ class CompletionStore:
         """Follow a completion to its end: what is journaled is shown, in this order."""
         live = entry.live
         assert live is not None
-        with ExitStack() as stack:
-            if not self._journal.is_durable:
-                stack.enter_context(self._service.lifecycle.active())
+        # What outlives the process need not be waited for when that ends.
+        with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
             error: ApiError | None = None
             try:
                 if requests:
@@ -190,7 +193,7 @@ class CompletionStore:
                 error = to_api_error(raised)
                 if error.code == INTERNAL_ERROR:
                     logger.error("completion %s failed unexpectedly", entry.completion_id, exc_info=raised)
-                if isinstance(raised, EngineDiedError) and self._journal.is_durable:
+                if isinstance(raised, EngineDiedError):
                     error = live.ending or error
             finally:
                 if live.stream is not None:

@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ import psutil
 import pytest
 
 from server.journal import FILE_NAME
-from tests.server.serving import LIMIT_S, Process
+from tests.server.serving import LIMIT_S, ROOT, Process
 
 FLAGS = ("--chat-template", "plain", "--max-num-seqs", "4", "--max-num-queued-reqs", "12", "--num-blocks", "512")
 SMALL_QUEUE = ("--max-num-queued-reqs", "1")  # less than what a kill leaves under way
@@ -247,3 +250,29 @@ def test_two_servers_in_one_folder_are_one_too_many(launch: Launch, tmp_path: Pa
         assert client.get("/health").status_code == 200
     assert status == 1
     assert log.splitlines()[-1].endswith("cannot be used: another server is using it")
+
+
+def test_the_examples_of_the_documentation_work(launch: Launch, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    text = (ROOT / "docs" / "background.md").read_text(encoding="utf-8")
+    begin_it, follow_it, with_key = re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
+    [shown] = re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)
+    process = launch("--state-dir", str(tmp_path))
+    with process.wait_until_ready() as client:
+        url = str(client.base_url).rstrip("/")
+
+        def output_of(script: str) -> str:
+            script = script.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS --fail ")
+            done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, timeout=LIMIT_S)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        begun = json.loads(output_of(begin_it))
+        assert begun.keys() == json.loads(shown).keys()
+        completion_id = begun["id"]
+        events = "\n\n".join(events_of(client, completion_id)) + "\n\n"
+        result = client.get(f"/v1/completions/{completion_id}").text
+        after = events[events.index("id: 6\n") :]
+        assert output_of(re.sub("id=.*", f"id={completion_id}", follow_it)) == result + events + after + after + result
+        assert output_of(with_key) == output_of(with_key)
