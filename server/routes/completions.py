@@ -73,14 +73,6 @@ def add_completion_route(
         is_kept = body.background or key is not None
         return body, Ask.of(path, fields, key, started_at) if is_kept else None
 
-    async def keep(request: Request, body: Body, ask: Ask) -> Response:
-        after = last_event_seen(request)
-        entry = await store.keep(ask, lambda: plan(body, service))
-        kept_plan = await store.plan(entry)
-        if body.background and not body.stream:
-            return JSONResponse({**kept_plan.head(), "status": entry.status}, 202)
-        return KeptResponse(service, store, entry, kept_plan, stream=bool(body.stream), after=after)
-
     @router.post(
         path,
         summary=summary,
@@ -103,7 +95,7 @@ def add_completion_route(
         arguments = raw, key, started_at
         body, ask = parse(*arguments) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, *arguments)
         if ask is not None:
-            return await keep(request, body, ask)
+            return await _keep(request, service, store, ask, body, lambda: plan(body, service))
         return CompletionResponse(service, await plan(body, service), started_at)
 
 
@@ -114,3 +106,20 @@ def _idempotency_key(request: Request) -> str | None:
         message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
         raise ApiError(400, message, code="invalid_value", param="Idempotency-Key")
     return key
+
+
+async def _keep(
+    request: Request,
+    service: Service,
+    store: CompletionStore,
+    ask: Ask,
+    body: GenerationRequest,
+    make_plan: Callable[[], Awaitable[CompletionPlan]],
+) -> Response:
+    """Begin a completion that is kept, or find it, and answer in the way that `body` wants."""
+    after = last_event_seen(request)
+    entry = await store.keep(ask, make_plan)
+    plan = await store.plan(entry)
+    if body.background and not body.stream:
+        return JSONResponse({**plan.head(), "status": entry.status}, 202)
+    return KeptResponse(service, store, entry, plan, stream=bool(body.stream), after=after)

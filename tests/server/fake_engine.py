@@ -113,6 +113,7 @@ class FakeEngineClient:
         self.aborted: list[str] = []
         self.num_outputs = 0
         self.max_requests = info.max_num_seqs + info.max_num_queued_reqs
+        self.retry_after_s = 7
         self.reply = reply or say("abc")
         self._auto = auto
         self._live: dict[str, tuple[TokenStream, Iterator[TokenOutput]]] = {}
@@ -134,7 +135,7 @@ class FakeEngineClient:
         for request in requests:
             request.check(self.info)
         if len(self._live) + len(requests) > self.max_requests:
-            raise QueueFullError("the queue is full", retry_after_s=7)
+            raise QueueFullError("the queue is full", retry_after_s=self.retry_after_s)
         self._loop = asyncio.get_running_loop()
         stream = TokenStream((request.request_id for request in requests), self._forget)
         for request in requests:

@@ -304,7 +304,7 @@ def test_what_does_not_fit_into_the_queue_at_a_restart_waits_for_room(tmp_path: 
         async with started(Kept(tmp_path)) as first:
             ids = [(await first.keep(max_tokens=2, n=n)).completion_id for n in (1, 2, 1, 2)]
         second = Kept(tmp_path)
-        second.engine.max_requests = 2
+        second.engine.max_requests, second.engine.retry_after_s = 2, 3600
         async with started(second):
             entries = [second.store.find(completion_id) for completion_id in ids]
             for entry in entries:
