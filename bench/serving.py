@@ -133,9 +133,7 @@ def compute_on_request(pipe: Connection, folder: Path, dtype: str) -> None:
 @contextmanager
 def server(folder: Path, dtype: str, in_process: bool) -> Iterator[int]:
     """Run `gptserve serve` and yield its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [Path(sys.executable).with_name("gptserve"), "serve", str(folder), "--port", str(port), "--dtype", dtype]
     process = subprocess.Popen(command + ["--in-process"] * in_process)
     try:
@@ -144,6 +142,13 @@ def server(folder: Path, dtype: str, in_process: bool) -> Iterator[int]:
     finally:
         process.terminate()
         process.wait(60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -1,17 +1,18 @@
 """How the server talks to an engine: submit requests, read token outputs, abort.
 
 `EngineClient` is the contract; `ProcessClient` (engine/process_client.py) and `ThreadClient` (engine/thread_client.py)
-keep it and share `LoopClient`, which knows neither processes nor threads. Token ids only; torch-free.
+keep it and share `LoopClient`, which knows neither processes nor threads. `Supervisor` (engine/supervisor.py) keeps it
+over a succession of ProcessClients. Token ids only; torch-free.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.errors import EngineDiedError, EngineStartError, QueueFullError
+from engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError
 from engine.loop import Abort, Command, EngineFactory, Failed, Message, Ready, Stepped, Submit
 from engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
@@ -30,7 +31,15 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine is loaded and can still answer."""
+        """Whether what is submitted will be answered."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an engine is loaded that can answer now."""
+
+    @property
+    def restarts(self) -> Mapping[DeathKind, int]:
+        """How many engines died and were replaced, by the kind of their death."""
 
     async def start(self) -> None:
         """Load the model and decode one real token. Raises EngineStartError."""
@@ -47,6 +56,16 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """End the engine and every stream; idempotent, leaves no thread or process."""
+
+
+class OutputSink(Protocol):
+    """Where a client leaves what the engine made."""
+
+    def push(self, output: TokenOutput) -> None:
+        """Take an output; called on the event loop."""
+
+    def fail(self, error: EngineDiedError) -> None:
+        """Know that nothing more comes; called on the event loop."""
 
 
 class TokenStream:
@@ -101,7 +120,7 @@ class TokenStream:
             self._abort(ids)
 
     def push(self, output: TokenOutput) -> None:
-        """Hand in what the engine made; called by the client only, on the event loop."""
+        """Take what the engine made; called by the client only."""
         if output.request_id not in self._live:
             return
         if output.finish_reason is not None:
@@ -119,15 +138,17 @@ class LoopClient(ABC):
     """A client of the loop in engine/loop.py, wherever that runs; subclasses launch it and carry its messages.
 
     A subclass hands every message to `_receive` by `_post` and, once the loop has ended and all it held is free, the
-    reason to `_ended`. Invariant: `_streams` holds the live requests and nothing else.
+    reason to `_ended`. Invariant: `_sinks` holds the live requests and nothing else.
     """
 
     def __init__(self, factory: EngineFactory) -> None:
         self._factory = factory
-        self._streams: dict[str, TokenStream] = {}
+        self._sinks: dict[str, OutputSink] = {}
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._cause: str | None = None
+        self._kind: DeathKind = "closed"
+        self._waiting_since: float | None = None
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = asyncio.Event()
@@ -147,6 +168,19 @@ class LoopClient(ABC):
     def is_alive(self) -> bool:
         return self._info is not None and self._cause is None
 
+    @property
+    def is_ready(self) -> bool:
+        return self.is_alive
+
+    @property
+    def restarts(self) -> Mapping[DeathKind, int]:
+        return {}
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when, on the event loop's clock, the engine owes a message; None if it owes none."""
+        return self._waiting_since
+
     async def start(self) -> None:
         assert self._loop is None, "a client is started once"
         if self._cause is None:
@@ -154,7 +188,7 @@ class LoopClient(ABC):
             try:
                 self._launch()
             except Exception as error:
-                self._ended(f"the engine could not be started: {error}")
+                self._ended(f"the engine could not be started: {error}", "load")
                 raise EngineStartError(self._cause) from error
             await self._started.wait()
         if not self.is_alive:
@@ -162,30 +196,34 @@ class LoopClient(ABC):
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
         if not self.is_alive:
-            raise EngineDiedError(self._cause or "the engine has not been started")
-        for request in requests:
-            request.check(self.info)
-        limit = self.info.max_num_seqs + self.info.max_num_queued_reqs
-        if len(self._streams) + len(requests) > limit:
-            raise QueueFullError(
-                f"the queue is full: at most {limit} requests may run or wait, "
-                f"{len(self._streams)} do and {len(requests)} more came"
-            )
-        stream = TokenStream((request.request_id for request in requests), self._abort)
-        streams = {request.request_id: stream for request in requests}
-        assert len(streams) == len(requests), "a request id is used once"
-        assert self._streams.keys().isdisjoint(streams), "a request id is used once"
-        self._send(Submit(tuple(requests)))
-        self._streams |= streams
+            raise EngineDiedError(self._cause or "the engine has not been started", self._kind)
+        check_admission(requests, self.info, len(self._sinks))
+        stream = TokenStream((request.request_id for request in requests), self.abort)
+        self.enqueue(requests, stream)
         return stream
+
+    def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        """Have requests computed that passed `check_admission`; what they give goes to `sink`."""
+        sinks = {request.request_id: sink for request in requests}
+        assert len(sinks) == len(requests), "a request id is used once"
+        assert self._sinks.keys().isdisjoint(sinks), "a request id is used once"
+        self._command(Submit(tuple(requests)))
+        self._sinks |= sinks
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop computing these requests, and push nothing more for them; those that have ended are passed over."""
+        live = tuple(request_id for request_id in request_ids if self._sinks.pop(request_id, None))
+        if live:
+            self._command(Abort(live))
 
     async def wait_until_dead(self) -> EngineDiedError:
         await self._died.wait()
-        return EngineDiedError(self._cause)
+        assert self._cause is not None
+        return EngineDiedError(self._cause, self._kind)
 
     async def close(self) -> None:
         self._closed = True
-        self._end_streams("the engine was closed")
+        self._end_streams("the engine was closed", "closed")
         if self._loop is not None and not self._gone.is_set():
             await self._stop()
 
@@ -209,41 +247,61 @@ class LoopClient(ABC):
         except RuntimeError as error:
             raise ConnectionError("the event loop is closed") from error
 
+    def _command(self, command: Command) -> None:
+        assert self._loop is not None
+        self._send(command)
+        if self._waiting_since is None:
+            self._waiting_since = self._loop.time()
+
     def _receive(self, message: Message) -> None:
+        assert self._loop is not None
         match message:
             case Stepped(outputs, stats):
                 self._stats = stats
                 for output in outputs:
                     self._deliver(output)
+                self._waiting_since = self._loop.time() if self._sinks else None
             case Ready(info, stats):
                 self._info, self._stats = info, stats
                 self._started.set()
             case Failed(cause):
-                self._cause = self._cause or cause  # the streams hear of it in `_ended`, when all of it is over
+                self._blame(cause, "raised")  # the streams hear of it in `_ended`, when all of it is over
 
     def _deliver(self, output: TokenOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:
             return  # aborted while this was on the wire
         if output.finish_reason is not None:
-            del self._streams[output.request_id]
-        stream.push(output)
+            del self._sinks[output.request_id]
+        sink.push(output)
 
-    def _ended(self, cause: str) -> None:
-        self._end_streams(cause)
+    def _blame(self, cause: str, kind: DeathKind) -> None:
+        """Note why there is no engine; the first cause is the one that is told."""
+        if self._cause is None:
+            self._cause, self._kind = cause, kind
+
+    def _ended(self, cause: str, kind: DeathKind) -> None:
+        self._end_streams(cause, kind)
+        self._waiting_since = None
         self._started.set()
         self._gone.set()
         if not self._closed:
             self._died.set()
 
-    def _end_streams(self, cause: str) -> None:
-        """Fail all streams; the first cause is the one that is told."""
-        self._cause = self._cause or cause
-        for stream in set(self._streams.values()):
-            stream.fail(EngineDiedError(self._cause))
-        self._streams.clear()
+    def _end_streams(self, cause: str, kind: DeathKind) -> None:
+        self._blame(cause, kind)
+        assert self._cause is not None
+        for sink in set(self._sinks.values()):
+            sink.fail(EngineDiedError(self._cause, self._kind))
+        self._sinks.clear()
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        live = tuple(request_id for request_id in request_ids if self._streams.pop(request_id, None))
-        if live:
-            self._send(Abort(live))
+
+def check_admission(requests: Sequence[Request], info: EngineInfo, num_live: int) -> None:
+    """Raise InvalidRequestError or QueueFullError unless an engine that has num_live requests takes all of these."""
+    for request in requests:
+        request.check(info)
+    limit = info.max_num_seqs + info.max_num_queued_reqs
+    if num_live + len(requests) > limit:
+        raise QueueFullError(
+            f"the queue is full: at most {limit} requests may run or wait, {num_live} do and {len(requests)} more came"
+        )

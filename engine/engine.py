@@ -7,6 +7,7 @@ give into TokenOutputs. It knows no text, no HTTP and no process; loop.py and LL
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from engine.block_pool import BlockPool
@@ -14,13 +15,12 @@ from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.model_runner import ModelRunner
 from engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
-from engine.scheduler import Progress, ScheduledBatch, Scheduler
+from engine.scheduler import Progress, ScheduledBatch, ScheduledSequence, Scheduler
+from engine.sequence import Sequence
 from engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILURES_IN_A_ROW = 3
-"""A step can fail for one request's sake (memory); a device that is broken fails every step."""
 _NOT_FINITE = "the model's logits for this request were not finite (NaN or infinity)"
 
 
@@ -47,7 +47,6 @@ class Engine:
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
-        self._failures_in_a_row = 0
         self._prove()
 
     @property
@@ -94,8 +93,7 @@ class Engine:
         try:
             result = self._runner.run(batch)
         except BaseException as error:
-            return outputs + self._give_up(batch, error)
-        self._failures_in_a_row = 0
+            return outputs + self._recover(batch, error)
         for index, entries in result.prompt_logprobs.items():
             collected = self._prompt_logprobs[batch.items[index].sequence.request.request_id]
             for position, entry in entries:
@@ -113,6 +111,9 @@ class Engine:
         sequence = progress.sequence
         request_id = sequence.request.request_id
         prompt_logprobs = self._prompt_logprobs.pop(request_id, None)
+        if any(entry is not None and math.isnan(entry.logprob) for entry in prompt_logprobs or ()):
+            self._scheduler.abort(request_id)
+            return TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=_NOT_FINITE)
         self._num_generated_tokens += progress.token_id is not None
         failed = progress.finish_reason is FinishReason.ERROR
         return TokenOutput(
@@ -126,26 +127,35 @@ class Engine:
             error=_NOT_FINITE if failed else None,
         )
 
-    def _give_up(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:
-        """Fail the sequences of a step that raised, whose blocks hold nobody knows what.
+    def _recover(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:
+        """Have the sequences of a step that raised computed again; return the end of the one that is to blame, if any.
 
-        Raises `error` again when it is no failure of the step (Ctrl-C) or when steps keep failing: none will work then.
+        Raises `error` again when it is no failure of the step (Ctrl-C), and when nothing else can be computed either.
         """
-        failed = [sequence.request.request_id for sequence in self._scheduler.abandon(batch)]
-        for request_id in failed:
-            self._prompt_logprobs.pop(request_id, None)
-        self._failures_in_a_row += 1
-        if not isinstance(error, Exception) or self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+        guilty = self._scheduler.abandon(batch)
+        if not isinstance(error, Exception):
             raise error
         logger.error("a step of %d sequences failed", len(batch.items), exc_info=error)
+        if guilty is None:
+            return []
+        try:
+            self._prove()
+        except Exception:
+            raise error from None
+        request_id = guilty.request.request_id
+        self._prompt_logprobs.pop(request_id, None)
         message = f"the step that computed this request failed: {error}"
-        return [TokenOutput(i, (), finish_reason=FinishReason.ERROR, error=message) for i in failed]
+        return [TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message)]
 
     def _prove(self) -> None:
-        """Decode one real token, so that an engine that cannot is never called ready."""
-        # With prompt_logprobs it does not look for a prefix, which would be counted.
-        self.add(Request("warm-up", (0,), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), seed=0))
-        outputs = self.step()
-        if [output.finish_reason for output in outputs] not in ([FinishReason.LENGTH], [FinishReason.STOP]):
-            raise EngineStartError(f"the model cannot decode: {outputs[0].error}")
-        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+        """Decode one real token, so that an engine that cannot is never called ready. Raises what the step raises."""
+        block_ids = self._pool.allocate(1)
+        assert block_ids is not None, "there is a block for a new engine, and for one whose suspect has just ended"
+        try:
+            request = Request("proof", (0,), SamplingParams(max_tokens=1, temperature=0.0), seed=0)
+            sequence = Sequence(request, 0, [0], block_ids=block_ids)
+            result = self._runner.run(ScheduledBatch((ScheduledSequence(sequence, 1),)))
+        finally:
+            self._pool.free(block_ids)
+        if result.sampled.token_ids == (None,):
+            raise EngineStartError(f"the model cannot decode: {_NOT_FINITE}")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+DeathKind = Literal["killed", "exited", "raised", "stalled", "load", "closed"]
+"""By a signal; by itself; by an exception; for want of an answer; before it was ready; by its client."""
+
 
 class EngineError(Exception):
     """Base of all errors below."""
@@ -33,4 +38,8 @@ class EngineStartError(EngineError):
 
 
 class EngineDiedError(EngineError):
-    """The engine is gone; every stream it served ends with this."""
+    """The engine is gone; every stream it served ends with this. `kind` tells causes apart for who counts them."""
+
+    def __init__(self, message: str, kind: DeathKind = "closed") -> None:
+        super().__init__(message)
+        self.kind: DeathKind = kind

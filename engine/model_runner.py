@@ -6,10 +6,9 @@ dtype, threads, context and cache size. It does not know why a sequence was sche
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,13 +18,14 @@ from engine.batch import build_model_input
 from engine.config import DType, EngineConfig
 from engine.decoder import Decoder
 from engine.errors import InvalidConfigurationError
+from engine.fingerprint import digest_of, fingerprint, numeric_causes
 from engine.kv_cache import KVCache, plan_num_blocks
 from engine.linear import MIN_ROWS, has_onednn
-from engine.request import EngineInfo, TokenLogprobs
+from engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from engine.sampler import SampledTokens, sample, top_logprobs
 from engine.scheduler import ScheduledBatch, ScheduledSequence
+from engine.sequence import Sequence
 from weights.checkpoint import Checkpoint
-from weights.config import ModelConfig
 from weights.families import load_config
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ _DTYPES: dict[DType, torch.dtype] = {
 }
 _LOGIT_ROWS = 64
 """Rows of prompt logits held at once: 64 fp32 rows of a 50,000-token vocabulary are 13 MB."""
+
+_PROBE_TOKENS = 8
+"""Enough for attention over several keys; every part of the model computes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class ModelRunner:
         dtype = _choose_dtype(config, self.device)
         if self.device.type == "cpu" and not has_onednn():
             logger.warning("linear: torch has no oneDNN here; products are slower and their bits depend on the batch")
+        is_invariant = self.device.type == "cpu" and has_onednn()
         self._model = load_config(config.model_dir)
         max_model_len = _choose_max_model_len(config, self._model.max_position)
         backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
@@ -74,12 +78,10 @@ class ModelRunner:
             num_blocks = plan_num_blocks(config, self._model, max_model_len, dtype, self.device)
             self._decoder.set_max_model_len(max_model_len)
             self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
-        num_tokens = num_blocks * config.block_size
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %d tokens in %.1f MiB; %d sequences of %d tokens fit at once",
-            *(num_blocks, config.block_size, num_tokens, sum(layer.nbytes for layer in self._cache.layers) / 2**20),
-            *(num_tokens // max_model_len, max_model_len),
-        )
+        _log_cache(self._cache, num_blocks, config.block_size, max_model_len)
+        num_probed = min(_PROBE_TOKENS, max_model_len, num_blocks * config.block_size)
+        sample = self._sample_numbers(num_probed, config.block_size) if is_invariant else ""
+        causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
@@ -91,7 +93,13 @@ class ModelRunner:
             num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
-            fingerprint=_fingerprint(checkpoint.digest, self._model, self.device, dtype, backend.name),
+            fingerprint=fingerprint(causes, sample),
+            batch_invariant=is_invariant,
+        )
+        logger.info(
+            "numbers: %s on %s, attention %s, fingerprint %s; an answer's bits %s on what is computed beside it",
+            *(self.info.dtype, self.info.device, backend.name, self.info.fingerprint),
+            "do not depend" if is_invariant else "may depend",
         )
 
     @torch.inference_mode()
@@ -109,6 +117,18 @@ class ModelRunner:
                 if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated
             },
         )
+
+    @torch.inference_mode()
+    def _sample_numbers(self, num_tokens: int, block_size: int) -> str:
+        """Return the digest of the logits after each token of a fixed prompt; its blocks belong to nobody yet."""
+        token_ids = [i % self._model.vocab_size for i in range(num_tokens)]
+        request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
+        block_ids = list(range(-(-num_tokens // block_size)))
+        sequence = Sequence(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
+        batch = ScheduledBatch((ScheduledSequence(sequence, num_tokens),))
+        inputs = build_model_input(batch, block_size, self.device)
+        hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
+        return digest_of(self._decoder.logits(hidden)[:num_tokens])
 
     def _sample(self, hidden: Tensor, rows: list[int], items: list[ScheduledSequence]) -> SampledTokens:
         if not rows:
@@ -133,6 +153,15 @@ class ModelRunner:
             targets = torch.tensor([sequence.token_ids[p] for p in positions], device=self.device)
             entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
         return entries
+
+
+def _log_cache(cache: KVCache, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    num_tokens = num_blocks * block_size
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %d tokens in %.1f MiB; %d sequences of %d tokens fit at once",
+        *(num_blocks, block_size, num_tokens, sum(layer.nbytes for layer in cache.layers) / 2**20),
+        *(num_tokens // max_model_len, max_model_len),
+    )
 
 
 def _choose_device(config: EngineConfig) -> torch.device:
@@ -171,16 +200,3 @@ def _choose_max_model_len(config: EngineConfig, max_position: int) -> int:
 def _cpu_bf16_features() -> tuple[bool, bool]:
     """Return whether this CPU has AVX512_BF16 and AMX, the instructions that make bf16 faster than fp32."""
     return torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
-
-
-def _fingerprint(
-    weights_digest: str, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str
-) -> str:
-    """Return what names the numbers this engine computes: it changes whenever any of them may change."""
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    else:
-        hardware = f"{torch.backends.cpu.get_cpu_capability()} {_cpu_bf16_features()}"
-    shape = replace(model, eos_token_ids=(), bos_token_id=None)  # these end a text and change no number
-    parts = (weights_digest, repr(shape), device.type, hardware, str(dtype), backend, torch.__version__)
-    return "gptserve-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]

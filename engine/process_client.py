@@ -21,6 +21,7 @@ from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
 from engine.client import LoopClient
+from engine.errors import DeathKind
 from engine.loop import Command, EngineFactory, Shutdown, serve
 
 SHUTDOWN_LIMIT_S = 5.0  # for the step under way and the teardown of CUDA; an engine holds nothing worth a longer wait
@@ -45,6 +46,12 @@ class ProcessClient(LoopClient):
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="gptserve-engine-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="gptserve-engine-writer", daemon=True)
+
+    def kill(self, cause: str, kind: DeathKind) -> None:
+        """End the engine at once, by force; what it had is lost, and `cause` is why."""
+        if not self._gone.is_set():
+            self._blame(cause, kind)
+            self._process.kill()
 
     def _launch(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -97,13 +104,13 @@ class ProcessClient(LoopClient):
         self._writer.join()
         self._connection.close()
         with contextlib.suppress(ConnectionError):  # no event loop, no client
-            self._post(self._reaped, _describe_exit(self._process.exitcode))
+            self._post(self._reaped, *_describe_exit(self._process.exitcode))
 
-    def _reaped(self, cause: str) -> None:
+    def _reaped(self, cause: str, kind: DeathKind) -> None:
         self._reader.join()  # it ends with the call that brought us here
         atexit.unregister(self._process.kill)
         self._process.close()
-        self._ended(cause)
+        self._ended(cause, kind)
 
 
 def _start_deaf(process: SpawnProcess) -> None:
@@ -125,8 +132,8 @@ def _run_engine(factory: EngineFactory, connection: Connection) -> None:
         serve(factory, connection)
 
 
-def _describe_exit(code: int | None) -> str:
+def _describe_exit(code: int | None) -> tuple[str, DeathKind]:
     if code is None or code >= 0:
-        return f"the engine process ended with exit code {code}"
+        return f"the engine process ended with exit code {code}", "exited"
     reason = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}"
+    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}", "killed"

@@ -18,6 +18,7 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICE_INDEX = 2**31 - 1
 SEED_LIMIT = 2**63  # seeds are non-negative and fit a signed 64-bit integer, as the OpenAI client sends them
+SUSPICIOUS_FAILURES = 2  # the first failure is most likely no request's fault; the second one may be somebody's
 
 
 class FinishReason(StrEnum):
@@ -79,7 +80,8 @@ class Request:
 
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
     only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
-    that is gone: the outputs begin after it, and are those that would have followed it there.
+    that is gone: the outputs begin after it, and are those that would have followed it there. num_failures is how many
+    engines in a row died while they had this request, since its last token.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     generated_token_ids: tuple[int, ...] = ()
+    num_failures: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < SEED_LIMIT:
@@ -129,11 +132,13 @@ class Request:
 class TokenLogprobs:
     """The log-probability (natural, fp32 log-softmax of the raw logits) of one token and of the `top` likeliest.
 
-    `top` holds (token id, logprob) with the likeliest first, the lowest id first among equals.
+    `rank` is 1 for a token that none is likelier than. `top` holds (token id, logprob) with the likeliest first, the
+    lowest id first among equals.
     """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -170,6 +175,8 @@ class EngineInfo:
     max_num_seqs: int
     max_num_queued_reqs: int
     fingerprint: str
+    batch_invariant: bool
+    """Whether a request's numbers are, bit for bit, the same whatever is computed beside it."""
 
 
 def context_length_error(num_prompt: int, max_tokens: int | None, limit: int) -> InvalidRequestError:

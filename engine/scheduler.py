@@ -77,6 +77,9 @@ class Scheduler:
       whatever their priorities.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress and every sequence ends, with exactly one FinishReason.
+    - A step that failed is computed again from the start of its sequences, with all of them. Those in two failures in a
+      row without a token in between are suspects: until there is none, the first suspect in order is computed alone,
+      and preempts whom it must. If that fails as well, it fails, and nobody with it.
 
     Blocks are registered for sharing by the step that will fill them, so equal prompts admitted together are computed
     once; `abandon` takes that back when the step failed.
@@ -108,6 +111,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both sorted by order of service
         self._running: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
+        self._suspects: set[Sequence] = set()
         self._num_arrivals = 0
         self._new_blocks: list[int] = []  # registered by the latest step, which has yet to fill them
         self.num_preemptions = 0
@@ -134,8 +138,10 @@ class Scheduler:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
-        sequence = Sequence(request, self._num_arrivals, known, self._clock())
+        sequence = Sequence(request, self._num_arrivals, known, self._clock(), num_failures=request.num_failures)
         self._num_arrivals += 1
+        if sequence.is_suspect:
+            self._suspects.add(sequence)
         self._live[request.request_id] = sequence
         insort(self._waiting, sequence, key=_in_order_of_service)
         return sequence
@@ -154,6 +160,9 @@ class Scheduler:
         """
         self._new_blocks.clear()
         items: list[ScheduledSequence] = []
+        if self._suspects:
+            self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
+            return ScheduledBatch(tuple(items))
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(items, self._max_num_batched_tokens)
         if self.num_preemptions == num_preemptions:
@@ -192,16 +201,24 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING
         ]
 
-    def abandon(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Take back a step that raised: fail every sequence in it and return those, as it may have stored anything.
+    def abandon(self, batch: ScheduledBatch) -> Sequence | None:
+        """Take back a step that raised: its sequences start again, as it may have stored anything.
 
-        The blocks it was to fill are forgotten; what earlier steps stored stays valid and shared.
+        A suspect computed alone fails instead and is returned. The blocks the step was to fill are forgotten; what
+        earlier steps stored stays valid and shared.
         """
         self._pool.forget(self._new_blocks)
         failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
+        if len(batch.items) == 1 and failed and failed[0].is_suspect:
+            self._end(failed[0], FinishReason.ERROR)
+            return failed[0]
         for sequence in failed:
-            self._end(sequence, FinishReason.ERROR)
-        return failed
+            self._running.remove(sequence)
+            self._preempt(sequence)
+            sequence.num_failures += 1
+            if sequence.is_suspect:
+                self._suspects.add(sequence)
+        return None
 
     def check_invariants(self) -> None:
         """Assert everything this class and its pool promise. O(blocks + tokens)."""
@@ -223,6 +240,7 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
             assert len(sequence.block_ids) <= self._num_blocks_of(sequence)
+        assert self._suspects == {sequence for sequence in everyone if sequence.is_suspect}
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule the running sequences and return the budget left."""
@@ -254,24 +272,39 @@ class Scheduler:
         insort(self._waiting, sequence, key=_in_order_of_service)
         self.num_preemptions += 1
 
+    def _schedule_alone(self, suspect: Sequence, items: list[ScheduledSequence]) -> None:
+        """Schedule nothing but a suspect, which has all its blocks once it has a seat."""
+        if suspect.status is SequenceStatus.WAITING:
+            while not self._seat(suspect):
+                self._preempt(self._running.pop())
+        self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
+
     def _admit(self, items: list[ScheduledSequence], budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
+        while self._waiting and budget > 0:
             sequence = self._waiting[0]
-            wants_match = self._wants_match(sequence)
-            matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if wants_match else []
-            block_ids = self._pool.allocate(self._num_blocks_of(sequence) - len(matched), matched)
-            if block_ids is None:
+            if not self._seat(sequence):
                 break
-            del self._waiting[0]
-            insort(self._running, sequence, key=_in_order_of_service)
-            sequence.status = SequenceStatus.RUNNING
-            sequence.block_ids = block_ids
-            sequence.num_computed = len(matched) * self._pool.block_size
-            if wants_match and sequence.num_preemptions == 0:
-                sequence.num_cached_tokens = sequence.num_computed
-                self.num_prefix_queried_tokens += sequence.num_prompt_tokens
-                self.num_prefix_hit_tokens += sequence.num_cached_tokens
             budget -= self._schedule_tokens(sequence, items, budget)
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Let a waiting sequence run, with blocks for all its tokens; False if there is no seat or too few blocks."""
+        if len(self._running) == self._max_num_seqs:
+            return False
+        wants_match = self._wants_match(sequence)
+        matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if wants_match else []
+        block_ids = self._pool.allocate(self._num_blocks_of(sequence) - len(matched), matched)
+        if block_ids is None:
+            return False
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=_in_order_of_service)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.block_ids = block_ids
+        sequence.num_computed = len(matched) * self._pool.block_size
+        if wants_match and sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed
+            self.num_prefix_queried_tokens += sequence.num_prompt_tokens
+            self.num_prefix_hit_tokens += sequence.num_cached_tokens
+        return True
 
     def _wants_match(self, sequence: Sequence) -> bool:
         """Whether prefix hits are of use: not as long as the logits of the prompt's own tokens are still wanted."""
@@ -295,6 +328,8 @@ class Scheduler:
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, None, FinishReason.ERROR)
         sequence.token_ids.append(token_id)
+        sequence.num_failures = 0
+        self._suspects.discard(sequence)
         params = sequence.request.params
         is_eos = token_id in self._eos_token_ids and not params.ignore_eos
         if is_eos or token_id in params.stop_token_ids:
@@ -309,6 +344,7 @@ class Scheduler:
         queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
         queue.remove(sequence)
         del self._live[sequence.request.request_id]
+        self._suspects.discard(sequence)
         self._pool.free(sequence.block_ids)
         sequence.block_ids.clear()
         sequence.status = SequenceStatus.FINISHED

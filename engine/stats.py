@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+
+_NUM_GAUGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +22,8 @@ class EngineStats:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """Return these gauges, and the totals of this engine and the one before it."""
+        totals = [f.name for f in fields(self)][_NUM_GAUGES:]
+        return replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in totals})

@@ -42,7 +42,7 @@ class ThreadClient(LoopClient):
 
     def _joined(self, cause: str) -> None:
         self._thread.join()  # it ends with the call that brought us here
-        self._ended(cause)
+        self._ended(cause, "exited")
 
 
 class _QueueChannel:

@@ -6,6 +6,7 @@ The routes say which; where the outputs come from makes no difference to a byte 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
@@ -121,7 +122,13 @@ class _Answer:
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
-        await JSONResponse(self._plan.whole(collected, self._output.usage()))(scope, receive, send)
+        # The scores of a long prompt are megabytes of JSON, for each choice.
+        is_scored = self._plan.requests[0].params.prompt_logprobs is not None
+        response = await asyncio.to_thread(self._render, collected) if is_scored else self._render(collected)
+        await response(scope, receive, send)
+
+    def _render(self, collected: list[list[Delta]]) -> JSONResponse:
+        return JSONResponse(self._plan.whole(collected, self._output.usage()))
 
     async def send_events(
         self, source: Outputs, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send, after: int = 0

@@ -41,6 +41,7 @@ class Identity:
     seed: int
     model: str
     fingerprint: str
+    batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class CompletionPlan:
             "created": self.identity.created,
             "model": self.identity.model,
             "system_fingerprint": self.identity.fingerprint,
+            "batch_invariant": self.identity.batch_invariant,
             "seed": self.identity.seed,
         }
 
@@ -77,8 +79,10 @@ class CompletionPlan:
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Mapping[str, object]) -> dict[str, object]:
         """Return the answer in one piece, given all that was added to each choice, which may be nothing yet."""
-        rendered = [self.shape.choice(i, join_deltas(deltas or [Delta("")])) for i, deltas in enumerate(choices)]
-        return {**self.head(), "choices": rendered, "usage": usage}
+        joined = [join_deltas(deltas or [Delta("")]) for deltas in choices]
+        rendered = [self.shape.choice(index, delta) for index, delta in enumerate(joined)]
+        beside = self.shape.beside(joined[0]) if joined else {}
+        return {**self.head(), "choices": rendered, **beside, "usage": usage}
 
 
 async def plan_completion(body: CompletionRequest, service: Service) -> CompletionPlan:
@@ -114,6 +118,8 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
         raise InvalidRequestError(message, param="n")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs may be given only with stream false", param="prompt_logprobs")
 
 
 def check_length(text: str, service: Service) -> None:
@@ -136,6 +142,7 @@ def new_identity(shape: Shape, body: GenerationRequest, service: Service) -> Ide
         seed=secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed is None else body.seed,
         model=service.options.model_name,
         fingerprint=service.engine.info.fingerprint,
+        batch_invariant=service.engine.info.batch_invariant,
     )
 
 
@@ -186,8 +193,10 @@ class CompletionOutput:
                 tokenizer,
                 stop=plan.stop,
                 stop_token_ids=request.params.stop_token_ids,
-                logprobs=request.params.logprobs is not None,
+                logprobs=request.params.logprobs,
+                prompt_logprobs=plan.body.prompt_logprobs,
                 echo=request.prompt_token_ids if plan.echo else (),
+                generates=plan.body.max_tokens != 0,
                 skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
                 channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
             )

@@ -15,7 +15,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -29,8 +29,8 @@ _SCHEMA = f"""
 BEGIN;
 CREATE TABLE completions (
     id TEXT PRIMARY KEY, kind TEXT NOT NULL, created INTEGER NOT NULL, model TEXT NOT NULL, fingerprint TEXT NOT NULL,
-    seed INTEGER NOT NULL, body TEXT NOT NULL, prompts TEXT NOT NULL, max_tokens INTEGER NOT NULL, deadline REAL,
-    key TEXT, digest TEXT NOT NULL, checksum INTEGER NOT NULL
+    batch_invariant INTEGER NOT NULL, seed INTEGER NOT NULL, body TEXT NOT NULL, prompts TEXT NOT NULL,
+    max_tokens INTEGER NOT NULL, deadline REAL, key TEXT, digest TEXT NOT NULL, checksum INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE batches (
     completion_id TEXT NOT NULL REFERENCES completions ON DELETE CASCADE, n INTEGER NOT NULL, outputs TEXT NOT NULL,
@@ -67,6 +67,7 @@ class CompletionRecord:
     created: int
     model: str
     fingerprint: str
+    batch_invariant: bool
     seed: int
     body: str
     prompts: tuple[tuple[int, ...], ...]
@@ -136,7 +137,9 @@ class Journal:
 
     async def add(self, record: CompletionRecord) -> None:
         """Begin a completion."""
-        row = astuple(replace(record, prompts=json.dumps(record.prompts)))  # type: ignore[arg-type]
+        values = asdict(record)
+        values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
+        row = tuple(values.values())
         await self._write((_insert("completions", row), _checked(row)))
 
     async def append(self, completion_id: str, n: int, outputs: Iterable[TokenOutput]) -> None:
@@ -215,7 +218,7 @@ def _encode_output(output: TokenOutput) -> dict[str, object]:
     values = {f.name: getattr(output, f.name) for f in fields(output) if getattr(output, f.name) != f.default}
     for name in ("logprobs", "prompt_logprobs"):
         if name in values:
-            values[name] = [entry and (entry.token_id, entry.logprob, entry.top) for entry in values[name]]
+            values[name] = [entry and (entry.token_id, entry.logprob, entry.rank, entry.top) for entry in values[name]]
     return values
 
 
@@ -229,8 +232,8 @@ def _decode_output(values: dict[str, Any]) -> TokenOutput:
     return TokenOutput(**values)
 
 
-def _decode_logprobs(token_id: int, logprob: float, top: list[tuple[int, float]]) -> TokenLogprobs:
-    return TokenLogprobs(token_id, logprob, tuple((i, value) for i, value in top))
+def _decode_logprobs(token_id: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, rank, tuple((i, value) for i, value in top))
 
 
 def _connect(folder: Path | None) -> sqlite3.Connection:
@@ -326,7 +329,8 @@ def _read_record(connection: sqlite3.Connection, completion_id: str) -> Completi
 
 def _to_record(row: Sequence[Any]) -> CompletionRecord:
     values = dict(zip(CompletionRecord.__slots__, row, strict=True))
-    return CompletionRecord(**values | {"prompts": tuple(map(tuple, json.loads(values["prompts"])))})
+    prompts = tuple(map(tuple, json.loads(values["prompts"])))
+    return CompletionRecord(**values | {"prompts": prompts, "batch_invariant": bool(values["batch_invariant"])})
 
 
 def _read_batches(connection: sqlite3.Connection, completion_id: str, first: int, limit: int) -> list[Outputs]:

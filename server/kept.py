@@ -85,6 +85,7 @@ class Ask:
             created=identity.created,
             model=identity.model,
             fingerprint=identity.fingerprint,
+            batch_invariant=identity.batch_invariant,
             seed=identity.seed,
             body=self.body,
             prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),

@@ -13,11 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
+from engine.errors import DeathKind
 from server.schemas import KeptStatus
 
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
+
+RESTART_KINDS: tuple[DeathKind, ...] = ("killed", "exited", "raised", "stalled", "load")
 
 
 class Metrics:
@@ -100,6 +103,14 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up", stats.num_prefix_queried_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache", stats.num_prefix_hit_tokens)
         yield self._counter("num_preemptions", "Sequences that lost their blocks", stats.num_preemptions)
+        yield self._restarts()
+
+    def _restarts(self) -> Metric:
+        text, labels = "Engines that died and were replaced, by the kind of death", ("model_name", "kind")
+        family = CounterMetricFamily("gptserve_engine_restarts", text, labels=labels)
+        for kind in RESTART_KINDS:
+            family.add_metric((self._model_name, kind), self._engine.restarts.get(kind, 0))
+        return family
 
     def _gauge(self, stem: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"gptserve_{stem}", text, labels=("model_name",))

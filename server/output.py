@@ -7,6 +7,7 @@ of HTTP; `completion.py` has one ChoiceOutput per choice.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
@@ -123,6 +124,18 @@ class TokenScore(NamedTuple):
     top: tuple[tuple[bytes, float], ...]
 
 
+class RankedToken(NamedTuple):
+    """A token of a prompt, or one that is likely in its place; equals share a rank, that of the likeliest is 1."""
+
+    token_id: int
+    data: bytes
+    logprob: float
+    rank: int
+
+
+PromptScores = list[list[RankedToken] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What an engine output added to a choice. An empty one need not be sent."""
@@ -132,6 +145,7 @@ class Delta:
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     reasoning: str = ""
+    prompt_logprobs: PromptScores | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -146,6 +160,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         last,
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
+        prompt_logprobs=deltas[0].prompt_logprobs,
         logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],
     )
 
@@ -153,10 +168,11 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 class ChoiceOutput:
     """The text of one choice while its tokens arrive.
 
-    `echo` is the prompt to return first, `skip` the tokens that are no text. Stop strings are looked for in generated
-    text only. A token that stops (the end of text, one of stop_token_ids) counts, and has a logprobs entry, but no
-    text. `channel_of` says of each token whether it belongs to the text, to the reasoning before it, or to neither;
-    without it everything is text.
+    `echo` is the prompt to return first; without `generates` nothing comes after it, whatever the engine made. logprobs
+    and prompt_logprobs are how many likeliest tokens to report with each token, None for no report. `skip` are the
+    tokens that are no text. Stop strings are looked for in generated text only. A token that stops (the end of text,
+    one of stop_token_ids) counts, and has a logprobs entry, but no text. `channel_of` says of each token whether it
+    belongs to the text, to the reasoning before it, or to neither; without it everything is text.
     """
 
     def __init__(
@@ -165,8 +181,10 @@ class ChoiceOutput:
         *,
         stop: Sequence[StopPattern] = (),
         stop_token_ids: Sequence[int] = (),
-        logprobs: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         echo: Sequence[int] = (),
+        generates: bool = True,
         skip: Container[int] = (),
         channel_of: Callable[[int, bytes], Channel | None] | None = None,
     ) -> None:
@@ -176,8 +194,8 @@ class ChoiceOutput:
         self._detokenizer = Detokenizer()
         self._stops = StopStrings(stop)
         self._stop_token_ids = stop_token_ids
-        self._with_logprobs = logprobs
-        self._echo = echo
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+        self._echo, self._generates = echo, generates
         self._offset = 0
         self._channel_of = channel_of
         self._channel: Channel | None = "text"
@@ -186,7 +204,9 @@ class ChoiceOutput:
     def add(self, output: TokenOutput) -> Delta:
         """Take the next output of this choice, which has not finished."""
         assert self.finish_reason is None
-        logprobs: list[TokenScore] | None = [] if self._with_logprobs else None
+        if not self._generates:
+            output = replace(output, token_ids=(), finish_reason=FinishReason.LENGTH, stop_token_id=None)
+        logprobs: list[TokenScore] | None = None if self._logprobs is None else []
         text = self._echo_prompt(output, logprobs) if self._echo else ""
         for i, token_id in enumerate(output.token_ids):
             data = self._token_bytes(token_id)
@@ -220,7 +240,7 @@ class ChoiceOutput:
         elif self.finish_reason is not None:
             text += self._stops.flush()
         reasoning, self._reasoning = self._reasoning, ""
-        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning)
+        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, self._rank_prompt(output))
 
     def _echo_prompt(self, output: TokenOutput, logprobs: list[TokenScore] | None) -> str:
         """Return the prompt's text, its last unfinished character kept for what follows."""
@@ -235,6 +255,20 @@ class ChoiceOutput:
             text += piece
         self._echo = ()
         return text
+
+    def _rank_prompt(self, output: TokenOutput) -> PromptScores | None:
+        """Return the prompt's tokens, each before the likeliest in its place, if that is asked for and came now."""
+        entries, num_top = output.prompt_logprobs, self._prompt_logprobs
+        if entries is None or num_top is None:
+            return None
+        return [None if entry is None else self._ranked(entry, num_top) for entry in entries]
+
+    def _ranked(self, entry: TokenLogprobs, num_top: int) -> list[RankedToken]:
+        top = [(token_id, logprob) for token_id, logprob in entry.top[:num_top] if token_id != entry.token_id]
+        descending = [-logprob for _, logprob in entry.top]
+        ranks = [entry.rank, *(bisect_left(descending, -logprob) + 1 for _, logprob in top)]
+        listed = zip([(entry.token_id, entry.logprob), *top], ranks, strict=True)
+        return [RankedToken(i, self._token_bytes(i), max(logprob, MIN_LOGPROB), rank) for (i, logprob), rank in listed]
 
     def _enter(self, channel: Channel | None) -> str:
         """Go on in a channel; return what the bytes of an unfinished character stand for, as none goes across."""
@@ -254,7 +288,8 @@ class ChoiceOutput:
     def _score(self, data: bytes, entry: TokenLogprobs | None) -> TokenScore:
         if entry is None:
             return TokenScore(data, self._offset, None, ())
-        top = tuple((self._token_bytes(token_id), max(value, MIN_LOGPROB)) for token_id, value in entry.top)
+        best = entry.top[: self._logprobs]
+        top = tuple((self._token_bytes(token_id), max(value, MIN_LOGPROB)) for token_id, value in best)
         return TokenScore(data, self._offset, max(entry.logprob, MIN_LOGPROB), top)
 
 

@@ -98,6 +98,9 @@ class GenerationRequest(_RequestModel):
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="how many likeliest tokens to report for each of the prompt's"
+    )
     seed: int | None = Field(default=None, description="drawn and reported back when left out")
     n: int | None = Field(default=None, ge=1, description="completions per prompt; default 1")
     stream: bool | None = None
@@ -139,7 +142,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     best_of: int | None = Field(default=None, description="null or equal to n")
     logprobs: int | None = Field(default=None, description="how many likeliest tokens to report with each token")
-    echo: bool | None = Field(default=None, description="return the prompt before the completion")
+    echo: bool | None = Field(default=None, description="return the prompt first; max_tokens may be 0 then")
     suffix: None = None
 
     @classmethod
@@ -154,8 +157,12 @@ class CompletionRequest(GenerationRequest):
         return super().parse(value)
 
     def sampling_params(self, **chosen: Any) -> SamplingParams:
-        """Return the parameters, the prompt's logprobs among them if it is echoed. Raises InvalidRequestError."""
-        return super().sampling_params(prompt_logprobs=self.logprobs if self.echo else None, **chosen)
+        """Return the parameters; the engine scores a prompt that is echoed, and computes at least one token."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        chosen["prompt_logprobs"] = max((k for k in asked if k is not None), default=None)
+        if self.echo and self.max_tokens == 0:
+            chosen["max_tokens"] = 1
+        return super().sampling_params(**chosen)
 
 
 class TextPart(_RequestModel):
@@ -238,21 +245,39 @@ class Logprobs(_ResponseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(_ResponseModel):
+    """How likely a token was in its place in the prompt, where no other than `rank` - 1 were likelier."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | None,
+    Field(description="by token id, the prompt's own first and the likeliest after it; null for the first token"),
+]
+
+
 class Choice(_ResponseModel):
-    """One completion, or what a chunk adds to it."""
+    """One completion, or what a chunk adds to it. prompt_logprobs comes only where it was asked for."""
 
     index: int
     text: str
     logprobs: Logprobs | None
     finish_reason: EndReason | None
     stop_reason: str | int | None = Field(description="the stop string or the id out of stop_token_ids that matched")
+    prompt_logprobs: PromptLogprobs = None
 
 
 class _Answer(_ResponseModel):
     id: str
     created: int
     model: str
-    system_fingerprint: str
+    system_fingerprint: str = Field(description="changes with whatever changes the numbers that are computed")
+    batch_invariant: bool = Field(
+        description="whether the same request and seed give the same answer whatever is computed beside it"
+    )
     seed: int
 
 
@@ -320,10 +345,11 @@ class ChunkChoice(_ChatPart):
 
 
 class ChatCompletion(_Answer):
-    """The body of an answer to a conversation."""
+    """The body of an answer to a conversation. prompt_logprobs comes only where it was asked for."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs = None
     usage: Usage
 
 

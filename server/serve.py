@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 import uvloop
 
+from engine.client import EngineClient
 from engine.process_client import ProcessClient
+from engine.supervisor import Supervisor
 from engine.thread_client import ThreadClient
 from server.journal import Journal, JournalError
 from server.lifecycle import Lifecycle
@@ -68,7 +70,13 @@ class ServingProcess:
         config = replace(settings.engine, model_dir=folder)
         factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
         self._journal = Journal(settings.state_dir)
-        self._engine = ThreadClient(factory) if settings.in_process else ProcessClient(factory)
+        self._engine: EngineClient = ThreadClient(factory)
+        if not settings.in_process:
+            self._engine = Supervisor(
+                partial(ProcessClient, factory),
+                max_restarts=settings.max_engine_restarts,
+                stall_limit_s=settings.engine_stall_timeout_s,
+            )
 
     async def run(self) -> int:
         """Load, then serve; return the exit status. Whatever happens, no engine is left behind."""

@@ -72,19 +72,19 @@ class Service:
     def admit(self) -> None:
         """Raise ApiError unless a completion may start now."""
         with self._counting_rejections():
-            self.check_ready()
+            self._check_open()
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Queue the requests. Raises ApiError or EngineError."""
         with self._counting_rejections():
-            self.check_ready()
+            self._check_open()
             return self.engine.submit(requests)
 
     def check_ready(self) -> None:
-        """Raise ApiError unless a completion may start now."""
-        self.check_alive()
-        if self.lifecycle.is_draining:
-            raise unavailable("the server is shutting down", code="draining")
+        """Raise ApiError unless a completion that starts now is computed now: while an engine restarts, it waits."""
+        self._check_open()
+        if not self.engine.is_ready:
+            raise unavailable("the engine died and is being started again", code="engine_restarting")
 
     def check_alive(self) -> None:
         """Raise ApiError unless the engine can answer."""
@@ -97,6 +97,11 @@ class Service:
         if name != served:
             message = f"model {show(name)} does not exist; this server has {served!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
+
+    def _check_open(self) -> None:
+        self.check_alive()
+        if self.lifecycle.is_draining:
+            raise unavailable("the server is shutting down", code="draining")
 
     @contextmanager
     def _counting_rejections(self) -> Iterator[None]:

@@ -79,6 +79,8 @@ class ServerSettings:
     state_dir: Annotated[Path | None, "folder for kept completions, which then outlive the server"] = None
     result_ttl_s: Annotated[float, "seconds for which a kept completion can be had after its end"] = 3600.0
     max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 10_000
+    max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
+    engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0
     log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
     log_level: Annotated[LogLevel, "least severity to log"] = "info"
     in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
@@ -91,6 +93,10 @@ class ServerSettings:
             raise SettingsError(f"max-body-bytes must be at least 1, got {self.max_body_bytes}")
         if not (math.isfinite(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0):
             raise SettingsError(f"shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
+        if self.max_engine_restarts < 0:
+            raise SettingsError(f"max-engine-restarts must be at least 0, got {self.max_engine_restarts}")
+        if not (math.isfinite(self.engine_stall_timeout_s) and self.engine_stall_timeout_s > 0):
+            raise SettingsError(f"engine-stall-timeout must be over 0 seconds, got {self.engine_stall_timeout_s}")
         if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
             raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
         if not (math.isfinite(self.result_ttl_s) and self.result_ttl_s >= 0):

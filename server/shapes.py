@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from server.output import Delta, TokenScore, token_name
+from server.output import Delta, RankedToken, TokenScore, token_name
 
 Json = dict[str, object]
 
@@ -18,7 +18,8 @@ Json = dict[str, object]
 class Shape:
     """`choice` renders a whole choice as schemas.py has it, `part` what a chunk adds to one; both put the index first.
 
-    `opening` renders what comes before the first chunk of a choice, for the shapes that have such a thing.
+    `beside` renders what an answer has beside its choices, of which it is given the first; `opening` what comes before
+    the first chunk of a choice, for the shapes that have such a thing.
     """
 
     id_prefix: str
@@ -26,12 +27,31 @@ class Shape:
     chunk_object: str
     choice: Callable[[int, Delta], Json]
     part: Callable[[int, Delta], Json]
+    beside: Callable[[Delta], Json]
     opening: Callable[[int], Json] | None = None
 
 
 def _text_choice(index: int, delta: Delta) -> Json:
     logprobs = None if delta.logprobs is None else _parallel_lists(delta.logprobs)
-    return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(delta)}
+    return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(delta), **_prompt_logprobs(delta)}
+
+
+def _nothing(_first: Delta) -> Json:
+    return {}
+
+
+def _prompt_logprobs(delta: Delta) -> Json:
+    """Return vLLM's list of the prompt's tokens, where it was asked for."""
+    if delta.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": [None if ranked is None else _by_id(ranked) for ranked in delta.prompt_logprobs]}
+
+
+def _by_id(ranked: Sequence[RankedToken]) -> Json:
+    return {
+        str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": token_name(data)}
+        for token_id, data, logprob, rank in ranked
+    }
 
 
 def _parallel_lists(scores: Sequence[TokenScore]) -> Json:
@@ -47,8 +67,9 @@ def _top_by_name(score: TokenScore) -> dict[str, float] | None:
     """Return the likeliest tokens and the token itself."""
     if score.logprob is None:
         return None
-    top = {token_name(data): logprob for data, logprob in score.top}
-    top.setdefault(token_name(score.data), score.logprob)
+    top: dict[str, float] = {}
+    for data, logprob in (*score.top, (score.data, score.logprob)):
+        top.setdefault(token_name(data), logprob)  # of two tokens of one name the likelier: the maximum is never lost
     return top
 
 
@@ -89,7 +110,13 @@ def _end(delta: Delta) -> Json:
     return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
 
-TEXT_SHAPE = Shape("cmpl", "text_completion", "text_completion", _text_choice, _text_choice)
+TEXT_SHAPE = Shape("cmpl", "text_completion", "text_completion", _text_choice, _text_choice, _nothing)
 CHAT_SHAPE = Shape(
-    "chatcmpl", "chat.completion", "chat.completion.chunk", _message_choice, _delta_choice, _opening_choice
+    id_prefix="chatcmpl",
+    object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    choice=_message_choice,
+    part=_delta_choice,
+    beside=_prompt_logprobs,
+    opening=_opening_choice,
 )

@@ -309,7 +309,7 @@ class CompletionStore:
         self._spawn(self._record(entry, requests))
 
     def _restored(self, record: CompletionRecord, *, is_foreign: bool) -> CompletionPlan:
-        identity = Identity(record.completion_id, record.created, record.seed, record.model, record.fingerprint)
+        identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
         prompts = () if is_foreign else record.prompts
         return self._restore[record.kind](json.loads(record.body), prompts, record.max_tokens, identity)
 

@@ -25,6 +25,7 @@ WITH_TORCH = {
     "engine.decoder",
     "engine.engine",
     "engine.experts",
+    "engine.fingerprint",
     "engine.kv_cache",
     "engine.layers",
     "engine.linear",

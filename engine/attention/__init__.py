@@ -72,6 +72,8 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    build: str
+    """What else decides its bits, such as the instructions it uses; empty where torch decides."""
 
     def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
         """Store key and value (model dtype) at metadata.slots_T of cache_2NGBD ([0] keys, [1] values)."""

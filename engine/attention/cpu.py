@@ -9,6 +9,7 @@ OpenMP pool torch has loaded, with torch.get_num_threads() threads.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -48,6 +49,8 @@ class CpuAttention:
         best = library.paged_best_instructions()
         self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
         assert self._instructions <= best, f"this CPU has no {instructions}"
+        code = Path(library._name).read_bytes()
+        self.build = f"{INSTRUCTIONS[self._instructions]} {hashlib.sha256(code).hexdigest()}"
         self._parallel = _find_parallel()
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None

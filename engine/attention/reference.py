@@ -24,6 +24,7 @@ class ReferenceAttention:
     """The AttentionBackend for everything without a kernel of its own."""
 
     name = "reference"
+    build = ""
 
     def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
         num_rows, block_size = metadata.query_starts[-1], cache_2NGBD.shape[3]

@@ -17,16 +17,18 @@ import pytest
 
 from engine import LLM
 from engine.request import SamplingParams
+from tests.exactness_table import compare, contrast
 from tests.server.serving import Process
 
 RSS_LIMIT_BYTES = 150 * 10**6
 NUM_HANG_UPS = 200
+NUM_ANSWERS = 24
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
     """One server for all tests of this file."""
-    server = Process("--num-blocks", "512", "--max-num-queued-reqs", "512")
+    server = Process("--num-blocks", "512", "--max-num-queued-reqs", "512", "--chat-template", "plain")
     try:
         yield server
     finally:
@@ -79,6 +81,78 @@ def test_a_stream_gives_the_same_text_in_parts(client: httpx.Client) -> None:
     text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
     assert text == complete(client, **body)["choices"][0]["text"]
     assert len(events) > 20
+
+
+def test_a_streamed_answer_joined_is_the_plain_one(client: httpx.Client) -> None:
+    """Text, logprobs, reasons and usage of many at once, as text and as chat, one choice and several."""
+    bodies = {str(i): any_body(i) for i in range(NUM_ANSWERS)}
+    reseeded = {f"other {i}": {**body, "seed": body["seed"] + 1000} for i, body in bodies.items()}
+    plain, streamed = asyncio.run(plain_and_streamed(str(client.base_url), bodies | reseeded))
+    compare("streamed, over HTTP", {i: streamed[i] for i in bodies}, {i: plain[i] for i in bodies})
+    contrast("another seed, streamed", {i: streamed[f"other {i}"] for i in bodies}, {i: plain[i] for i in bodies})
+
+
+def any_body(i: int) -> dict[str, Any]:
+    """Return one of many kinds of bodies, drawn from a seed of its own."""
+    is_chat = i % 3 == 2
+    return {
+        **({"messages": [{"role": "user", "content": f"Tell {i}."}]} if is_chat else {"prompt": f"Once, {i} days ago"}),
+        **({"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2, "echo": i % 4 == 0}),
+        **{"max_tokens": 30, "temperature": 0.7 + i / NUM_ANSWERS, "seed": i, "n": 1 + i % 2},
+        **{"stop": [". "] if i % 5 == 0 else None, "top_p": 0.95},
+    }
+
+
+async def plain_and_streamed(url: str, bodies: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the answers to all bodies, asked for at the same time, in one piece and joined from events."""
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def ask(body: dict[str, Any]) -> Any:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        response = await http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return joined(response.text) if "stream" in body else essence(response.json())
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        asked = [ask(body | extra) for extra in ({}, streaming) for body in bodies.values()]
+        answers = await asyncio.gather(*asked)
+    return dict(zip(bodies, answers[: len(bodies)], strict=True)), dict(
+        zip(bodies, answers[len(bodies) :], strict=True)
+    )
+
+
+def essence(answer: dict[str, Any]) -> Any:
+    """Return what of an answer the request alone decides; how much of a prompt was cached is the server's luck."""
+    usage = {name: count for name, count in answer["usage"].items() if name != "prompt_tokens_details"}
+    return answer["system_fingerprint"], answer["seed"], answer["choices"], usage
+
+
+def joined(events: str) -> Any:
+    """Return the essence of the answer whose parts these events are."""
+    data = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    *chunks, last = map(json.loads, data)
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        [part] = chunk["choices"]
+        whole = choices.setdefault(part["index"], part)
+        if whole is not part:
+            join(whole, part)
+    for choice in choices.values():
+        if "delta" in choice:
+            choice["message"] = choice.pop("delta")
+    return essence({**last, "choices": [choices[index] for index in sorted(choices)]})
+
+
+def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a part of a choice to what came before: texts and lists are joined, of the rest the latest counts."""
+    for name, value in part.items():
+        if isinstance(value, dict) and isinstance(whole.get(name), dict):
+            join(whole[name], value)
+        elif isinstance(value, str | list) and whole.get(name):
+            whole[name] += value
+        else:
+            whole[name] = value
 
 
 def test_a_completion_can_be_repeated_by_the_seed_it_reports(client: httpx.Client) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 
-from engine.client import LoopClient, TokenStream
+from engine.client import EngineClient, TokenStream
 from engine.request import Request, SamplingParams, TokenOutput
 from tests.engine import fake_step_engine as fake
 
 LIMIT_S = 60.0
 ENDLESS = 90_000
-MakeClient = Callable[..., LoopClient]
+MakeClient = Callable[..., EngineClient]
 
 
 class Gate:
@@ -41,8 +41,14 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, LIMIT_S))
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what nothing announces; `run` sets the limit."""
+    while not condition():  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0.001)
+
+
 @asynccontextmanager
-async def started(client: LoopClient) -> AsyncIterator[LoopClient]:
+async def started(client: EngineClient) -> AsyncIterator[EngineClient]:
     try:
         await client.start()
         yield client
@@ -50,9 +56,9 @@ async def started(client: LoopClient) -> AsyncIterator[LoopClient]:
         await client.close()
 
 
-def make_request(request_id: str, max_tokens: int = 5, first: int = 1, num_prompt: int = 3) -> Request:
+def make_request(request_id: str, max_tokens: int = 5, first: int = 1, num_prompt: int = 3, when: int = 0) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    return Request(request_id, (first,) * num_prompt, params, seed=len(request_id))
+    return Request(request_id, (first, when, *(0,) * num_prompt)[:num_prompt], params, seed=len(request_id))
 
 
 def expected(request: Request) -> list[int]:
@@ -76,7 +82,7 @@ async def last_output(stream: TokenStream) -> TokenOutput:
     return [output async for outputs in stream for output in outputs][-1]
 
 
-async def until_idle(client: LoopClient) -> None:
+async def until_idle(client: EngineClient) -> None:
     """Wait until the engine says that it holds nothing: it says so in answer to a request that follows all others."""
     await collect(client.submit([make_request("probe", 1)]))
     while client.stats.num_running:

@@ -1,6 +1,8 @@
 """A StepEngine without a model, for tests of the loop and its clients; a spawned child imports it by name.
 
-Token i of a request is (seed + i) % 90; a request whose prompt begins with one of the ids below makes it misbehave.
+Token i of a request is (seed + i) % 90; a request whose prompt begins with one of the ids below makes it misbehave, at
+once or, if the second id is not 0, when it has that many tokens. As Scheduler does, it computes the first suspect
+alone.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Container
 from typing import Literal
 
 from engine.errors import InvalidRequestError
-from engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from engine.request import SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 from weights.errors import InvalidConfigError
 
@@ -31,6 +34,7 @@ INFO = EngineInfo(
     max_num_seqs=2_000,
     max_num_queued_reqs=0,
     fingerprint="fake",
+    batch_invariant=True,
 )
 
 
@@ -58,7 +62,7 @@ class FakeStepEngine:
             raise InvalidRequestError("prompt begins with the refused id", param="prompt")
         assert request.request_id not in self._requests
         self._requests[request.request_id] = request
-        self._num_done[request.request_id] = 0
+        self._num_done[request.request_id] = len(request.generated_token_ids)
 
     def abort(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -67,10 +71,17 @@ class FakeStepEngine:
     def step(self) -> list[TokenOutput]:
         time.sleep(self._step_s)  # the time a model would take
         self._num_steps += 1
-        return [self._advance(request) for request in list(self._requests.values())]
+        requests = list(self._requests.values())
+        suspects = sorted(filter(self._is_suspect, requests), key=lambda request: request.priority)
+        return [self._advance(request) for request in suspects[:1] or requests]
+
+    def _is_suspect(self, request: Request) -> bool:
+        has_no_output = self._num_done[request.request_id] == len(request.generated_token_ids)
+        return has_no_output and request.num_failures >= SUSPICIOUS_FAILURES
 
     def _advance(self, request: Request) -> TokenOutput:
-        if self._misbehave(request.prompt_token_ids[0]):
+        what, when, *_ = (*request.prompt_token_ids, 0)
+        if self._num_done[request.request_id] >= when and self._misbehave(what):
             self.abort(request.request_id)
             return TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="told to fail")
         num_done = self._num_done[request.request_id]
@@ -105,13 +116,28 @@ def wait(gate: str) -> None:
         fifo.read(1)
 
 
+def count(tally: str) -> int:
+    with open(tally, "ab") as file:
+        file.write(b".")
+    return os.path.getsize(tally)
+
+
 def load(
     gate: str = "",
-    loading: Literal["succeeds", "waits", "refuses", "raises", "is killed"] = "succeeds",
+    loading: Literal["succeeds", "waits", "waits after the first", "refuses", "raises", "is killed"] = "succeeds",
     step_s: float = 0.0005,
+    tally: str = "",
+    failing_loads: Container[int] = (),
+    changed_loads: Container[int] = (),
     **info: int,
 ) -> FakeStepEngine:
-    if loading == "waits":
+    """Load an engine; `tally` is a file that counts the loads, so that those of some numbers, from 1, can be chosen."""
+    number = count(tally) if tally else 0
+    if number in failing_loads:
+        raise InvalidConfigError(f"load {number} was told to fail")
+    if number in changed_loads:
+        return FakeStepEngine(dataclasses.replace(INFO, fingerprint="changed"), gate, step_s)
+    if loading == "waits" or (loading == "waits after the first" and number > 1):
         wait(gate)
     if loading == "refuses":
         raise InvalidConfigError("config.json: n_layer must be at least 1, got 0")

@@ -14,20 +14,15 @@ from engine.request import Request, SamplingParams, TokenOutput
 Outputs = dict[str, list[TokenOutput]]
 
 
+def make_config(folder: Path, **options: Any) -> EngineConfig:
+    """Return the options, or fp32 on the CPU with a small cache and one thread (a tiny model gains nothing by two)."""
+    defaults = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 2**24, "num_threads": 1}
+    return EngineConfig(**{"model_dir": folder, **defaults, **options})
+
+
 def make_engine(folder: Path, **options: Any) -> Engine:
-    """Return an fp32 CPU engine with a small cache and one thread (a tiny model gains nothing by two)."""
-    return Engine(
-        EngineConfig(
-            **{
-                "model_dir": folder,
-                "dtype": "float32",
-                "device": "cpu",
-                "kv_cache_bytes": 2**24,
-                "num_threads": 1,
-                **options,
-            }
-        )
-    )
+    """Return an engine of `make_config`."""
+    return Engine(make_config(folder, **options))
 
 
 def make_request(request_id: str, prompt: Sequence[int], *, seed: int = 0, **params: Any) -> Request:

@@ -1,4 +1,4 @@
-"""What every EngineClient promises, checked on both of them with a fake engine and once with a real one."""
+"""What every EngineClient promises, checked on all of them with a fake engine and once with a real one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.client import LoopClient, TokenStream
+from engine.client import EngineClient, TokenStream
 from engine.config import EngineConfig
 from engine.errors import EngineDiedError, EngineStartError, InvalidRequestError, QueueFullError
-from engine.loop import load_engine
+from engine.loop import EngineFactory, load_engine
 from engine.process_client import ProcessClient
 from engine.request import FinishReason
+from engine.supervisor import Supervisor
 from engine.thread_client import ThreadClient
 from tests.engine import fake_step_engine as fake
 from tests.engine.client_harness import (
@@ -47,7 +48,12 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     opened.close()
 
 
-@pytest.fixture(params=[ProcessClient, ThreadClient])
+def supervise(factory: EngineFactory) -> Supervisor:
+    """Return a supervisor that lets a dead engine be, as the other clients do."""
+    return Supervisor(functools.partial(ProcessClient, factory), max_restarts=0)
+
+
+@pytest.fixture(params=[ProcessClient, ThreadClient, supervise])
 def make_client(request: pytest.FixtureRequest, gate: Gate) -> MakeClient:
     return lambda **options: request.param(functools.partial(fake.load, gate.path, **options))
 
@@ -215,7 +221,7 @@ def test_close_ends_streams_and_is_no_death(make_client: MakeClient) -> None:
 def test_200_clients_that_hang_up_leave_nothing_in_client_or_engine(make_client: MakeClient) -> None:
     dice = random.Random(0)
 
-    async def hang_up(client: LoopClient, number: int) -> None:
+    async def hang_up(client: EngineClient, number: int) -> None:
         requests = [make_request(f"{number}-{i}", dice.randint(1, 60)) for i in range(dice.randint(1, 3))]
         stream = client.submit(requests)
         try:
@@ -315,7 +321,7 @@ def test_cancelled_start_can_be_closed(make_client: MakeClient, gate: Gate) -> N
 
 
 def test_real_engine_answers_alike_in_both_clients(tiny_gpt2: Path) -> None:
-    async def tokens(client: LoopClient) -> dict[str, list[int]]:
+    async def tokens(client: EngineClient) -> dict[str, list[int]]:
         async with started(client):
             return await collect(client.submit([make_request(name, 20) for name in ("a", "bc", "def")]))
 

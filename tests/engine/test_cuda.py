@@ -43,6 +43,12 @@ def test_every_request_gets_its_tokens_under_preemption(tiny_gpt2: Path, dtype: 
         assert outputs[request.request_id][-1].finish_reason is FinishReason.LENGTH
 
 
+def test_no_independence_of_the_batch_is_promised(tiny_gpt2: Path) -> None:
+    info = make_engine(tiny_gpt2, device="cuda").info
+    assert not info.batch_invariant
+    assert info.fingerprint != make_engine(tiny_gpt2).info.fingerprint
+
+
 def test_the_storyteller_ends_its_story(storyteller: Path) -> None:
     engine = make_engine(storyteller, device="cuda", dtype="bfloat16", kv_cache_bytes=2**27)
     outputs = run(engine, [make_request("s", [0], max_tokens=500, temperature=0.8, ignore_eos=False)])["s"]

@@ -23,6 +23,7 @@ from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 
 Result = tuple[list[int], list[TokenLogprobs]]
+Fails = Callable[[int, ScheduledBatch], bool]
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -237,27 +238,27 @@ def test_stats_count_tokens_and_hits(tiny_gpt2: Path) -> None:
 
 
 class FailingRunner:
-    """A ModelRunner whose chosen runs raise."""
+    """A ModelRunner that raises for the batches chosen, given the number of the run and the batch."""
 
-    def __init__(self, runner: ModelRunner, failing: dict[int, BaseException]) -> None:
-        self._runner, self._failing, self._num_runs = runner, failing, 0
+    def __init__(self, runner: ModelRunner, error: BaseException, fails: Fails) -> None:
+        self._runner, self._error, self._fails, self.num_runs = runner, error, fails, 0
         self.info = runner.info
 
     def run(self, batch: ScheduledBatch) -> StepResult:
-        self._num_runs += 1
-        if self._num_runs in self._failing:
-            raise self._failing[self._num_runs]
+        self.num_runs += 1
+        if self._fails(self.num_runs, batch):
+            raise self._error
         return self._runner.run(batch)
 
 
 @pytest.fixture
 def make_failing(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """Make an engine whose runs of these numbers raise; the first run is the engine's own proof."""
+    """Make an engine whose runs fail when `fails` says so; the first run is the engine's own proof."""
 
-    def make(error: BaseException, *runs: int) -> Engine:
-        failing = dict.fromkeys(runs, error)
+    def make(error: BaseException, fails: Fails) -> Engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.engine, "ModelRunner", lambda *args: FailingRunner(ModelRunner(*args), failing))
+            make_runner = lambda *args: FailingRunner(ModelRunner(*args), error, fails)  # noqa: E731 - a patch
+            patch.setattr(engine.engine, "ModelRunner", make_runner)
             return make_engine(tiny_gpt2)
 
     return make
@@ -267,28 +268,62 @@ def long_request(name: str) -> Request:
     return make_request(name, range(40), max_tokens=5, temperature=0.0, logprobs=1)
 
 
-def test_a_step_that_raises_fails_its_requests_and_no_others(
-    tiny_gpt2: Path, make_failing: Callable[..., Engine]
+def test_steps_that_fail_now_and_then_change_no_result(
+    solo: dict[str, Result], make_failing: Callable[..., Engine]
 ) -> None:
-    failing = make_failing(MemoryError("no memory for this step"), 3)
-    first = run(failing, [long_request("first")])["first"]
-    assert first[-1].finish_reason is FinishReason.ERROR
-    assert first[-1].error == "the step that computed this request failed: no memory for this step"
-    second = run(failing, [long_request("second")])["second"]
-    assert result(second) == result(run(make_engine(tiny_gpt2), [long_request("second")])["second"])
+    failing = make_failing(MemoryError("told to fail"), lambda number, _: number % 7 == 2)
+    outputs = run(failing, mixed_requests())
+    assert {i: result(o) for i, o in outputs.items()} == solo
     assert failing.stats.num_used_blocks == 0
 
 
-@pytest.mark.parametrize(("error", "runs"), [(KeyboardInterrupt(), [2]), (MemoryError(), [2, 3, 4])])
-def test_a_step_that_was_broken_off_leaves_no_block_to_be_found(
-    tiny_gpt2: Path, make_failing: Callable[..., Engine], error: BaseException, runs: list[int]
+def test_batches_too_large_for_the_memory_change_no_result(
+    solo: dict[str, Result], make_failing: Callable[..., Engine]
 ) -> None:
-    failing = make_failing(error, *runs)
-    for i in range(len(runs) - 1):
-        run(failing, [long_request(str(i))])
-    with pytest.raises(type(error)):
-        run(failing, [long_request("broken off")])
-    after = run(failing, [long_request("after")])["after"]
+    failing = make_failing(MemoryError("told to fail"), lambda _, batch: len(batch.items) > 3)
+    assert {i: result(o) for i, o in run(failing, mixed_requests()).items()} == solo
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_request_that_makes_every_step_fail_fails_alone(
+    solo: dict[str, Result], make_failing: Callable[..., Engine], when: str
+) -> None:
+    def fails(_: int, batch: ScheduledBatch) -> bool:
+        return any(
+            item.sequence.request.request_id == "7" and (when == "at once" or item.sequence.num_generated >= 3)
+            for item in batch.items
+        )
+
+    failing = make_failing(ValueError("told to fail"), fails)
+    outputs = run(failing, mixed_requests())
+    poison = outputs.pop("7")
+    assert poison[-1].finish_reason is FinishReason.ERROR
+    assert poison[-1].error == "the step that computed this request failed: told to fail"
+    assert token_ids(poison) == solo["7"][0][: 0 if when == "at once" else 3]
+    assert {i: result(o) for i, o in outputs.items()} == {i: r for i, r in solo.items() if i != "7"}
+    assert failing.stats.num_used_blocks == 0
+
+
+def test_an_engine_that_can_compute_nothing_any_more_raises_and_blames_nobody(
+    make_failing: Callable[..., Engine],
+) -> None:
+    failing = make_failing(MemoryError("broken"), lambda number, _: number > 1)
+    failing.add(long_request("innocent"))
+    assert failing.step() == []
+    assert failing.step() == []
+    with pytest.raises(MemoryError, match="broken"):
+        failing.step()
+
+
+def test_a_step_that_was_broken_off_leaves_no_block_to_be_found(
+    tiny_gpt2: Path, make_failing: Callable[..., Engine]
+) -> None:
+    interrupted = make_failing(KeyboardInterrupt(), lambda number, _: number == 2)
+    request = long_request("broken off")
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted, [request])
+    interrupted.abort(request.request_id)
+    after = run(interrupted, [long_request("after")])["after"]
     assert after[0].num_cached_tokens == 0
     assert result(after) == result(run(make_engine(tiny_gpt2), [long_request("after")])["after"])
 

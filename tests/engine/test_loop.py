@@ -102,7 +102,7 @@ def test_factory_that_raises_is_the_only_message() -> None:
 
 
 def test_step_message_survives_the_wire() -> None:
-    logprobs = TokenLogprobs(3, -0.5, ((3, -0.5), (1, -1.25)))
+    logprobs = TokenLogprobs(3, -0.5, 1, ((3, -0.5), (1, -1.25)))
     message = Stepped(
         (
             TokenOutput("a", (3,), (logprobs,), (None, logprobs), FinishReason.STOP, 3, 16),

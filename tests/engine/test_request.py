@@ -22,6 +22,7 @@ INFO = EngineInfo(
     max_num_seqs=4,
     max_num_queued_reqs=4,
     fingerprint="gptserve-0",
+    batch_invariant=True,
 )
 NAN, INF = float("nan"), float("inf")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.request import Request, SamplingParams
-from engine.sampler import is_greedy, sample
+from engine.sampler import is_greedy, sample, top_logprobs
 from engine.sequence import Sequence
 
 VOCAB = 8
@@ -178,6 +178,13 @@ def test_more_logprobs_than_tokens_report_all_tokens() -> None:
     entry = sample(torch.randn(1, VOCAB), [sequence(logprobs=20)]).logprobs[0]
     assert entry is not None
     assert sorted(token_id for token_id, _ in entry.top) == list(range(VOCAB))
+
+
+def test_a_rank_counts_what_is_likelier() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 2.0]]).expand(4, -1)
+    entries = top_logprobs(logits, torch.arange(4), [0] * 4)
+    assert [entry.rank for entry in entries] == [3, 1, 3, 2]
+    assert all((entry.rank == 1) == (entry.logprob == logits[0].log_softmax(-1).max().item()) for entry in entries)
 
 
 def test_logprobs_zero_reports_the_token_only() -> None:

@@ -414,19 +414,18 @@ def test_an_unusable_row_fails_its_own_sequence_and_its_blocks_are_not_shared_ag
     assert step(scheduler) == {"good": 1, "like bad": 10, "like good": 2}
 
 
-def test_an_abandoned_step_fails_its_sequences_and_shares_nothing_it_was_to_fill() -> None:
+def test_an_abandoned_step_is_computed_again_and_shares_nothing_it_was_to_fill() -> None:
     scheduler = make_scheduler(budget=10, seats=3)
     add(scheduler, "done", range(4), max_tokens=1)
     step(scheduler)
-    first, second = add(scheduler, "first", range(10)), add(scheduler, "second", range(20, 30))
-    waiting = add(scheduler, "waiting", range(10))
+    first, _ = add(scheduler, "first", range(10)), add(scheduler, "second", range(20, 30))
+    add(scheduler, "waiting", range(10))
     batch = scheduler.schedule()
     assert tokens_by_name(batch) == {"first": 6, "second": 4}
-    assert scheduler.abandon(batch) == [first, second]
-    assert (first.finish_reason, second.finish_reason) == (FinishReason.ERROR, FinishReason.ERROR)
+    assert scheduler.abandon(batch) is None
     scheduler.check_invariants()
-    assert step(scheduler) == {"waiting": 6}, "the block of the step before is still found"
-    assert waiting.num_cached_tokens == 4
+    assert (first.status, first.num_computed, first.num_failures) == (SequenceStatus.WAITING, 0, 1)
+    assert step(scheduler) == {"first": 6, "second": 4}, "the block of the step before is still found"
 
 
 def test_an_abort_before_a_step_is_abandoned_leaves_no_unfilled_block_to_find() -> None:
@@ -434,7 +433,7 @@ def test_an_abort_before_a_step_is_abandoned_leaves_no_unfilled_block_to_find() 
     add(scheduler, "a", range(10))
     batch = scheduler.schedule()
     scheduler.abort("a")
-    assert scheduler.abandon(batch) == []
+    assert scheduler.abandon(batch) is None
     scheduler.check_invariants()
     add(scheduler, "b", range(10))
     assert step(scheduler) == {"b": 10}
@@ -512,3 +511,61 @@ def test_without_a_limit_nobody_waits_too_long() -> None:
     step(scheduler)
     assert scheduler.expire_waiting() == []
     assert waiting[1].status is SequenceStatus.WAITING
+
+
+def fail(scheduler: Scheduler) -> tuple[dict[str, int], Sequence | None]:
+    """Abandon a step; return what it was to compute and who was found guilty."""
+    batch = scheduler.schedule()
+    guilty = scheduler.abandon(batch)
+    scheduler.check_invariants()
+    return tokens_by_name(batch), guilty
+
+
+def test_after_two_failures_in_a_row_suspects_are_tried_alone_and_one_that_fails_again_is_guilty() -> None:
+    scheduler = make_scheduler()
+    good, bad = add(scheduler, "good", range(3)), add(scheduler, "bad", range(20, 24))
+    add(scheduler, "fine", range(40, 45))
+    everyone = {"good": 3, "bad": 4, "fine": 5}
+    assert fail(scheduler) == (everyone, None)
+    assert fail(scheduler) == (everyone, None)
+    assert good.is_suspect
+    assert bad.is_suspect
+    add(scheduler, "new", [50])
+    assert step(scheduler) == {"good": 3}
+    assert good.num_failures == 0, "a token clears it"
+    assert fail(scheduler) == ({"bad": 4}, bad)
+    assert bad.finish_reason is FinishReason.ERROR
+    assert step(scheduler) == {"fine": 5}
+    assert step(scheduler) == {"good": 1, "fine": 1, "new": 1}
+
+
+def test_a_token_between_two_failures_makes_no_suspect() -> None:
+    scheduler = make_scheduler(caching=False)
+    sequence = add(scheduler, "a", range(3))
+    for num_uncomputed, num_known in ((3, 3), (1, 4), (1, 5)):
+        assert fail(scheduler) == ({"a": num_uncomputed}, None)
+        assert step(scheduler) == {"a": num_known}
+        assert sequence.num_failures == 0
+
+
+def test_a_part_of_a_prompt_computed_in_between_does_not_clear_a_suspect() -> None:
+    scheduler = make_scheduler(budget=8, caching=False)
+    bad = add(scheduler, "bad", range(12))
+    for _ in range(2):
+        assert step(scheduler) == {"bad": 8}
+        assert fail(scheduler) == ({"bad": 4}, None)
+    assert step(scheduler) == {"bad": 8}
+    assert fail(scheduler) == ({"bad": 4}, bad)
+
+
+def test_a_suspect_takes_seat_and_blocks_from_whoever_has_them() -> None:
+    scheduler = make_scheduler(num_blocks=9, seats=2, caching=False)
+    add(scheduler, "old", range(16))
+    add(scheduler, "young", range(20, 30))
+    assert step(scheduler) == {"old": 16, "young": 10}
+    params = SamplingParams(max_tokens=3)
+    scheduler.add(Request("suspect", tuple(range(12)), params, seed=0, generated_token_ids=(7,), num_failures=2))
+    assert step(scheduler) == {"suspect": 13}, "it was in engines that died"
+    assert step(scheduler) == {"old": 1, "suspect": 1}
+    assert step(scheduler) == {"old": 1, "young": 11}
+    assert scheduler.num_preemptions == 1

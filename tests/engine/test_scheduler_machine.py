@@ -116,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen = seen
         self.check_internals = check_internals
         self.sequences: list[LiveSequence] = []
+        self.num_failures: Counter[LiveSequence] = Counter()  # in a row
         self.ended: dict[str, FinishReason] = {}
         self.is_whole = False  # no step was broken off by a failed check
 
@@ -190,7 +191,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
 
     @precondition(has_work)
-    @rule(fault=st.sampled_from(["abort", "unusable row", "raise", "abort and raise"]), which=st.integers(0, 5))
+    @rule(
+        fault=st.sampled_from(["abort", "unusable row", "raise", "raise", "abort and raise"]), which=st.integers(0, 5)
+    )
     def run_disturbed_step(self, fault: str, which: int) -> None:
         """Run a step during which a client aborts, or that gives an unusable row, or that raises."""
         self.step(
@@ -233,8 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if aborted is not None and batch.items:
             self.abort_one(batch.items[aborted % len(batch.items)].sequence)
         if raises:
-            for sequence in self.scheduler.abandon(batch):
-                self.take_end(sequence, FinishReason.ERROR)
+            self.abandon(batch)
         else:
             self.update(batch, token_ids, bad_row)
         self.is_whole = True
@@ -244,6 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> ScheduledBatch:
         """Schedule, and check the batch against the rules of service."""
         running = [s for s in self.sequences if s.status is SequenceStatus.RUNNING]
+        waiting = [s for s in self.sequences if s.status is SequenceStatus.WAITING]
         before = {s: (s.num_computed, s.num_preemptions) for s in running}
         had_work = self.scheduler.has_work
         batch = self.scheduler.schedule()
@@ -261,18 +264,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_preempted = sequence in preempted
             assert sequence.num_computed == (0 if is_preempted else num_computed)
             assert sequence.num_preemptions == num_preemptions + is_preempted
-        self.check_order(batch, set(running), preempted)
+        suspects = [s for s in [*running, *waiting] if self.num_failures[s] >= 2]
+        if suspects:
+            assert scheduled == [min(suspects, key=self.place)], "the first suspect is computed alone"
+            self.seen["tried alone"] += 1
+        else:
+            self.check_order(batch, set(running), preempted)
         self.check_nothing_in_use_is_overwritten(batch, [s for s in running if s not in preempted])
         return batch
 
     def check_order(self, batch: ScheduledBatch, running: set[LiveSequence], preempted: set[LiveSequence]) -> None:
-        place = {s: (s.request.priority, index) for index, s in enumerate(self.sequences)}
         new = [item.sequence for item in batch.items if item.sequence not in running]
         waiting = [s for s in self.sequences if s.status is SequenceStatus.WAITING]
         if preempted:
             assert not new
-            assert max(place[item.sequence] for item in batch.items) < min(place[s] for s in preempted)
-        assert [place[s] for s in new] == sorted(place[s] for s in [*new, *waiting])[: len(new)], "one was overtaken"
+            assert max(self.place(item.sequence) for item in batch.items) < min(map(self.place, preempted))
+        assert new == sorted([*new, *waiting], key=self.place)[: len(new)], "one was overtaken"
         for sequence in new:
             if sequence.num_preemptions == 0:
                 assert sequence.num_cached_tokens == sequence.num_computed
@@ -280,6 +287,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert sequence.num_computed == 0, "all logits of the prompt are wanted"
         filled = {s.block_ids[0] for s in new if s.num_computed == 0}
         self.seen["shared at once"] += sum(s.num_computed > 0 and s.block_ids[0] in filled for s in new)
+
+    def place(self, sequence: LiveSequence) -> tuple[int, int]:
+        return sequence.request.priority, int(sequence.request.request_id)
 
     def check_nothing_in_use_is_overwritten(self, batch: ScheduledBatch, running: list[LiveSequence]) -> None:
         in_use = set().union(*(self.shadow.cells_of(s, 0, s.num_computed) for s in running))
@@ -301,11 +311,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         progress = self.scheduler.update(batch, token_ids)
         assert [p.sequence for p in progress] == live
         for p in progress:
+            self.num_failures[p.sequence] = 0
             assert p.token_id == given[p.sequence]
             assert (p.finish_reason is FinishReason.ERROR) == (p.sequence is failed)
             assert p.stop_token_id == (p.token_id if p.finish_reason is FinishReason.STOP else None)
             if p.finish_reason is not None:
                 self.take_end(p.sequence, p.finish_reason)
+
+    def abandon(self, batch: ScheduledBatch) -> None:
+        """Take back a failed step; only a suspect that was computed alone may end by it."""
+        failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
+        suspects = [sequence for sequence in failed if self.num_failures[sequence] >= 2]
+        assert len(suspects) <= 1
+        self.num_failures.update(failed)
+        guilty = self.scheduler.abandon(batch)
+        assert guilty is (suspects[0] if suspects else None)
+        if guilty is not None:
+            self.take_end(guilty, FinishReason.ERROR)
+        self.seen["guilty"] += guilty is not None
 
     def cells_to_fill(self, item: ScheduledSequence) -> set[tuple[int, int]]:
         start = item.sequence.num_computed
@@ -393,6 +416,16 @@ class LosesPreempted(Scheduler):
         self._waiting.remove(sequence)
 
 
+class TriesNobodyAlone(Scheduler):
+    """Computes suspects like all others."""
+
+    def schedule(self) -> ScheduledBatch:
+        suspects, self._suspects = self._suspects, set()
+        batch = super().schedule()
+        self._suspects = suspects
+        return batch
+
+
 class ServesTheLastFirst(Scheduler):
     """Lets newcomers overtake."""
 
@@ -421,7 +454,7 @@ def serve(
 def test_survives_ten_thousand_steps_of_random_service() -> None:
     seen = serve(SETTINGS)
     assert seen["steps"] >= 10_000
-    for event in ("preemptions", "prefix hits", "shared at once", *FinishReason):
+    for event in ("preemptions", "prefix hits", "shared at once", "tried alone", "guilty", *FinishReason):
         assert seen[event] >= 30, f"too little happened to prove anything: {seen}"
 
 
@@ -438,7 +471,12 @@ def test_the_shadow_alone_catches_a_broken_pool(broken: type[BlockPool]) -> None
 
 
 @pytest.mark.parametrize(
-    ("broken", "complaint"), [(LosesPreempted, "makes progress"), (ServesTheLastFirst, "overtaken")]
+    ("broken", "complaint"),
+    [
+        (LosesPreempted, "makes progress"),
+        (ServesTheLastFirst, "overtaken"),
+        (TriesNobodyAlone, "the first suspect is computed alone"),
+    ],
 )
 def test_the_rules_of_service_catch_a_broken_scheduler(broken: type[Scheduler], complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):

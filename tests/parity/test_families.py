@@ -54,16 +54,18 @@ def greedy(prompts: list[list[int]], max_tokens: int) -> list[Request]:
     return [Request(str(i), tuple(prompt), sampling, seed=0) for i, prompt in enumerate(prompts)]
 
 
-def paged_logits(folder: Path, prompts: list[list[int]], backend: AttentionBackend) -> list[torch.Tensor]:
+def paged_logits(
+    folder: Path, prompts: list[list[int]], backend: AttentionBackend, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """Return the logits [len(prompt), vocab] of each prompt, all prompts advancing together by CHUNKS."""
     config = load_config(folder)
-    tensors = Checkpoint(folder, config).stream(dtype=torch.float32, device="cpu")
+    tensors = Checkpoint(folder, config).stream(dtype=dtype, device="cpu")
     longest, block_size = max(map(len, prompts)), 4
     decoder = Decoder(config, tensors, backend)
     decoder.set_max_model_len(longest)
     num_blocks = len(prompts) * (longest // block_size + 1)
     tables = shuffled_tables([longest + 1] * len(prompts), block_size, num_blocks)
-    cache = KVCache(config, num_blocks, block_size, torch.float32, torch.device("cpu"))
+    cache = KVCache(config, num_blocks, block_size, dtype, torch.device("cpu"))
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     done = 0
     for chunk in CHUNKS:

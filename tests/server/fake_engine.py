@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.client import TokenStream
-from engine.errors import EngineDiedError, QueueFullError
+from engine.errors import DeathKind, EngineDiedError, QueueFullError
 from engine.request import EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
 from engine.stats import EngineStats
 
@@ -29,6 +29,7 @@ INFO = EngineInfo(
     max_num_seqs=8,
     max_num_queued_reqs=4096,
     fingerprint="fake-1",
+    batch_invariant=True,
 )
 
 Reply = Callable[[Request], Iterable[TokenOutput]]
@@ -86,8 +87,8 @@ def say(text: str | bytes | Sequence[int], *, then_eos: bool = False) -> Reply:
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
-    """Return a token's chosen logprobs: its own is -token_id/8, the likeliest are ids 0, 1, 2, ..."""
-    return TokenLogprobs(token_id, -token_id / 8, tuple((i, -i / 8) for i in range(num_top)))
+    """Return a token's chosen logprobs: its own is -token_id/8, so the likeliest are ids 0, 1, 2, ..."""
+    return TokenLogprobs(token_id, -token_id / 8, token_id + 1, tuple((i, -i / 8) for i in range(num_top)))
 
 
 def prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
@@ -109,6 +110,8 @@ class FakeEngineClient:
         self.info = info
         self.stats = EngineStats()
         self.is_alive = True
+        self.is_restarting = False
+        self.restarts: dict[DeathKind, int] = {}
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.num_outputs = 0
@@ -128,6 +131,10 @@ class FakeEngineClient:
 
     async def start(self) -> None:
         """Be started already."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_alive and not self.is_restarting
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
         if not self.is_alive:

@@ -26,9 +26,9 @@ class Process:
     A thread reads all that it says, so that a full pipe never stops it; `lines` is what a test has waited through.
     """
 
-    def __init__(self, *flags: str, **environment: str) -> None:
+    def __init__(self, *flags: str, main: str = MAIN, **environment: str) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "serve", "--port", "0", "--device", "cpu", "--num-threads", "1", *flags],
+            [sys.executable, "-c", main, "serve", "--port", "0", "--device", "cpu", "--num-threads", "1", *flags],
             cwd=ROOT,
             env=os.environ | environment,
             stderr=subprocess.PIPE,

@@ -100,4 +100,4 @@ def test_what_json_cannot_say_harms_only_its_own_request(api: Api) -> None:
 
 def _not_a_number(request: Request) -> Iterator[TokenOutput]:
     for output in say("a")(request):
-        yield replace(output, logprobs=(TokenLogprobs(97, float("nan")),))
+        yield replace(output, logprobs=(TokenLogprobs(97, float("nan"), 1),))

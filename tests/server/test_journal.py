@@ -37,6 +37,7 @@ RECORD = CompletionRecord(
     created=1_700_000_000,
     model="m",
     fingerprint="f",
+    batch_invariant=True,
     seed=2**63 - 1,
     body='{"prompt":"é\\u2028"}',
     prompts=((1, 2, 3), (), (4,)),
@@ -50,8 +51,8 @@ OUTPUTS = (
     TokenOutput(
         "cmpl-1-0",
         (5, 6),
-        logprobs=(TokenLogprobs(5, -0.1, ((5, -0.1), (7, -math.inf))), TokenLogprobs(6, -1 / 3)),
-        prompt_logprobs=(None, TokenLogprobs(2, -1e-300)),
+        logprobs=(TokenLogprobs(5, -0.1, 1, ((5, -0.1), (7, -math.inf))), TokenLogprobs(6, -1 / 3, 7)),
+        prompt_logprobs=(None, TokenLogprobs(2, -1e-300, 3)),
         finish_reason=FinishReason.STOP,
         stop_token_id=0,
         num_cached_tokens=16,
@@ -146,7 +147,7 @@ def test_a_folder_keeps_it_and_memory_does_not(tmp_path: Path) -> None:
 
 def test_floats_come_back_bit_for_bit() -> None:
     values = [-0.1, -1 / 3, -5e-324, -1.7976931348623157e308, -math.inf, 0.0]
-    outputs = (TokenOutput("a", (1,) * len(values), tuple(TokenLogprobs(1, value) for value in values)),)
+    outputs = (TokenOutput("a", (1,) * len(values), tuple(TokenLogprobs(1, value, 1) for value in values)),)
     assert [entry.logprob.hex() for entry in decode_outputs(encode_outputs(outputs))[0].logprobs] == [
         value.hex() for value in values
     ]

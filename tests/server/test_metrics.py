@@ -48,6 +48,13 @@ def test_the_engines_counters_are_shown(api: Api) -> None:
     assert found["gptserve_num_preemptions_total"] == 1
 
 
+def test_engines_that_were_replaced_are_counted_by_the_kind_of_their_death(api: Api) -> None:
+    api.engine.restarts = {"killed": 2}
+    found = samples(api)
+    kinds = ("killed", "exited", "raised", "stalled", "load")
+    assert [found[f"gptserve_engine_restarts_total|{kind}"] for kind in kinds] == [2, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_completion_is_counted_and_timed(api: Api, stream: bool) -> None:
     api.complete(prompt=["a", "b"], max_tokens=3, stream=stream)

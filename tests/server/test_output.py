@@ -13,6 +13,7 @@ from server.output import (
     ChoiceOutput,
     Delta,
     Detokenizer,
+    RankedToken,
     StopStrings,
     TokenScore,
     compile_stop,
@@ -131,12 +132,12 @@ def test_a_choice_is_the_same_however_its_bytes_are_split_into_tokens(
 
 @pytest.mark.parametrize("num_per_output", [1, 2, 5])
 def test_a_choice_is_the_same_however_its_tokens_are_split_into_outputs(num_per_output: int) -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ND")], logprobs=True)
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ND")], logprobs=20)
     ids = list(b"abENDxyz")
     deltas = []
     for i in range(0, len(ids), num_per_output):
         group = ids[i : i + num_per_output]
-        deltas.append(choice.add(output(*group, logprobs=tuple(TokenLogprobs(t, -0.5) for t in group))))
+        deltas.append(choice.add(output(*group, logprobs=tuple(TokenLogprobs(t, -0.5, 1) for t in group))))
         if choice.finish_reason:
             break
     whole = join_deltas(deltas)
@@ -153,8 +154,8 @@ def test_a_choice_without_text_yet_is_an_empty_delta() -> None:
 
 
 def test_the_end_of_text_has_no_text_but_counts() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), logprobs=True)
-    entries = (TokenLogprobs(97, -1.0), TokenLogprobs(EOS, -2.0))
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=20)
+    entries = (TokenLogprobs(97, -1.0, 2), TokenLogprobs(EOS, -2.0, 3))
     delta = choice.add(
         output(97, EOS, finish_reason=FinishReason.STOP, stop_token_id=EOS, logprobs=entries),
     )
@@ -188,13 +189,13 @@ def test_stop_strings_are_not_looked_for_in_the_echo() -> None:
 
 
 def test_a_character_may_begin_in_the_echoed_prompt_and_end_in_the_completion() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), logprobs=True, echo=(97, 0xC3))
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=20, echo=(97, 0xC3))
     delta = choice.add(
         output(
             0xA9,
             finish_reason=FinishReason.LENGTH,
-            logprobs=(TokenLogprobs(0xA9, -1.0),),
-            prompt_logprobs=(None, TokenLogprobs(0xC3, -2.0)),
+            logprobs=(TokenLogprobs(0xA9, -1.0, 2),),
+            prompt_logprobs=(None, TokenLogprobs(0xC3, -2.0, 3)),
         )
     )
     assert delta.text == "aé"
@@ -207,11 +208,37 @@ def test_a_character_may_begin_in_the_echoed_prompt_and_end_in_the_completion() 
 
 
 def test_logprobs_have_no_infinity() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), logprobs=True)
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=20)
     infinity = float("inf")
-    entry = TokenLogprobs(97, -infinity, ((98, -0.25), (99, -infinity)))
+    entry = TokenLogprobs(97, -infinity, 9, ((98, -0.25), (99, -infinity)))
     delta = choice.add(output(97, logprobs=(entry,)))
     assert delta.logprobs == [TokenScore(b"a", 0, -9999.0, ((b"b", -0.25), (b"c", -9999.0)))]
+
+
+def test_a_prompts_tokens_are_ranked_equals_alike() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), prompt_logprobs=3)
+    infinity = float("inf")
+    entries = (
+        None,
+        TokenLogprobs(97, -1.0, 2, ((98, -0.5), (97, -1.0), (99, -1.0), (100, -2.0))),
+        TokenLogprobs(101, -infinity, 257, ((98, -0.5), (99, -infinity))),
+    )
+    delta = choice.add(output(97, prompt_logprobs=entries))
+    assert delta.prompt_logprobs == [
+        None,
+        [RankedToken(97, b"a", -1.0, 2), RankedToken(98, b"b", -0.5, 1), RankedToken(99, b"c", -1.0, 2)],
+        [RankedToken(101, b"e", -9999.0, 257), RankedToken(98, b"b", -0.5, 1), RankedToken(99, b"c", -9999.0, 2)],
+    ]
+    assert choice.add(output(98)).prompt_logprobs is None
+
+
+def test_an_echo_alone_leaves_out_what_was_generated() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=0, echo=(97, 0xC3), generates=False)
+    entry = TokenLogprobs(0xA9, -1.0, 2)
+    scored = (None, TokenLogprobs(0xC3, -2.0, 3))
+    delta = choice.add(output(0xA9, logprobs=(entry,), prompt_logprobs=scored, stop_token_id=0xA9))
+    assert (delta.text, delta.finish_reason, delta.stop_reason, choice.num_tokens) == ("a\ufffd", "length", None, 0)
+    assert delta.logprobs == [TokenScore(b"a", 0, None, ()), TokenScore(b"\xc3", 1, -2.0, ())]
 
 
 def in_channels(token_id: int, _data: bytes) -> Channel | None:

@@ -144,8 +144,10 @@ def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) 
     assert "ERROR" not in log
 
 
-def test_the_death_of_the_engine_ends_streams_with_an_error_and_the_process_with_status_1(launch: Any) -> None:
-    process = launch()
+def test_an_engine_that_is_not_replaced_ends_streams_with_an_error_and_the_process_with_status_1(
+    launch: Any,
+) -> None:
+    process = launch("--max-engine-restarts", "0")
     with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16) as running:
         process.engine().kill()
         *_, last = running

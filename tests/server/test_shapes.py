@@ -40,6 +40,12 @@ def test_a_token_without_a_logprob_has_no_others_either() -> None:
     assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([None], [None])
 
 
+def test_of_tokens_that_share_a_name_the_likelier_is_reported() -> None:
+    score = TokenScore(b"c", 0, -3.0, ((b"a", -0.5), (b"a", -2.0), (b"b", -2.5)))
+    logprobs: Any = TEXT_SHAPE.choice(0, Delta("c", [score]))["logprobs"]
+    assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -2.5, "c": -3.0}]
+
+
 def test_a_chat_has_a_list_of_tokens_with_their_logprobs() -> None:
     choice = CHAT_SHAPE.choice(1, DELTA)
     ChatChoice.model_validate(choice, strict=True, extra="forbid")

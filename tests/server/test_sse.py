@@ -17,6 +17,7 @@ HEAD = {
     "created": 1,
     "model": 'a "model"',
     "system_fingerprint": "f",
+    "batch_invariant": True,
     "seed": 5,
 }
 CHAT_HEAD = {**HEAD, "id": "chatcmpl-1", "object": "chat.completion.chunk"}

@@ -51,6 +51,7 @@ def test_an_answer(api: Api) -> None:
         "object": "chat.completion",
         "model": MODEL,
         "system_fingerprint": "fake-1",
+        "batch_invariant": True,
         "seed": api.engine.submitted[0].seed,
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "stop_reason": None}],
         "usage": {
@@ -71,6 +72,21 @@ def test_logprobs_have_openais_chat_shape(api: Api) -> None:
             {"token": "b", "logprob": -98 / 8, "bytes": [98], "top_logprobs": top},
         ]
     }
+
+
+def test_prompt_logprobs_stand_beside_the_choices_as_in_vllm(api: Api) -> None:
+    body = api.chat("a", n=2, max_tokens=1, prompt_logprobs=1).json()
+    ChatCompletion.model_validate(body, strict=True, extra="forbid")
+    prompt = api.engine.submitted[0].prompt_token_ids
+    first, *others = body["prompt_logprobs"]
+    assert first is None
+    assert [next(iter(entry)) for entry in others] == [str(token_id) for token_id in prompt[1:]]
+    assert others[-1] == {
+        str(ord(">")): {"logprob": -ord(">") / 8, "rank": ord(">") + 1, "decoded_token": ">"},
+        "0": {"logprob": 0.0, "rank": 1, "decoded_token": "\x00"},
+    }
+    assert all("prompt_logprobs" not in choice for choice in body["choices"])
+    assert "prompt_logprobs" not in api.chat("a").json()
 
 
 def test_a_stream_opens_with_the_role_and_ends_with_the_reason(api: Api) -> None:

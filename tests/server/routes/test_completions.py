@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+import server.completion
 from engine.request import FinishReason, TokenOutput
+from server.output import Delta, join_deltas
 from server.schemas import Completion, CompletionRequest
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient, say
@@ -94,6 +96,7 @@ def test_a_completion(api: Api) -> None:
         "object": "text_completion",
         "model": MODEL,
         "system_fingerprint": "fake-1",
+        "batch_invariant": True,
         "seed": api.engine.submitted[0].seed,
         "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
         "usage": {
@@ -103,6 +106,17 @@ def test_a_completion(api: Api) -> None:
             "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
+
+
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_answers_say_whether_they_depend_on_what_runs_beside_them(
+    make_api: Callable[..., Api], is_invariant: bool
+) -> None:
+    api = make_api(FakeEngineClient(info=replace(INFO, batch_invariant=is_invariant)))
+    for answer in (api.complete(prompt="hi").json(), api.chat("hi").json()):
+        assert answer["batch_invariant"] is is_invariant
+    chunks, _ = parse_events(api.complete(prompt="hi", stream=True).text)
+    assert [chunk["batch_invariant"] for chunk in chunks] == [is_invariant] * len(chunks)
 
 
 def test_an_unnamed_model_is_the_one_served(api: Api) -> None:
@@ -171,6 +185,67 @@ def test_echo_with_logprobs_scores_the_prompt_first(api: Api) -> None:
 def test_echo_alone_returns_the_prompt(api: Api) -> None:
     choice = api.complete(prompt="hé", max_tokens=1, echo=True).json()["choices"][0]
     assert (choice["text"], choice["logprobs"]) == ("héa", None)
+
+
+def test_prompt_logprobs_have_vllms_shape(api: Api) -> None:
+    body = api.complete(prompt=[[97, 0xC3, 0xA9], [98, 1]], n=2, max_tokens=1, prompt_logprobs=2).json()
+    Completion.model_validate(body, strict=True, extra="forbid")
+    best = {"0": {"logprob": 0.0, "rank": 1, "decoded_token": "\x00"}}
+    second = {"1": {"logprob": -1 / 8, "rank": 2, "decoded_token": "\x01"}}
+    first_byte = {"195": {"logprob": -195 / 8, "rank": 196, "decoded_token": "bytes:\\xc3"}}
+    second_byte = {"169": {"logprob": -169 / 8, "rank": 170, "decoded_token": "bytes:\\xa9"}}
+    of_text = [None, first_byte | best | second, second_byte | best | second]
+    assert [choice["prompt_logprobs"] for choice in body["choices"]] == [of_text] * 2 + [[None, second | best]] * 2
+    order = [list(entry) for entry in body["choices"][0]["prompt_logprobs"][1:]]
+    assert order == [["195", "0", "1"], ["169", "0", "1"]]
+    assert [choice["text"] for choice in body["choices"]] == ["a"] * 4
+
+
+def test_prompt_logprobs_and_an_echos_logprobs_are_as_many_as_each_asks_for(api: Api) -> None:
+    for prompt_logprobs, logprobs in ((0, 2), (2, 0)):
+        body = api.complete(prompt="hi", max_tokens=1, echo=True, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        [choice] = body.json()["choices"]
+        assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1 + prompt_logprobs]
+        assert [len(entry) for entry in choice["logprobs"]["top_logprobs"][1:]] == [1 + logprobs] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_thread"),
+    [({"prompt_logprobs": 0}, True), ({"echo": True, "logprobs": 0}, True), ({"logprobs": 1}, False)],
+)
+def test_scores_of_a_prompt_are_rendered_beside_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], in_thread: bool
+) -> None:
+    threads = []
+
+    def spy(deltas: list[Delta]) -> Delta:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return join_deltas(deltas)
+
+    monkeypatch.setattr(server.completion, "join_deltas", spy)
+    assert api.complete(prompt="hi", **fields).status_code == 200
+    assert threads == [in_thread]
+
+
+def test_prompt_logprobs_come_only_where_they_are_asked_for(api: Api) -> None:
+    assert "prompt_logprobs" not in api.complete(prompt="hi", echo=True, logprobs=1).json()["choices"][0]
+    assert "logprobs" in api.complete(prompt="hi", prompt_logprobs=1).json()["choices"][0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_no_tokens_with_echo_give_the_prompt_alone(api: Api, streams: bool) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
+    response = api.complete(prompt="hé", max_tokens=0, echo=True, logprobs=1, n=2, **options)
+    if streams:
+        (*parts, last), _ = parse_events(response.text)
+        choices, usage = [part["choices"][0] for part in parts], last["usage"]
+    else:
+        choices, usage = response.json()["choices"], response.json()["usage"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    for choice in choices:
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hé", "length", None)
+        assert choice["logprobs"]["token_logprobs"] == [None, -0xC3 / 8, -0xA9 / 8]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 0, 3)
 
 
 def test_a_stream_has_its_headers_and_ends_once(api: Api) -> None:

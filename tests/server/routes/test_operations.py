@@ -12,6 +12,15 @@ def test_probes_of_a_healthy_server(api: Api, path: str) -> None:
     assert response.json() == {"status": "ok"}
 
 
+def test_an_engine_that_restarts_is_not_ready_but_lets_completions_wait(api: Api) -> None:
+    api.engine.is_restarting = True
+    response = api.get("/ready")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_restarting")
+    assert "retry-after" in response.headers
+    assert api.get("/health").status_code == 200
+    assert api.complete(prompt="x", max_tokens=3).status_code == 200
+
+
 def test_the_version_is_the_packages(api: Api) -> None:
     assert api.get("/version").json() == {"version": api.app.version}
 

@@ -93,6 +93,7 @@ def test_a_background_completion_is_answered_at_once_and_goes_on(serve: Serve) -
         "object": "text_completion",
         "model": MODEL,
         "system_fingerprint": "fake-1",
+        "batch_invariant": True,
         "seed": 5,
         "status": "queued",
     }

@@ -1,0 +1,100 @@
+"""What exactness costs: decoding as it is against the same code with one of its rules switched off.
+
+    python -m bench.exactness [--shape gpt2] [--prompt-len 128] [--max-tokens 128] [--repeats 5]
+
+- A single row is computed as two, because oneDNN sums it in another order when it is alone (batch 1).
+- A token is drawn by a number hashed from seed, choice and position through a cumulative sum in fp64, instead of by
+  torch.multinomial from a generator's state (batch 32).
+
+The two sides take turns in one process. Prints the medians and the ratio as a table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.models import SHAPES, write_model
+from bench.serving import versions
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import Request, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="gpt2")
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name), args.shape)
+        engine = Engine(EngineConfig(Path(name), enable_prefix_caching=False))
+    rows = []
+    for rule, batch, temperature, without in (
+        ("a single row is padded", 1, 0.0, unpadded),
+        ("noise belongs to the position", 1, 0.8, drawn_by_torch),
+        ("noise belongs to the position", 32, 0.8, drawn_by_torch),
+    ):
+        exact, loose = [], []
+        for _ in range(args.repeats + 1):  # the first round warms up
+            prompts = torch.randint(50000, (batch, args.prompt_len)).tolist()
+            exact.append(batch * args.max_tokens / seconds(engine, prompts, args.max_tokens, temperature))
+            with without():
+                loose.append(batch * args.max_tokens / seconds(engine, prompts, args.max_tokens, temperature))
+        ratio = statistics.median(a / b for a, b in zip(exact[1:], loose[1:], strict=True))
+        rows.append({"rule": rule, "batch": batch, "exact": statistics.median(exact[1:]), "ratio": ratio})
+        rows[-1]["without"] = statistics.median(loose[1:])
+    print(f"{'rule':32} {'batch':>5} {'with, tok/s':>12} {'without':>10} {'ratio':>6}")
+    for row in rows:
+        print(f"{row['rule']:32} {row['batch']:>5} {row['exact']:>12.1f} {row['without']:>10.1f} {row['ratio']:>6.3f}")
+    print(json.dumps({"benchmark": "exactness", **vars(args), "dtype": engine.info.dtype, "rows": rows, **versions()}))
+
+
+def seconds(engine: Engine, prompts: list[list[int]], max_tokens: int, temperature: float) -> float:
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(str(i), tuple(prompt), params, seed=i))
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def unpadded() -> Iterator[None]:
+    """Compute a single row as one."""
+    with (
+        mock.patch("engine.linear.MIN_ROWS", 1),
+        mock.patch("engine.batch.MIN_ROWS", 1),
+        mock.patch("engine.model_runner.MIN_ROWS", 1),
+    ):
+        yield
+
+
+@contextmanager
+def drawn_by_torch() -> Iterator[None]:
+    """Draw tokens as torch does, from the state of a generator."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(scores: Tensor, requests: Sequence[Request], _positions: Sequence[int]) -> Tensor:
+        temperature = torch.tensor([request.params.temperature for request in requests])[:, None]
+        return torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+    with mock.patch("engine.sampler._draw", draw):
+        yield
+
+
+if __name__ == "__main__":
+    main()

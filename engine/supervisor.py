@@ -1,0 +1,245 @@
+"""Keeps an engine running: one that dies is started again, and every stream goes on at its next token.
+
+`Supervisor` is an EngineClient over a succession of ProcessClients. Because a completion is a pure function, a live
+request is submitted again as its prompt and the tokens it has so far. Knows neither text nor HTTP; torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.client import TokenStream, check_admission
+from engine.errors import DeathKind, EngineDiedError, EngineStartError
+from engine.process_client import ProcessClient
+from engine.request import SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
+from engine.stats import EngineStats
+
+MAX_RESTARTS = 5
+STALL_LIMIT_S = 120.0  # a step of 512 tokens takes a 7B model a minute on two cores
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
+_MAX_DEATHS_BY_CHANCE = 1  # while one request is tried alone
+_PROVEN_S = 60.0  # an engine that lived longer works, even if there was nothing to do
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request on its way, and what is needed to submit it again. Deaths are counted since its last token."""
+
+    request: Request
+    stream: TokenStream
+    token_ids: list[int] = field(default_factory=list)
+    num_deaths: int = 0
+    num_deaths_alone: int = 0
+
+
+class Supervisor:
+    """An EngineClient whose engine may die: killed, crashed, failed, or silent for stall_limit_s although it has work.
+
+    - Death costs a client time and nothing else. While no engine is ready, what is submitted waits for the next one.
+    - A request that was in two engines in a row that died, without a token in between, is tried alone (Scheduler does
+      that); if two more die meanwhile, it fails alone with FinishReason.ERROR. One more might be chance: whoever kills
+      engines from outside now and then must not be taken for a request.
+    - It gives up after max_restarts engines in a row that made no token: then streams end with the cause, as they do
+      with a client that has no supervisor. Each of these restarts but the first waits twice as long as the one before.
+    - An engine that would compute other numbers than the one before, as its fingerprint tells, takes nothing over.
+
+    Invariant: `_live` holds the live requests, in order of arrival; if an engine is ready, it has all of them.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], ProcessClient],
+        *,
+        max_restarts: int = MAX_RESTARTS,
+        stall_limit_s: float = STALL_LIMIT_S,
+    ) -> None:
+        self._make_client = make_client
+        self._max_restarts = max_restarts
+        self._stall_limit_s = stall_limit_s
+        self._client = make_client()
+        self._info: EngineInfo | None = None
+        self._earlier_stats = EngineStats()
+        self._live: dict[str, _Live] = {}
+        self._is_ready = False
+        self._restarts: Counter[DeathKind] = Counter()
+        self._num_restarts_in_a_row = 0
+        self._death: EngineDiedError | None = None
+        self._died = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "the engine has not been started"
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        current = self._client.stats if self._is_ready else EngineStats(num_waiting=len(self._live))
+        return current.after(self._earlier_stats)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._info is not None and self._death is None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    @property
+    def restarts(self) -> Mapping[DeathKind, int]:
+        return self._restarts
+
+    async def start(self) -> None:
+        """Load the model and decode one real token. Raises EngineStartError: an engine that never ran is let be."""
+        try:
+            await self._client.start()
+        except EngineStartError as error:
+            self._end(EngineDiedError(str(error), "load"))
+            raise
+        self._info, self._is_ready = self._client.info, True
+        self._task = asyncio.create_task(self._supervise())
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        if self._death is not None or self._info is None:
+            raise self._dead()
+        check_admission(requests, self._info, len(self._live))
+        stream = TokenStream((request.request_id for request in requests), self._abort)
+        live = {request.request_id: _Live(request, stream) for request in requests}
+        assert self._live.keys().isdisjoint(live), "a request id is used once"
+        self._live |= live
+        if self._is_ready:
+            self._client.enqueue(requests, self)
+        return stream
+
+    async def wait_until_dead(self) -> EngineDiedError:
+        await self._died.wait()
+        return self._dead()
+
+    async def close(self) -> None:
+        self._end(EngineDiedError("the engine was closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._client.close()
+
+    def push(self, output: TokenOutput) -> None:
+        """Take what the engine made."""
+        live = self._live.get(output.request_id)
+        if live is None:
+            return  # this client is being closed
+        live.token_ids += output.token_ids
+        live.num_deaths = live.num_deaths_alone = self._num_restarts_in_a_row = 0
+        if output.finish_reason is not None:
+            del self._live[output.request_id]
+        live.stream.push(output)
+
+    def fail(self, error: EngineDiedError) -> None:
+        """Do nothing: `_supervise` hears of it, too."""
+
+    async def _supervise(self) -> None:
+        clock = asyncio.get_running_loop().time
+        end = EngineDiedError("the supervisor failed", "raised")
+        try:
+            while True:
+                ready_at = clock()
+                death = await self._until_dead()
+                self._is_ready = False
+                self._earlier_stats = self._client.stats.after(self._earlier_stats)
+                if clock() - ready_at > _PROVEN_S:
+                    self._num_restarts_in_a_row = 0
+                self._judge(death)
+                try:
+                    await self._replace(death)
+                except EngineDiedError as error:
+                    end = error
+                    return
+        finally:
+            if self._death is None:  # it was not closed
+                self._end(end)
+                self._died.set()
+
+    async def _until_dead(self) -> EngineDiedError:
+        """Return how the engine died, having killed it if it made no step for too long."""
+        clock = asyncio.get_running_loop().time
+        death = asyncio.ensure_future(self._client.wait_until_dead())
+        try:
+            while not death.done():
+                since = self._client.waiting_since
+                left_s = self._stall_limit_s - (0.0 if since is None else clock() - since)
+                if left_s <= 0:
+                    self._client.kill(f"the engine made no step for {self._stall_limit_s:g} s", "stalled")
+                    await death
+                else:
+                    await asyncio.wait([death], timeout=left_s)
+            return death.result()
+        finally:
+            death.cancel()
+
+    def _judge(self, death: EngineDiedError) -> None:
+        """Count the death against all that were in the engine; fail the one tried alone, the second time."""
+        suspects = [live for live in self._live.values() if live.num_deaths >= SUSPICIOUS_FAILURES]
+        if suspects:
+            tried = min(suspects, key=lambda live: live.request.priority)  # the first to arrive among equals
+            tried.num_deaths_alone += 1
+            if tried.num_deaths_alone > _MAX_DEATHS_BY_CHANCE:
+                request_id = tried.request.request_id
+                logger.error("request %s fails: the engine died whenever it had that request", request_id)
+                message = f"the engine died whenever it had this request; the last time: {death}"
+                self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
+        for live in self._live.values():
+            live.num_deaths += 1
+
+    async def _replace(self, death: EngineDiedError) -> None:
+        """Start engines until one is ready and has all live requests. Raises EngineDiedError if there will be none."""
+        clock = asyncio.get_running_loop().time
+        died_at = clock()
+        while self._num_restarts_in_a_row < self._max_restarts:
+            self._num_restarts_in_a_row += 1
+            self._restarts[death.kind] += 1
+            logger.error("%s; starting another one for %d live requests", death, len(self._live))
+            if self._num_restarts_in_a_row > 1:
+                await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (self._num_restarts_in_a_row - 2), _MAX_DELAY_S))
+            self._client = self._make_client()
+            try:
+                await self._client.start()
+            except EngineStartError as error:
+                death = EngineDiedError(str(error), "load")
+                continue
+            if self._client.info.fingerprint != self.info.fingerprint:
+                await self._client.close()
+                raise EngineDiedError("the engine came back with other weights or on other hardware", "load")
+            self._is_ready = True
+            self._client.enqueue([self._resume(live) for live in self._live.values()], self)
+            logger.warning("an engine runs again, %.1f s later; %d requests go on", clock() - died_at, len(self._live))
+            return
+        tried = f"; {self._max_restarts} restarts in a row were of no use" if self._max_restarts else ""
+        raise EngineDiedError(f"{death}{tried}", death.kind)
+
+    def _resume(self, live: _Live) -> Request:
+        """Return the request for what is left of it."""
+        token_ids = (*live.request.generated_token_ids, *live.token_ids)
+        return replace(live.request, generated_token_ids=token_ids, num_failures=live.num_deaths)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]
+        if self._is_ready:
+            self._client.abort(known)
+
+    def _end(self, death: EngineDiedError) -> None:
+        """Answer nothing any more; the first cause is the one that is told."""
+        self._is_ready = False
+        self._death = self._death or death
+        for stream in {live.stream for live in self._live.values()}:
+            stream.fail(self._dead())
+        self._live.clear()
+
+    def _dead(self) -> EngineDiedError:
+        if self._death is None:
+            return EngineDiedError("the engine has not been started")
+        return EngineDiedError(str(self._death), self._death.kind)

@@ -1,0 +1,38 @@
+"""The real application around the real engine, both in this process: no socket, no start of a server to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine.loop import load_engine
+from engine.thread_client import ThreadClient
+from server.app import create_app
+from server.service import AppOptions, Tokenizer
+from tests.engine.client_harness import LIMIT_S, started
+from tests.engine.runs import make_config
+from weights.chat import ChatTemplate
+
+MODEL = "model"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def ask(folder: Path, tokenizer: Tokenizer, bodies: Sequence[dict[str, Any]], **options: Any) -> list[httpx.Response]:
+    """Return the answers to the bodies, one after the other; `options` are the fields of EngineConfig."""
+
+    async def converse() -> list[httpx.Response]:
+        async with started(ThreadClient(partial(load_engine, make_config(folder, **options)))) as engine:
+            app = create_app(engine, tokenizer, AppOptions(MODEL, chat_template=ChatTemplate(TEMPLATE, {})))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                return [await client.post(_path(body), json=body) for body in bodies]
+
+    return asyncio.run(asyncio.wait_for(converse(), LIMIT_S))
+
+
+def _path(body: dict[str, Any]) -> str:
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"

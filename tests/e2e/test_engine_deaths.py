@@ -1,0 +1,115 @@
+"""Clients of a real server whose engine dies: nobody loses, repeats or changes an event, and operators are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.mortal_engine import POISON
+from tests.server.serving import LIMIT_S, Process
+
+POISONABLE = """
+import sys
+import server.serve
+from tests.engine import mortal_engine
+from server.cli import main
+server.serve.load_logging_engine = mortal_engine.load_in_server
+main(sys.argv[1:])
+"""
+BODIES: list[dict[str, Any]] = [
+    {
+        "prompt": prompt,
+        "max_tokens": 250,
+        "seed": seed,
+        "temperature": 0.9,
+        "ignore_eos": True,
+        "stream": seed % 4 > 0,
+        "logprobs": 1 if seed % 3 == 0 else None,
+        "n": 2 if seed % 5 == 0 else 1,
+    }
+    for seed, prompt in enumerate(["Once upon a time", "The fox", "A long way from here,", "Mia said"] * 8)
+]
+Events = list[tuple[str, Any]]
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Process]:
+    process = Process("--engine-stall-timeout", "5", main=POISONABLE)
+    yield process
+    process.kill()
+
+
+async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event) -> Events:
+    """Return all events of a stream as (id, choices), those of a plain answer as one; set `begun` by the first."""
+    if not body["stream"]:
+        begun.set()
+        answer = (await client.post("/v1/completions", json=body)).json()
+        return [("", answer.get("choices") or answer)]
+    events: Events = []
+    number = ""
+    async with (
+        client.stream("POST", "/v1/completions", json=body) as response,
+        aclosing(response.aiter_lines()) as lines,
+    ):
+        async for line in lines:
+            field, _, value = line.partition(": ")
+            if field == "id":
+                number = value
+            elif field == "data":
+                begun.set()
+                events.append((number, value if value == "[DONE]" else json.loads(value)["choices"]))
+    return events
+
+
+async def all_events(url: httpx.URL, process: Process | None = None, number: int = 0) -> list[Events]:
+    """Run BODIES at once and return their events; send a signal to the engine of `process` once all streams run."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits) as client:
+        begun = [asyncio.Event() for _ in BODIES]
+        tasks = [asyncio.create_task(events_of(client, *pair)) for pair in zip(BODIES, begun, strict=True)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        if process is not None:
+            process.engine().send_signal(number)
+            line = await asyncio.to_thread(process.wait_for_line, "starting another one for")
+            assert int(line.split(" live requests")[0].split()[-1]) > len(BODIES) // 2, "it died too late"
+            assert (await client.get("/ready")).json()["error"]["code"] == "engine_restarting"
+            assert (await client.get("/health")).status_code == 200
+        return list(await asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_32_clients_notice_nothing(server: Process, number: signal.Signals) -> None:
+    with server.wait_until_ready() as client:
+        undisturbed = asyncio.run(all_events(client.base_url))
+        assert asyncio.run(all_events(client.base_url, server, number)) == undisturbed
+        kind = "stalled" if number == signal.SIGSTOP else "killed"
+        assert f'kind="{kind}",model_name="storyteller"}} 1.0' in client.get("/metrics").text
+        assert client.get("/ready").status_code == 200
+    server.wait_for_line("an engine runs again")
+    cause = "the engine made no step for 5 s" if number == signal.SIGSTOP else f"was killed by signal {number.value}"
+    assert cause in "".join(server.lines)
+    assert all(len(events) > 200 for events, body in zip(undisturbed, BODIES, strict=True) if body["stream"])
+
+
+def test_a_poison_gets_status_500_and_its_31_neighbours_what_they_asked_for(server: Process) -> None:
+    with server.wait_until_ready() as client:
+        undisturbed = asyncio.run(all_events(client.base_url))
+
+        async def poisoned() -> tuple[httpx.Response, list[Events]]:
+            body = {"prompt": POISON, "max_tokens": 5}
+            async with httpx.AsyncClient(base_url=client.base_url, timeout=LIMIT_S) as poisoner:
+                neighbours = asyncio.create_task(all_events(client.base_url))
+                return await poisoner.post("/v1/completions", json=body), await neighbours
+
+        response, found = asyncio.run(poisoned())
+        assert found == undisturbed
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
+        assert "choice 0: the engine died whenever it had this request" in response.json()["error"]["message"]
+        assert client.get("/ready").status_code == 200

@@ -1,0 +1,58 @@
+"""The real engine, told when and how to die; a spawned child imports it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model_runner import StepResult
+from engine.scheduler import ScheduledBatch
+from tests.engine.fake_step_engine import count
+
+Death = Literal["kill", "segfault", "hang", "no memory"]
+POISON = 13, 13, 13
+"""A request whose prompt begins with these ids takes the engine along."""
+
+
+def load(
+    config: EngineConfig, tally: str, deaths: Mapping[int, tuple[Death, int]], of_poison: Death = "kill"
+) -> Engine:
+    """Load an engine that dies as `deaths` says: by the number of the load, from 1, the way and the step."""
+    number = count(tally) if tally else 0
+    if deaths.get(number) == ("kill", 0):
+        die("kill")
+    engine = Engine(config)
+    compute, num_runs = engine._runner.run, 0
+    way, step = deaths.get(number, ("kill", -1))
+
+    def run(batch: ScheduledBatch) -> StepResult:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == step or (way == "no memory" and 0 < step < num_runs):
+            die(way)
+        if any(item.sequence.request.prompt_token_ids[:3] == POISON for item in batch.items):
+            die(of_poison)
+        return compute(batch)
+
+    engine._runner.run = run  # type: ignore[method-assign]
+    return engine
+
+
+def load_in_server(config: EngineConfig, _log_format: str, _log_level: str) -> Engine:
+    """Take the place of server.logs.load_logging_engine: an engine that only POISON kills."""
+    return load(config, "", {})
+
+
+def die(way: Death) -> None:
+    if way == "hang":
+        while True:
+            pass
+    if way == "no memory":
+        torch.empty(2**60)
+    os.kill(os.getpid(), signal.SIGSEGV if way == "segfault" else signal.SIGKILL)

@@ -1,0 +1,348 @@
+"""The engine dies in every way and its streams do not notice; what cannot be helped ends, once, with its cause."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.client import TokenStream
+from engine.config import EngineConfig
+from engine.errors import DeathKind, EngineDiedError
+from engine.process_client import ProcessClient
+from engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
+from engine.supervisor import Supervisor
+from tests.engine import fake_step_engine as fake
+from tests.engine import mortal_engine as mortal
+from tests.engine.client_harness import (
+    ENDLESS,
+    LIMIT_S,
+    Gate,
+    collect,
+    expected,
+    first_output,
+    last_output,
+    make_request,
+    nothing_left,
+    run,
+    started,
+    until,
+)
+from tests.engine.runs import make_engine, token_ids
+from tests.engine.runs import make_request as make_real_request
+from tests.engine.runs import run as run_alone
+from weights.storyteller.generator import stories
+from weights.tokenizer import Tokenizer
+
+MakeSupervisor = Callable[..., Supervisor]
+LONG = 300  # tokens; at half a millisecond each there is time to kill the engine meanwhile
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    opened = Gate(tmp_path / "gate")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def make_supervisor(tmp_path: Path, gate: Gate) -> MakeSupervisor:
+    def make(max_restarts: int = 5, stall_limit_s: float = LIMIT_S, **options: Any) -> Supervisor:
+        factory = functools.partial(fake.load, gate.path, tally=str(tmp_path / "tally"), **options)
+        client = functools.partial(ProcessClient, factory)
+        return Supervisor(client, max_restarts=max_restarts, stall_limit_s=stall_limit_s)
+
+    return make
+
+
+def kill_engine(number: signal.Signals = signal.SIGKILL) -> None:
+    next(p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())).send_signal(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_streams_go_on_where_they_were_when_the_engine_is_killed(
+    make_supervisor: MakeSupervisor, number: signal.Signals
+) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            requests = [make_request("a" * n, LONG + n) for n in range(1, 33)]
+            streams = [client.submit([request]) for request in requests]
+            first = await asyncio.gather(*map(anext, streams))
+            kill_engine(number)
+            rest = await asyncio.gather(*map(collect, streams))
+            for request, begun, ended in zip(requests, first, rest, strict=True):
+                begin = [token for output in begun for token in output.token_ids]
+                assert begin + ended[request.request_id] == expected(request)
+            assert dict(client.restarts) == {"killed": 1}
+            assert client.stats.num_running == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("what", "when", "place", "kind"),
+    [
+        (fake.KILL, 0, 0, "killed"),
+        (fake.KILL, 20, 7, "killed"),
+        (fake.EXIT, 0, 3, "exited"),
+        (fake.RAISE, 20, 0, "raised"),
+        (fake.HANG, 20, 3, "stalled"),
+    ],
+)
+def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
+    make_supervisor: MakeSupervisor, what: int, when: int, place: int, kind: DeathKind
+) -> None:
+    async def test() -> None:
+        async with started(make_supervisor(stall_limit_s=1.0 if what == fake.HANG else LIMIT_S)) as client:
+            requests = [make_request("a" * n, LONG) for n in range(1, 8)]
+            requests.insert(place, make_request("poison", LONG, first=what, when=when))
+            streams = [client.submit([request]) for request in requests]
+            poisoned = streams.pop(place)
+            requests.pop(place)
+            outputs, *rest = await asyncio.gather(all_outputs(poisoned), *map(collect, streams))
+            assert rest == [{request.request_id: expected(request)} for request in requests]
+            assert token_ids(outputs) == expected(make_request("poison", when)) if when else len(outputs) == 1
+            assert outputs[-1].finish_reason is FinishReason.ERROR
+            assert "the engine died whenever it had this request; the last time: the engine" in str(outputs[-1].error)
+            assert dict(client.restarts) == {kind: 4}
+            assert client.is_alive
+
+    run(test())
+
+
+async def all_outputs(stream: TokenStream) -> list[TokenOutput]:
+    return [output async for outputs in stream for output in outputs]
+
+
+def test_many_poisons_fail_one_by_one_and_nobody_else(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        async with started(make_supervisor(max_restarts=3)) as client:
+            kinds = [fake.KILL, 1, fake.EXIT, fake.KILL, 1, fake.EXIT, fake.RAISE, 1]
+            requests = [make_request("a" * n, 50, first=what) for n, what in enumerate(kinds, 1)]
+            outputs = await asyncio.gather(*(all_outputs(client.submit([request])) for request in requests))
+            for request, what, found in zip(requests, kinds, outputs, strict=True):
+                assert token_ids(found) == (expected(request) if what == 1 else [])
+                assert found[-1].finish_reason is (FinishReason.LENGTH if what == 1 else FinishReason.ERROR)
+
+    run(test())
+
+
+def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervisor, gate: Gate) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            request = make_request("waits", 1, first=fake.WAIT)
+            stream = client.submit([request])
+            for number in (1, 2, 3):
+                kill_engine()
+                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+            gate.open()
+            assert await collect(stream) == {"waits": expected(request)}
+
+    run(test())
+
+
+def test_the_one_of_highest_priority_is_tried_first(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            poison = replace(make_request("poison", first=fake.KILL), priority=-1)
+            good, bad = client.submit([make_request("good", LONG)]), client.submit([poison])
+            assert (await last_output(bad)).finish_reason is FinishReason.ERROR
+            assert await collect(good) == {"good": expected(make_request("good", LONG))}
+
+    run(test())
+
+
+def test_what_is_submitted_or_aborted_while_no_engine_runs_is_heeded(
+    make_supervisor: MakeSupervisor, gate: Gate
+) -> None:
+    async def test() -> None:
+        async with started(make_supervisor(loading="waits after the first")) as client:
+            stream, aborted = client.submit([make_request("a", ENDLESS)]), client.submit([make_request("bb", ENDLESS)])
+            await first_output(stream)
+            kill_engine()
+            await until(lambda: not client.is_ready)
+            assert client.is_alive
+            late = client.submit([make_request("ccc")])
+            assert client.stats.num_waiting == 3
+            aborted.abort()
+            gate.open()
+            assert await collect(late) == {"ccc": expected(make_request("ccc"))}
+            assert await collect(aborted) == {}
+            assert client.stats.num_running == 1
+            stream.abort()
+
+    run(test())
+
+
+def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        async with started(make_supervisor(failing_loads=(2, 3))) as client:
+            request = make_request("a", LONG)
+            stream = client.submit([request])
+            begun = (await first_output(stream)).token_ids
+            kill_engine()
+            assert [*begun, *(await collect(stream))["a"]] == expected(request)
+            assert dict(client.restarts) == {"killed": 1, "load": 2}
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (
+            {"max_restarts": 2, "failing_loads": range(2, 9)},
+            "load 3 was told to fail; 2 restarts in a row were of no use",
+        ),
+        ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
+        ({"changed_loads": (2,)}, "the engine came back with other weights or on other hardware"),
+    ],
+)
+def test_what_no_restart_helps_ends_every_stream_with_the_cause(
+    make_supervisor: MakeSupervisor, options: dict[str, Any], cause: str
+) -> None:
+    async def test() -> None:
+        async with started(make_supervisor(**options)) as client:
+            streams = [client.submit([make_request("a" * n, ENDLESS)]) for n in range(1, 4)]
+            await asyncio.gather(*map(first_output, streams))
+            kill_engine()
+            for stream in streams:
+                with pytest.raises(EngineDiedError, match=f"^{cause}$"):
+                    await collect(stream)
+            assert re.fullmatch(cause, str(await client.wait_until_dead()))
+            assert (client.is_alive, client.is_ready) == (False, False)
+            with pytest.raises(EngineDiedError, match=f"^{cause}$"):
+                client.submit([make_request("late")])
+
+    run(test())
+
+
+def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            await collect(client.submit([make_request("a", 100)]))
+            for number in range(1, 3):
+                kill_engine()
+                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+            await collect(client.submit([make_request("b", 100)]))
+            assert client.stats.num_steps == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("moment", ["loads", "waits before it loads"])
+def test_close_ends_a_restart_under_way(make_supervisor: MakeSupervisor, moment: str) -> None:
+    async def test() -> None:
+        client = make_supervisor(
+            **({"loading": "waits after the first"} if moment == "loads" else {"failing_loads": range(2, 9)})
+        )
+        async with started(client):
+            stream = client.submit([make_request("a", ENDLESS)])
+            await first_output(stream)
+            kill_engine()
+            await until(lambda: sum(client.restarts.values()) == (1 if moment == "loads" else 2))
+        with pytest.raises(EngineDiedError, match="the engine was closed"):
+            await collect(stream)
+
+    run(test())
+
+
+# The real engine
+
+Result = tuple[list[int], list[TokenLogprobs]]
+Deaths = dict[int, tuple[mortal.Death, int]]
+
+
+@functools.cache
+def real_requests() -> tuple[Request, ...]:
+    """The beginnings of 32 stories, greedy and sampled mixed."""
+    tokenizer = Tokenizer.open(Path(__file__).parents[2] / "weights" / "storyteller")
+    prompts = [tokenizer.encode(story.text)[: 5 * i + 1] for i, story in enumerate(stories("held_out", 32))]
+    return tuple(
+        make_real_request(str(i), prompt, seed=i, max_tokens=40, logprobs=1, temperature=(0.0, 0.8, 1.2)[i % 3])
+        for i, prompt in enumerate(prompts)
+    )
+
+
+def result(outputs: list[TokenOutput]) -> Result:
+    return token_ids(outputs), [entry for output in outputs for entry in output.logprobs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(storyteller: Path) -> dict[str, Result]:
+    outputs = run_alone(make_engine(storyteller), real_requests())
+    return {request_id: result(found) for request_id, found in outputs.items()}
+
+
+def supervise_real(
+    folder: Path,
+    tmp_path: Path,
+    deaths: Deaths,
+    stall_limit_s: float = LIMIT_S,
+    **options: Any,
+) -> Supervisor:
+    config = EngineConfig(folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, num_threads=1)
+    factory = functools.partial(mortal.load, config, str(tmp_path / "tally"), deaths, **options)
+    return Supervisor(functools.partial(ProcessClient, factory), stall_limit_s=stall_limit_s)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "kinds"),
+    [
+        ({1: ("kill", 20)}, {"killed": 1}),
+        ({1: ("segfault", 20)}, {"killed": 1}),
+        ({1: ("kill", 3), 2: ("kill", 30)}, {"killed": 2}),
+        ({1: ("kill", 30), 2: ("segfault", 2)}, {"killed": 2}),
+        ({1: ("kill", 20), 2: ("kill", 0)}, {"killed": 1, "load": 1}),
+        ({1: ("no memory", 20)}, {"raised": 1}),
+        ({1: ("hang", 20)}, {"stalled": 1}),
+    ],
+    ids=["killed", "crashed", "twice", "again at once", "in the load", "out of memory", "hung"],
+)
+def test_32_live_streams_get_what_they_would_have_got(
+    storyteller: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Result],
+    deaths: Deaths,
+    kinds: dict[DeathKind, int],
+) -> None:
+    async def test() -> None:
+        limit_s = 5.0 if "stalled" in kinds else LIMIT_S
+        async with started(supervise_real(storyteller, tmp_path, deaths, limit_s)) as client:
+            streams = [client.submit([request]) for request in real_requests()]
+            outputs = await asyncio.gather(*map(all_outputs, streams))
+            assert {str(i): result(found) for i, found in enumerate(outputs)} == undisturbed
+            assert dict(client.restarts) == kinds
+
+    run(test())
+
+
+@pytest.mark.parametrize("way", ["kill", "no memory"])
+def test_31_live_streams_finish_beside_a_poison(
+    storyteller: Path, tmp_path: Path, undisturbed: dict[str, Result], way: mortal.Death
+) -> None:
+    async def test() -> None:
+        poison = make_real_request("poison", mortal.POISON)
+        requests = [*real_requests()[:10], poison, *real_requests()[10:]]
+        async with started(supervise_real(storyteller, tmp_path, {}, of_poison=way)) as client:
+            outputs = await asyncio.gather(*(all_outputs(client.submit([request])) for request in requests))
+            ended = {request.request_id: found for request, found in zip(requests, outputs, strict=True)}
+            assert ended.pop("poison")[-1].finish_reason is FinishReason.ERROR
+            assert {request_id: result(found) for request_id, found in ended.items()} == undisturbed
+            assert sum(client.restarts.values()) == (4 if way == "kill" else 0), "a step that fails costs no restart"
+
+    run(test())
