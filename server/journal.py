@@ -15,7 +15,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -137,20 +137,18 @@ class Journal:
 
     async def add(self, record: CompletionRecord) -> None:
         """Begin a completion."""
-        values = asdict(record)
-        values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
-        row = tuple(values.values())
-        await self._write((_insert("completions", row), _checked(row)))
+        row = await asyncio.to_thread(_completion_row, record)  # megabytes may have to be written as JSON
+        await self._write((_insert("completions", row), row))
 
     async def append(self, completion_id: str, n: int, outputs: Iterable[TokenOutput]) -> None:
         """Add outputs to a completion, the n-th time that this happens to it."""
-        row = (completion_id, n, encode_outputs(outputs))
-        await self._write((_insert("batches", row), _checked(row)))
+        row = _checked((completion_id, n, encode_outputs(outputs)))
+        await self._write((_insert("batches", row), row))
 
     async def end(self, completion_id: str, end: EndRecord) -> None:
         """End a completion."""
-        row = (completion_id, *astuple(end))
-        await self._write((_insert("ends", row), _checked(row)))
+        row = _checked((completion_id, *astuple(end)))
+        await self._write((_insert("ends", row), row))
 
     async def forget(self, completion_ids: Iterable[str]) -> None:
         """Delete completions with all that belongs to them."""
@@ -167,10 +165,10 @@ class Journal:
         while self._pending:
             pending, self._pending = self._pending, []
             transaction = [statement for statements, _ in pending for statement in statements]
-            failure: JournalError | None = None
+            failure: Exception | None = None
             try:
                 await self._run(lambda connection, rows=transaction: _commit(connection, rows))  # type: ignore[misc]
-            except JournalError as error:
+            except (JournalError, RuntimeError) as error:  # the latter once the thread is gone
                 failure = error
             for _, written in pending:
                 if written.cancelled():
@@ -292,11 +290,17 @@ def _commit(connection: sqlite3.Connection, statements: Iterable[tuple[str, Sequ
 
 
 def _insert(table: str, row: Sequence[object]) -> str:
-    return f"INSERT INTO {table} VALUES ({', '.join('?' * (len(row) + 1))})"
+    return f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})"
 
 
 def _checked(row: Sequence[object]) -> tuple[object, ...]:
     return (*row, zlib.crc32(json.dumps(row).encode()))
+
+
+def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
+    values = {name: getattr(record, name) for name in record.__slots__}
+    values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
+    return _checked(tuple(values.values()))
 
 
 def _verify(row: Sequence[Any]) -> Sequence[Any]:

@@ -304,16 +304,19 @@ def test_a_full_disk_fails_what_was_to_be_written_and_nothing_else(tmp_path: Pat
 
 def test_closing_waits_for_what_is_being_written(tmp_path: Path) -> None:
     async def test(journal: Journal) -> None:
-        writing = asyncio.create_task(journal.add(RECORD))
+        await journal.add(RECORD)
+        writing = asyncio.create_task(journal.append("cmpl-1", 0, OUTPUTS))
         await asyncio.sleep(0)
         await journal.close()
         await writing
+        with pytest.raises(JournalError, match="after shutdown"):
+            await journal.append("cmpl-1", 1, OUTPUTS)
 
     async def run() -> None:
         await test(Journal(tmp_path))
 
     async def kept(journal: Journal) -> None:
-        assert await journal.record("cmpl-1") == RECORD
+        assert await journal.batches("cmpl-1", 0, 9) == [OUTPUTS]
 
     asyncio.run(asyncio.wait_for(run(), 20))
     use(tmp_path, kept)
