@@ -146,6 +146,24 @@ def test_killed_again_and_again_every_completion_is_the_undisturbed_one(launch: 
     assert process.wait()[0] == 0
 
 
+def test_a_killed_engine_costs_a_kept_completion_nothing(launch: Launch, tmp_path: Path) -> None:
+    process = launch("--state-dir", str(tmp_path))
+    body = BODIES[0] | {"max_tokens": 500}
+    events: list[str] = []
+    with process.wait_until_ready() as client:
+        completion_id = begin(client, body)
+        follower = Follower(client.base_url, completion_id, events)
+        while not events:
+            follower.join(0.01)
+        process.engine().kill()
+        follower.join(LIMIT_S)
+        assert is_over(events)
+        assert events == events_of(client, completion_id)
+        assert choices_of(events) == choices_of(events_of(client, begin(client, body)))
+        restarts = [line for line in client.get("/metrics").text.splitlines() if "engine_restarts_total{" in line]
+        assert sum(float(line.split()[-1]) for line in restarts) == 1, "negative control: the engine did die"
+
+
 def test_told_to_stop_it_leaves_background_work_to_the_next_start(launch: Launch, tmp_path: Path) -> None:
     process = launch("--state-dir", str(tmp_path))
     events: list[str] = []
