@@ -42,7 +42,6 @@ class CompletionResponse(Response):
         """Answer. Raises ApiError or EngineError as long as nothing was sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
-
             answer = _Answer(self._service, self._plan, self._run.output, partial(self._run.apply, stream=stream))
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
