@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention import AttentionMetadata
 from engine.linear import MIN_ROWS
-from engine.scheduler import ScheduledBatch
+from engine.schedule import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError
 from engine.loop import Abort, Command, EngineFactory, Failed, Message, Ready, Stepped, Submit
-from engine.request import EngineInfo, Request, TokenOutput
+from engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 
 
@@ -106,6 +106,16 @@ class TokenStream:
         gone = set(ids)
         self._arrived = [output for output in self._arrived if output.request_id not in gone]
         self._changed.set()
+        if ids:
+            self._abort(ids)
+
+    def expire(self) -> None:
+        """Stop computing all that still lives: each ends, after what has arrived, with FinishReason.TIMEOUT."""
+        if self._failure is not None:
+            return
+        ids = sorted(self._live)
+        for request_id in ids:
+            self.push(TokenOutput(request_id, (), finish_reason=FinishReason.TIMEOUT))
         if ids:
             self._abort(ids)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -36,6 +37,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_queued_reqs: int = 256
+    max_queue_time_s: float | None = None
     enable_prefix_caching: bool = True
     speculative_ngram: int = 0
     num_threads: int | None = None
@@ -52,6 +54,10 @@ class EngineConfig:
             if value is not None:
                 _check_at_least(name, value, low)
         _check_at_least("max_num_queued_reqs", self.max_num_queued_reqs, 0)
+        if self.max_queue_time_s is not None and not 0.0 < self.max_queue_time_s < math.inf:
+            raise InvalidConfigurationError(
+                f"max_queue_time_s must be a number of seconds over 0, got {self.max_queue_time_s}"
+            )
         lengths = (0, *range(MIN_NGRAM, MAX_NGRAM + 1))
         if not isinstance(self.speculative_ngram, int) or self.speculative_ngram not in lengths:
             raise InvalidConfigurationError(

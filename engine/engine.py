@@ -16,7 +16,8 @@ from engine.drafter import PromptLookup
 from engine.errors import EngineStartError
 from engine.model_runner import ModelRunner
 from engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
-from engine.scheduler import Progress, ScheduledBatch, ScheduledSequence, Scheduler
+from engine.schedule import Progress, ScheduledBatch, ScheduledSequence
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
 
@@ -44,7 +45,9 @@ class Engine:
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
             drafter=PromptLookup(config.speculative_ngram) if config.speculative_ngram else None,
+            max_queue_time_s=config.max_queue_time_s,
         )
+        self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._prove()
@@ -89,19 +92,25 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return what it added to each sequence that got a token or ended."""
         batch = self._scheduler.schedule()
+        outputs = [self._refuse(sequence.request.request_id) for sequence in self._scheduler.expire_waiting()]
         if not batch.items:
-            return []
+            return outputs
         try:
             result = self._runner.run(batch)
         except BaseException as error:
-            return self._recover(batch, error)
+            return outputs + self._recover(batch, error)
         for index, entries in result.prompt_logprobs.items():
             collected = self._prompt_logprobs[batch.items[index].sequence.request.request_id]
             for position, entry in entries:
                 collected[position] = entry
         self._num_steps += 1
         progressed = self._scheduler.update(batch, [sampled.token_ids for sampled in result.sampled])
-        return [self._output(p, sampled.logprobs) for p, sampled in zip(progressed, result.sampled, strict=True)]
+        outputs += [self._output(p, sampled.logprobs) for p, sampled in zip(progressed, result.sampled, strict=True)]
+        return outputs
+
+    def _refuse(self, request_id: str) -> TokenOutput:
+        self._prompt_logprobs.pop(request_id, None)
+        return TokenOutput(request_id, (), finish_reason=FinishReason.QUEUE_TIMEOUT, error=self._never_admitted)
 
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence

@@ -23,7 +23,7 @@ from engine.kv_cache import KVCache, plan_num_blocks
 from engine.linear import MIN_ROWS, has_onednn
 from engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from engine.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
-from engine.scheduler import ScheduledBatch, ScheduledSequence
+from engine.schedule import ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence
 from weights.checkpoint import Checkpoint
 from weights.families import load_config

@@ -28,6 +28,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"  # its client's time was up
+    QUEUE_TIMEOUT = "queue_timeout"  # it was not admitted in time
 
 
 @dataclass(frozen=True, slots=True)

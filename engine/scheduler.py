@@ -8,15 +8,16 @@ Torch-free and synchronous: Engine calls `schedule`, computes, and answers with 
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from operator import attrgetter, eq
 
 from engine.block_pool import BlockPool
 from engine.drafter import Drafter
 from engine.errors import InvalidConfigurationError
 from engine.request import FinishReason, Request
+from engine.schedule import Progress, ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence, SequenceStatus
 
 DRAFTING_STEP_TOKENS = 12
@@ -24,53 +25,6 @@ DRAFTING_STEP_TOKENS = 12
 so that verifying is nearly free (bench/speculation.py), and beyond it drafts would delay the step for everybody."""
 
 _in_order_of_service = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """The next num_tokens tokens of a sequence to compute; all of them have blocks.
-
-    They are its uncomputed ones, or the first of those; the last len(draft) of them are `draft`, guesses at what
-    follows all the known tokens.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-    draft: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> bool:
-        """Whether the newest known token is among these, so that its logits give the next; valid until `update`."""
-        return self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """What one step computes, each sequence at most once.
-
-    A sequence may read blocks that another one fills in the same step: each layer stores the keys and values of the
-    whole step before any of them is attended to.
-    """
-
-    items: tuple[ScheduledSequence, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens are computed."""
-        return sum(item.num_tokens for item in self.items)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a step gave to a sequence that was to sample: tokens, or the end by ERROR and none.
-
-    finish_reason is set if nothing more comes; stop_token_id is the last token, if that stopped the sequence.
-    """
-
-    sequence: Sequence
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
 
 
 class Scheduler:
@@ -107,6 +61,8 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         drafter: Drafter | None = None,
+        max_queue_time_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if pool.num_blocks * pool.block_size < max_model_len:
             raise InvalidConfigurationError(
@@ -119,6 +75,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._drafter = drafter
+        self._max_queue_time_s = max_queue_time_s
+        self._clock = clock
         self._waiting: list[Sequence] = []  # both sorted by order of service
         self._running: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
@@ -152,7 +110,7 @@ class Scheduler:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
-        sequence = Sequence(request, self._num_arrivals, known, num_failures=request.num_failures)
+        sequence = Sequence(request, self._num_arrivals, known, self._clock(), num_failures=request.num_failures)
         self._num_arrivals += 1
         if sequence.is_suspect:
             self._suspects.add(sequence)
@@ -186,6 +144,23 @@ class Scheduler:
             num_scheduled = self._max_num_batched_tokens - budget
             self._add_drafts(items, self._drafter, min(budget, DRAFTING_STEP_TOKENS - num_scheduled))
         return ScheduledBatch(tuple(items))
+
+    def expire_waiting(self) -> list[Sequence]:
+        """End the sequences that have waited for max_queue_time_s and return them; to be called after `schedule`.
+
+        One that has begun, here or in an engine that is gone, has been admitted once and never ends so.
+        """
+        if self._max_queue_time_s is None:
+            return []
+        latest = self._clock() - self._max_queue_time_s
+        expired = [
+            sequence
+            for sequence in self._waiting
+            if sequence.queued_at <= latest and sequence.num_preemptions == 0 and sequence.num_generated == 0
+        ]
+        for sequence in expired:
+            self._end(sequence, FinishReason.QUEUE_TIMEOUT)
+        return expired
 
     def update(self, batch: ScheduledBatch, sampled: Iterable[tuple[int | None, ...]]) -> list[Progress]:
         """Take in what a step computed: for each item of the batch that samples, in their order, its sampled tokens.

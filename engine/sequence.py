@@ -26,12 +26,14 @@ class Sequence:
     Invariants while it lives: token_ids only grows; num_computed < len(token_ids), as the newest token is sampled but
     not computed; position p lies in block_ids[p // block_size]. A waiting sequence has no blocks and nothing computed.
     num_cached_tokens is how many prompt tokens the prefix cache held when the sequence was first admitted. num_failures
-    is how many steps and engines in a row failed with this sequence in them, since its last token.
+    is how many steps and engines in a row failed with this sequence in them, since its last token. queued_at is when it
+    arrived, by the scheduler's clock.
     """
 
     request: Request
     arrival: int
     token_ids: list[int]
+    queued_at: float = 0.0
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0

@@ -6,6 +6,7 @@ It neither starts nor stops the engine and reads no configuration; `serve.py` do
 from __future__ import annotations
 
 import importlib.metadata
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -15,21 +16,40 @@ from starlette.responses import Response
 
 from engine.client import EngineClient
 from server.auth import ApiKeyGuard
+from server.chat import restore_chat
+from server.completion import restore_completion
 from server.envelope import RequestEnvelope, report
 from server.errors import error_response, routing_error
+from server.harmony import find_marks
+from server.journal import Journal
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.routes.chat import chat_router
 from server.routes.completions import completions_router
 from server.routes.models import models_router
 from server.routes.operations import operations_router
+from server.routes.results import results_router
 from server.service import AppOptions as AppOptions
 from server.service import Service, Tokenizer
+from server.shapes import CHAT_SHAPE, TEXT_SHAPE
+from server.store import CompletionStore, Restore
 
 
-def create_app(engine: EngineClient, tokenizer: Tokenizer, options: AppOptions) -> FastAPI:
-    """Return the application; the engine may be started later. `app.state.lifecycle` drains it."""
-    service = Service(engine, tokenizer, options, Lifecycle(), Metrics(engine, options.model_name))
+def create_app(
+    engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, journal: Journal | None = None
+) -> FastAPI:
+    """Return the application; the engine may be started later. `app.state` has the lifecycle and the store.
+
+    Without a journal what is kept is kept in memory.
+    """
+    metrics = Metrics(engine, options.model_name)
+    service = Service(engine, tokenizer, options, Lifecycle(), metrics)
+    restore: dict[str, Restore] = {
+        TEXT_SHAPE.object: restore_completion,
+        CHAT_SHAPE.object: partial(restore_chat, tokenizer=tokenizer, marks=find_marks(tokenizer)),
+    }
+    store = CompletionStore(service, journal or Journal(None), restore)
+    metrics.watch_kept(store.counts)
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
@@ -40,8 +60,11 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, options: AppOptions) 
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
-    for make_router in (completions_router, chat_router, models_router, operations_router):
-        app.include_router(make_router(service))
+    app.state.store = store
+    for make_router in (completions_router, chat_router, results_router):
+        app.include_router(make_router(service, store))
+    for make_plain_router in (models_router, operations_router):
+        app.include_router(make_plain_router(service))
     return app
 
 

@@ -6,15 +6,16 @@ Knows no HTTP; `routes/chat.py` calls it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engine.errors import InvalidRequestError
-from server.completion import CompletionPlan, check_length, check_request, make_plan
+from engine.request import SamplingParams
+from server.completion import CompletionPlan, Identity, check_length, check_request, make_plan, new_identity
 from server.errors import ApiError
 from server.harmony import HarmonyChannels, Mark
 from server.schemas import ChatRequest
-from server.service import Service
+from server.service import Service, Tokenizer
 from server.shapes import CHAT_SHAPE
 from weights.chat import ChatTemplate
 
@@ -36,19 +37,42 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
     check_request(body, service, 1)
     _check_together(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(logprobs=logprobs, max_tokens=1 if max_tokens is None else max_tokens)
+    params = _sampling_params(body, 1 if max_tokens is None else max_tokens)
     try:
         # A template may take long however short the conversation is.
         prompt, channels = await asyncio.to_thread(_encode, body, template, service, marks)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, service.engine.info.max_model_len - len(prompt)))
-        plan = make_plan(body, CHAT_SHAPE, [prompt], params, channels=channels)
+        identity = new_identity(CHAT_SHAPE, body, service)
+        plan = make_plan(body, CHAT_SHAPE, [prompt], params, identity, channels=channels)
         plan.requests[0].check(service.engine.info)
     except InvalidRequestError as error:
         given = {"prompt": "messages", "max_tokens": "max_tokens" if body.max_tokens else "max_completion_tokens"}
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
     return plan
+
+
+def restore_chat(
+    fields: dict[str, object],
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    identity: Identity,
+    *,
+    tokenizer: Tokenizer,
+    marks: Mapping[int, Mark] | None,
+) -> CompletionPlan:
+    """Return the plan of a chat that began before; its conversation is not rendered again, as templates know dates."""
+    body = ChatRequest.parse(fields)
+    channels = None if marks is None else HarmonyChannels(marks)
+    for prompt in prompts:
+        if channels is not None:
+            channels.follow(prompt, tokenizer)
+    return make_plan(body, CHAT_SHAPE, prompts, _sampling_params(body, max_tokens), identity, channels=channels)
+
+
+def _sampling_params(body: ChatRequest, max_tokens: int) -> SamplingParams:
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return body.sampling_params(logprobs=logprobs, max_tokens=max_tokens)
 
 
 def _encode(

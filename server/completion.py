@@ -11,24 +11,37 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.client import TokenStream
 from engine.errors import InvalidRequestError
 from engine.request import FinishReason, Request, SamplingParams, TokenOutput
-from server.errors import ApiError
+from server.errors import ApiError, unavailable
 from server.harmony import HarmonyChannels
 from server.metrics import Metrics
-from server.output import ChoiceOutput, Delta, StopPattern, compile_stop
+from server.output import ChoiceOutput, Delta, StopPattern, compile_stop, join_deltas
 from server.schemas import CompletionRequest, GenerationRequest
 from server.service import Service, Tokenizer
 from server.shapes import TEXT_SHAPE, Shape
 
 THREAD_CHARACTERS = 2000  # about half a millisecond of tokenizing; less is not worth a thread's round trip
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells a completion from others: the same in its answer and in every chunk, whoever asks and when."""
+
+    completion_id: str
+    created: int
+    seed: int
+    model: str
+    fingerprint: str
+    batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +53,7 @@ class CompletionPlan:
     """
 
     shape: Shape
-    completion_id: str
-    created: int
-    seed: int
+    identity: Identity
     requests: tuple[Request, ...]
     num_prompt_tokens: int
     stop: tuple[StopPattern, ...]
@@ -50,17 +61,28 @@ class CompletionPlan:
     echo: bool
     channels: HarmonyChannels | None
 
-    def head(self, service: Service) -> dict[str, object]:
-        """Return the fields that the answer and all its chunks share."""
+    def head(self, *, of_chunk: bool = False) -> dict[str, object]:
+        """Return the fields that the answer, or each of its chunks, begins with."""
         return {
-            "id": self.completion_id,
-            "object": self.shape.chunk_object if self.body.stream else self.shape.object,
-            "created": self.created,
-            "model": service.options.model_name,
-            "system_fingerprint": service.engine.info.fingerprint,
-            "batch_invariant": service.engine.info.batch_invariant,
-            "seed": self.seed,
+            "id": self.identity.completion_id,
+            "object": self.shape.chunk_object if of_chunk else self.shape.object,
+            "created": self.identity.created,
+            "model": self.identity.model,
+            "system_fingerprint": self.identity.fingerprint,
+            "batch_invariant": self.identity.batch_invariant,
+            "seed": self.identity.seed,
         }
+
+    def remaining_s(self, elapsed_s: float) -> float | None:
+        """Return how much is left of its time after so much; None if it has no limit."""
+        return None if self.body.timeout_ms is None else self.body.timeout_ms / 1000 - elapsed_s
+
+    def whole(self, choices: Sequence[Sequence[Delta]], usage: Mapping[str, object]) -> dict[str, object]:
+        """Return the answer in one piece, given all that was added to each choice, which may be nothing yet."""
+        joined = [join_deltas(deltas or [Delta("")]) for deltas in choices]
+        rendered = [self.shape.choice(index, delta) for index, delta in enumerate(joined)]
+        beside = self.shape.beside(joined[0]) if joined else {}
+        return {**self.head(), "choices": rendered, **beside, "usage": usage}
 
 
 async def plan_completion(body: CompletionRequest, service: Service) -> CompletionPlan:
@@ -72,7 +94,16 @@ async def plan_completion(body: CompletionRequest, service: Service) -> Completi
         raise InvalidRequestError(message, param="best_of")
     params = body.sampling_params()
     token_ids = [tuple(await _encode(prompt, service)) for prompt in prompts]
-    return make_plan(body, TEXT_SHAPE, token_ids, params, echo=bool(body.echo))
+    return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service), echo=bool(body.echo))
+
+
+def restore_completion(
+    fields: dict[str, object], prompts: Sequence[tuple[int, ...]], max_tokens: int, identity: Identity
+) -> CompletionPlan:
+    """Return the plan of a completion that began before, from the fields of its body."""
+    body = CompletionRequest.parse(fields)
+    params = replace(body.sampling_params(), max_tokens=max_tokens)
+    return make_plan(body, TEXT_SHAPE, prompts, params, identity, echo=bool(body.echo))
 
 
 def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
@@ -103,25 +134,36 @@ def check_length(text: str, service: Service) -> None:
         )
 
 
+def new_identity(shape: Shape, body: GenerationRequest, service: Service) -> Identity:
+    """Return the identity of a completion that begins now; a seed that is not given is drawn."""
+    return Identity(
+        completion_id=f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        seed=secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed is None else body.seed,
+        model=service.options.model_name,
+        fingerprint=service.engine.info.fingerprint,
+        batch_invariant=service.engine.info.batch_invariant,
+    )
+
+
 def make_plan(
     body: GenerationRequest,
     shape: Shape,
     prompts: Sequence[tuple[int, ...]],
     params: SamplingParams,
+    identity: Identity,
     *,
     echo: bool = False,
     channels: HarmonyChannels | None = None,
 ) -> CompletionPlan:
     """Return the plan of a request whose prompts are token ids. Raises InvalidRequestError."""
-    completion_id = f"{shape.id_prefix}-{uuid.uuid4().hex}"
-    seed = secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed is None else body.seed
     num_choices = body.n or 1
     requests = tuple(
         Request(
-            request_id=f"{completion_id}-{prompt_index * num_choices + choice_index}",
+            request_id=f"{identity.completion_id}-{prompt_index * num_choices + choice_index}",
             prompt_token_ids=prompt_ids,
             params=params,
-            seed=seed,
+            seed=identity.seed,
             choice_index=choice_index,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
@@ -132,9 +174,7 @@ def make_plan(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return CompletionPlan(
         shape=shape,
-        completion_id=completion_id,
-        created=int(time.time()),
-        seed=seed,
+        identity=identity,
         requests=requests,
         num_prompt_tokens=sum(map(len, prompts)),
         stop=tuple(map(compile_stop, stop)),
@@ -144,19 +184,11 @@ def make_plan(
     )
 
 
-class CompletionRun:
-    """The choices of one completion while they are computed. `apply` what the stream gives, then `close`.
+class CompletionOutput:
+    """The choices of one completion as text: made of the plan and the outputs alone, whoever reads them and when."""
 
-    is_failed is set by whoever ends it because of an error.
-    """
-
-    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, metrics: Metrics, started_at: float) -> None:
-        self.is_failed = False
-        self._plan = plan
-        self._metrics = metrics
-        self._started_at = started_at
-        self._first_token_at: float | None = None
-        self._choices = [
+    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer) -> None:
+        self.choices = [
             ChoiceOutput(
                 tokenizer,
                 stop=plan.stop,
@@ -170,38 +202,45 @@ class CompletionRun:
             )
             for request in plan.requests
         ]
+        self._plan = plan
         self._index = {request.request_id: i for i, request in enumerate(plan.requests)}
         self._num_cached = [0] * len(plan.requests)
-        self._latest_at: list[float | None] = [None] * len(plan.requests)
 
-    def apply(self, outputs: Iterable[TokenOutput], stream: TokenStream) -> list[tuple[int, Delta]]:
-        """Return what each output added to its choice; abort a choice in the engine when a stop string ends it.
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
 
-        Raises ApiError when the engine failed on a choice.
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens have been generated."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def add(self, output: TokenOutput) -> tuple[int, Delta] | None:
+        """Return which choice an output belongs to and what it added; None if that choice had ended.
+
+        Raises ApiError when the engine failed on the choice.
         """
-        now = time.perf_counter()
-        deltas = []
-        for output in outputs:
-            index = self._index[output.request_id]
-            choice = self._choices[index]
-            if choice.finish_reason is not None:
-                continue  # what was under way when a stop string ended it
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                message = output.error or "the engine gave this request up"
-                raise ApiError(500, f"choice {index}: {message}", code="generation_failed")
-            num_before = choice.num_tokens
-            delta = choice.add(output)
-            self._num_cached[index] = max(self._num_cached[index], output.num_cached_tokens)
-            for _ in range(num_before, choice.num_tokens):
-                self._measure(index, now)
-            if choice.finish_reason is not None and output.finish_reason is None:
-                stream.abort([output.request_id])
-            deltas.append((index, delta))
-        return deltas
+        index = self._index[output.request_id]
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return None  # what was under way when a stop string ended it
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            message = output.error or "the engine gave this request up"
+            raise ApiError(500, f"choice {index}: {message}", code="generation_failed")
+        if output.finish_reason is FinishReason.QUEUE_TIMEOUT:
+            raise unavailable(f"choice {index}: {output.error}", code="queue_timeout")
+        if choice.num_tokens == 0:
+            self._num_cached[index] = output.num_cached_tokens  # what another engine found on going on is not told
+        return index, choice.add(output)
+
+    def apply(self, outputs: Iterable[TokenOutput]) -> Iterator[tuple[int, Delta]]:
+        """Yield what each of the outputs added, `usage` being that of this moment. Raises ApiError."""
+        return filter(None, map(self.add, outputs))
 
     def usage(self) -> dict[str, object]:
         """Return the tokens so far, as schemas.Usage has them."""
-        prompt, completion = self._plan.num_prompt_tokens, sum(choice.num_tokens for choice in self._choices)
+        prompt, completion = self._plan.num_prompt_tokens, self.num_tokens
         cached = sum(self._num_cached[:: self._plan.body.n or 1])
         return {
             "prompt_tokens": prompt,
@@ -210,18 +249,63 @@ class CompletionRun:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+
+def render_outputs(
+    plan: CompletionPlan, batches: Iterable[Iterable[TokenOutput]], tokenizer: Tokenizer
+) -> dict[str, object]:
+    """Return the answer that these outputs are, in one piece."""
+    output = CompletionOutput(plan, tokenizer)
+    collected: list[list[Delta]] = [[] for _ in plan.requests]
+    for outputs in batches:
+        for index, delta in output.apply(outputs):
+            collected[index].append(delta)
+    return plan.whole(collected, output.usage())
+
+
+class CompletionRun:
+    """One completion while it is computed: its output, measured. `apply` what the stream gives, then `close`.
+
+    is_failed is set by whoever ends it because of an error.
+    """
+
+    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, metrics: Metrics, started_at: float) -> None:
+        self.is_failed = False
+        self.output = CompletionOutput(plan, tokenizer)
+        self._plan = plan
+        self._metrics = metrics
+        self._started_at = started_at
+        self._first_token_at: float | None = None
+        self._latest_at: list[float | None] = [None] * len(plan.requests)
+
+    def apply(self, outputs: Iterable[TokenOutput], stream: TokenStream) -> Iterator[tuple[int, Delta]]:
+        """Yield what each output added to its choice; abort a choice in the engine when a stop string ends it.
+
+        Raises ApiError when the engine failed on a choice.
+        """
+        now = time.perf_counter()
+        for output in outputs:
+            added = self.output.add(output)
+            if added is None:
+                continue
+            index, delta = added
+            for _ in output.token_ids:
+                self._measure(index, now)
+            if delta.finish_reason is not None and output.finish_reason is None:
+                stream.abort([output.request_id])
+            yield added
+
     def close(self) -> dict[str, Any]:
         """Count how the choices ended, those that have not as aborted or failed, and return the fields for the log."""
         unfinished = FinishReason.ERROR if self.is_failed else FinishReason.ABORT
-        reasons = Counter(choice.finish_reason or unfinished.value for choice in self._choices)
+        reasons = Counter(choice.finish_reason or unfinished.value for choice in self.output.choices)
         for reason, count in reasons.items():
             self._metrics.count_finished(reason, count)
         self._metrics.request_latency.observe(time.perf_counter() - self._started_at)
         first = self._first_token_at
         return {
-            "completion_id": self._plan.completion_id,
+            "completion_id": self._plan.identity.completion_id,
             "prompt_tokens": self._plan.num_prompt_tokens,
-            "completion_tokens": sum(choice.num_tokens for choice in self._choices),
+            "completion_tokens": self.output.num_tokens,
             "ttft_s": None if first is None else round(first - self._started_at, 6),
             "finish_reasons": dict(reasons),
             "user": self._plan.body.user,
@@ -234,6 +318,19 @@ class CompletionRun:
         latest, self._latest_at[index] = self._latest_at[index], now
         if latest is not None:
             self._metrics.inter_token_latency.observe(now - latest)
+
+
+@contextmanager
+def expiring(stream: TokenStream, remaining_s: float | None) -> Iterator[None]:
+    """Let what has not ended in `stream` by then expire after `remaining_s`, unless the block is left before."""
+    if remaining_s is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_later(max(0.0, remaining_s), stream.expire)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import reprlib
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
+from server.journal import JournalError
 from weights.errors import ChatTemplateError, TokenizerError
 
 UNAVAILABLE_RETRY_AFTER_S = 5  # about what an orchestrator needs to route elsewhere or a small model to load
@@ -55,6 +58,16 @@ class ApiError(Exception):
             return "server_error"
         return "rate_limit_error" if self.status == 429 else "invalid_request_error"
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ApiError:
+        """Return the error that `fields` is of."""
+        return cls(**fields)
+
+    def fields(self) -> dict[str, Any]:
+        """Return all there is to it, as JSON can say it."""
+        names = ("status", "message", "code", "param", "headers")
+        return {name: getattr(self, name) for name in names}
+
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the envelope."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -78,6 +91,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="invalid_chat_template_input", param="messages")
         case ValidationError():
             return _invalid_body(error)
+        case JournalError():
+            return ApiError(500, str(error), code="journal_failed")
         case QueueFullError():
             return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after_s)})
         case EngineDiedError():

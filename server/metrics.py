@@ -5,7 +5,8 @@ Names have vLLM's stems, so that its dashboards need only another prefix. One re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
 from engine.errors import DeathKind
+from server.schemas import KeptStatus
 
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -72,6 +74,10 @@ class Metrics:
         """Count a completion that was not let in."""
         self._rejections.labels(self._model_name, code).inc()
 
+    def watch_kept(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Show how many completions are kept, by status, as `counts` says."""
+        self._registry.register(_KeptCollector(counts, self._model_name))
+
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -117,3 +123,18 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(f"gptserve_{stem}", text, labels=("model_name",))
         family.add_metric((self._model_name,), value)
         return family
+
+
+class _KeptCollector(Collector):
+    def __init__(self, counts: Callable[[], Mapping[str, int]], model_name: str) -> None:
+        self._counts = counts
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "gptserve_kept_completions", "Background and keyed completions", labels=("model_name", "status")
+        )
+        counts = self._counts()
+        for status in get_args(KeptStatus):
+            family.add_metric((self._model_name, status), counts.get(status, 0))
+        yield family

@@ -16,8 +16,9 @@ _REF = "#/components/schemas/{model}"
 _DESCRIPTIONS = {
     400: "The request breaks a rule; the message says which",
     401: "The API key is missing or wrong",
-    404: "No such model",
+    404: "No such model or completion",
     408: "The body did not arrive in time",
+    409: "The idempotency key was used with another request, or the completion was cancelled",
     413: "The body is too large",
     415: "The content type is not application/json",
     429: "The queue is full; Retry-After says when to try again",

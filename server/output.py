@@ -18,6 +18,7 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; vLLM'
 
 
 Channel = Literal["text", "reasoning"]
+EndReason = Literal["stop", "length", "timeout"]
 
 
 class TokenBytes(Protocol):
@@ -141,7 +142,7 @@ class Delta:
 
     text: str
     logprobs: list[TokenScore] | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     reasoning: str = ""
     prompt_logprobs: PromptScores | None = None
@@ -188,7 +189,7 @@ class ChoiceOutput:
         channel_of: Callable[[int, bytes], Channel | None] | None = None,
     ) -> None:
         self.num_tokens = 0
-        self.finish_reason: Literal["stop", "length"] | None = None
+        self.finish_reason: EndReason | None = None
         self._token_bytes, self._skip = tokenizer.token_bytes, skip
         self._detokenizer = Detokenizer()
         self._stops = StopStrings(stop)
@@ -229,6 +230,8 @@ class ChoiceOutput:
             text += self._feed(self._detokenizer.finish())
             if output.finish_reason is FinishReason.LENGTH:
                 self.finish_reason = "length"
+            elif output.finish_reason is FinishReason.TIMEOUT:
+                self.finish_reason = "timeout"
             else:
                 self.finish_reason = "stop"
                 stop_reason = output.stop_token_id if output.stop_token_id in self._stop_token_ids else None

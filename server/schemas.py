@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.request import MAX_LOGPROBS, SamplingParams
+from server.output import EndReason
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1000
 MAX_PROMPTS = 128
 MAX_LABEL_LENGTH = 256  # user and cache_salt are carried along with every request
+MAX_TIMEOUT_MS = 2**31 - 1  # 24 days: the longest that timers of many a language can wait
 _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is checked against the vocabulary
 
 PROMPT_RULE = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
@@ -107,6 +109,10 @@ class GenerationRequest(_RequestModel):
     user: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
         default=None, description="written to the log"
     )
+    timeout_ms: int | None = Field(
+        default=None, ge=1, le=MAX_TIMEOUT_MS, description="what has not ended by then ends with the text so far"
+    )
+    background: bool | None = Field(default=None, description="answer 202 at once and go on without the client")
     priority: int | None = Field(default=None, description="lower runs sooner; default 0")
     cache_salt: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
         default=None, description="only requests with the same salt share cached prefixes"
@@ -259,7 +265,7 @@ class Choice(_ResponseModel):
     index: int
     text: str
     logprobs: Logprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: EndReason | None
     stop_reason: str | int | None = Field(description="the stop string or the id out of stop_token_ids that matched")
     prompt_logprobs: PromptLogprobs = None
 
@@ -322,7 +328,7 @@ class MessageDelta(_ResponseModel):
 class _ChatPart(_ResponseModel):
     index: int
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: EndReason | None
     stop_reason: str | int | None
 
 
@@ -368,6 +374,30 @@ class ErrorBody(_ResponseModel):
     """The body of every answer that is not a success."""
 
     error: ErrorDetail
+
+
+KeptStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+
+
+class BackgroundCompletion(_Answer):
+    """The answer to a completion that goes on in the background."""
+
+    object: Literal["text_completion", "chat.completion"]
+    status: KeptStatus
+
+
+class KeptCompletion(Completion):
+    """A kept completion as far as it has come; `error` says why it failed or who ended it."""
+
+    status: KeptStatus
+    error: ErrorDetail | None
+
+
+class KeptChatCompletion(ChatCompletion):
+    """A kept chat completion as far as it has come; `error` says why it failed or who ended it."""
+
+    status: KeptStatus
+    error: ErrorDetail | None
 
 
 class Model(_ResponseModel):

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -23,10 +24,14 @@ from engine.client import EngineClient
 from engine.process_client import ProcessClient
 from engine.supervisor import Supervisor
 from engine.thread_client import ThreadClient
+from server.journal import Journal, JournalError
 from server.lifecycle import Lifecycle
 from server.logs import load_logging_engine
 from server.settings import ServerSettings
 from weights.source import model_name, resolve_model
+
+if TYPE_CHECKING:
+    from server.store import CompletionStore  # it imports the web framework
 
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1  # not 0, or whoever is to restart us would not
@@ -64,6 +69,7 @@ class ServingProcess:
         self._told_twice = asyncio.Event()
         config = replace(settings.engine, model_dir=folder)
         factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
+        self._journal = Journal(settings.state_dir)
         self._engine: EngineClient = ThreadClient(factory)
         if not settings.in_process:
             self._engine = Supervisor(
@@ -86,9 +92,15 @@ class ServingProcess:
             return await self._serve(loading.result())
         finally:
             await self._engine.close()
+            await self._journal.close()
 
     async def _load(self) -> HttpServer:
-        server, _ = await asyncio.gather(asyncio.to_thread(self._build_server), self._engine.start())
+        try:
+            await self._journal.open()  # before the model is loaded for nothing
+            server, _ = await asyncio.gather(asyncio.to_thread(self._build_server), self._engine.start())
+            await server.store.start()
+        except JournalError as error:
+            raise StartError(f"state-dir: {error}") from error
         return server
 
     def _receive_signal(self) -> None:
@@ -108,8 +120,10 @@ class ServingProcess:
             max_body_bytes=settings.max_body_bytes,
             keep_alive_s=settings.sse_keep_alive_interval_s,
             chat_template=load_chat_template(self._folder, settings.chat_template),
+            result_ttl_s=settings.result_ttl_s,
+            max_results=settings.max_results,
         )
-        app = create_app(self._engine, Tokenizer.of_model(self._folder), options)
+        app = create_app(self._engine, Tokenizer.of_model(self._folder), options, self._journal)
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -126,13 +140,13 @@ class ServingProcess:
             config.load()
         except OSError as error:
             raise StartError(f"ssl-keyfile and ssl-certfile cannot be used: {error.strerror}") from error
-        return HttpServer(config, options.model_name, app.state.lifecycle)
+        return HttpServer(config, options.model_name, app.state.lifecycle, app.state.store)
 
     async def _serve(self, server: HttpServer) -> int:
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(self._told_to_stop.wait(), self._engine.wait_until_dead(), serving)
         if self._told_to_stop.is_set():
-            await self._drain(server.lifecycle)
+            await self._drain(server)
         status = EXIT_OK
         if not self._engine.is_alive:
             status = EXIT_ENGINE_DIED
@@ -144,11 +158,14 @@ class ServingProcess:
             why = "told to stop again" if self._told_twice.is_set() else f"{LAST_EVENTS_LIMIT_S} s have passed"
             server.hang_up(why)
         await serving
+        await server.store.settle()
         return status
 
-    async def _drain(self, lifecycle: Lifecycle) -> None:
-        """Refuse what is new and wait for what runs, up to the time limit."""
+    async def _drain(self, server: HttpServer) -> None:
+        """Refuse what is new, leave to the next start what is journaled, wait for the rest up to the time limit."""
+        lifecycle = server.lifecycle
         lifecycle.drain()
+        await server.store.suspend()
         limit_s = self._settings.shutdown_timeout_s
         logger.info("stopping: %d completions may finish within %g s", lifecycle.num_active, limit_s)
         with contextlib.suppress(TimeoutError):
@@ -161,10 +178,11 @@ class ServingProcess:
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket that is bound already, with the signals left to ServingProcess."""
 
-    def __init__(self, config: uvicorn.Config, model_name: str, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: uvicorn.Config, model_name: str, lifecycle: Lifecycle, store: CompletionStore) -> None:
         super().__init__(config)
         self._model_name = model_name
         self.lifecycle = lifecycle
+        self.store = store
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

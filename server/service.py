@@ -44,7 +44,8 @@ class Tokenizer(Protocol):
 class AppOptions:
     """How the API is to behave. Without api_keys anyone may ask; max_choices bounds prompts times n.
 
-    Without a chat_template there is no chat.
+    Without a chat_template there is no chat. At most max_results completions are kept, each for result_ttl_s after its
+    end.
     """
 
     model_name: str
@@ -53,6 +54,8 @@ class AppOptions:
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     keep_alive_s: float = 15.0
     max_choices: int = 128
+    result_ttl_s: float = 3600.0
+    max_results: int = 10_000
     chat_template: ChatTemplate | None = None
 
 

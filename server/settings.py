@@ -38,6 +38,7 @@ _ENGINE_HELP = {
     "max_num_seqs": "sequences computed at once",
     "max_num_batched_tokens": "tokens computed in one step",
     "max_num_queued_reqs": "requests that may wait; more get status 429",
+    "max_queue_time_s": "seconds a request may wait to be started; then it ends with status 503",
     "enable_prefix_caching": "keep the KV cache of prompts for prompts that begin alike",
     "speculative_ngram": "guess what follows by looking up as many of the last tokens, 2 to 8, and verify it; 0 is off",
     "num_threads": "CPU threads of the engine, instead of one a core",
@@ -76,6 +77,9 @@ class ServerSettings:
     max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20
     sse_keep_alive_interval_s: Annotated[float, "seconds of silence after which a stream gets a comment"] = 15.0
     shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
+    state_dir: Annotated[Path | None, "folder for kept completions, which then outlive the server"] = None
+    result_ttl_s: Annotated[float, "seconds for which a kept completion can be had after its end"] = 3600.0
+    max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 10_000
     max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
     engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0
     log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
@@ -96,6 +100,10 @@ class ServerSettings:
             raise SettingsError(f"engine-stall-timeout must be over 0 seconds, got {self.engine_stall_timeout_s}")
         if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
             raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
+        if not (math.isfinite(self.result_ttl_s) and self.result_ttl_s >= 0):
+            raise SettingsError(f"result-ttl must be at least 0 seconds, got {self.result_ttl_s}")
+        if self.max_results < 1:
+            raise SettingsError(f"max-results must be at least 1, got {self.max_results}")
         if not all(self.api_keys):
             raise SettingsError("api-key must not be empty")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -27,9 +27,12 @@ _TEXT = "\0"  # stands for a chunk's own while what is around it is rendered
 
 
 class EventEncoder:
-    """Renders the events of one stream. `head` is what all its chunks share; ids count from 1."""
+    """Renders the events of one stream. `head` is what all its chunks share; ids count from 1.
 
-    def __init__(self, head: Mapping[str, object], shape: Shape, *, include_usage: bool) -> None:
+    The events up to and with the `after`-th are counted and come out empty: their client has had them.
+    """
+
+    def __init__(self, head: Mapping[str, object], shape: Shape, *, include_usage: bool, after: int = 0) -> None:
         self._encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
         self._head = self._encode(head)[:-1] + ',"choices":['
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
@@ -39,6 +42,7 @@ class EventEncoder:
         around = self._encode(shape.part(0, Delta(_TEXT))).removeprefix('{"index":0')
         self._before_text, self._after_text = around.split(self._encode(_TEXT))
         self._last_id = 0
+        self._after = after
 
     def chunk(self, index: int, delta: Delta, usage: Mapping[str, object] | None = None) -> str:
         """Return the event for what was added to choice `index`, after the one that opens it where it is the first."""
@@ -62,6 +66,8 @@ class EventEncoder:
 
     def _event(self, choice: str, usage: Mapping[str, object] | None) -> str:
         self._last_id += 1
+        if self._last_id <= self._after:
+            return ""
         end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
         return f"id: {self._last_id}\ndata: {self._head}{choice}]{end}"
 

@@ -11,14 +11,16 @@ from server.harmony import find_marks
 from server.routes.completions import add_completion_route
 from server.schemas import ChatCompletion, ChatCompletionChunk, ChatRequest
 from server.service import Service
+from server.store import CompletionStore
 
 
-def chat_router(service: Service) -> APIRouter:
+def chat_router(service: Service, store: CompletionStore) -> APIRouter:
     """Return the route."""
     router = APIRouter(tags=["chat"])
     add_completion_route(
         router,
         service,
+        store,
         partial(plan_chat, marks=find_marks(service.tokenizer)),
         path="/v1/chat/completions",
         summary="Answer a conversation",

@@ -12,7 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model_runner import StepResult
-from engine.scheduler import ScheduledBatch
+from engine.schedule import ScheduledBatch
 from tests.engine.fake_step_engine import count
 
 Death = Literal["kill", "segfault", "hang", "no memory"]

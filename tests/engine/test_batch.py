@@ -6,7 +6,7 @@ import torch
 
 from engine.batch import build_model_input
 from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledBatch, ScheduledSequence
+from engine.schedule import ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.client import EngineClient
+from engine.client import EngineClient, TokenStream
 from engine.config import EngineConfig
 from engine.errors import EngineDiedError, EngineStartError, InvalidRequestError, QueueFullError
 from engine.loop import EngineFactory, load_engine
@@ -330,5 +330,46 @@ def test_real_engine_answers_alike_in_both_clients(tiny_gpt2: Path) -> None:
         in_process, in_thread = await tokens(ProcessClient(factory)), await tokens(ThreadClient(factory))
         assert in_process == in_thread
         assert [len(ids) for ids in in_process.values()] == [20, 20, 20]
+
+    run(test())
+
+
+def test_expired_requests_end_with_what_they_had_and_cost_nothing_more(make_client: MakeClient) -> None:
+    async def test() -> None:
+        async with started(make_client()) as client:
+            requests = [make_request("brief", 1), make_request("b", ENDLESS), make_request("a", ENDLESS)]
+            stream = client.submit(requests)
+            outputs = list(await anext(stream))
+            stream.expire()
+            stream.expire()
+            async for arrived in stream:
+                outputs += arrived
+            ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason is not None}
+            assert ends == {
+                "brief": FinishReason.LENGTH,
+                "a": FinishReason.TIMEOUT,
+                "b": FinishReason.TIMEOUT,
+            }
+            assert [o.request_id for o in outputs[-2:]] == ["a", "b"], "in an order that does not change"
+            assert outputs[-1].token_ids == ()
+            await until_idle(client)
+
+    run(test())
+
+
+def test_a_stream_that_failed_does_not_expire(make_client: MakeClient) -> None:
+    async def test() -> None:
+        reasons = []
+
+        async def read(stream: TokenStream) -> None:
+            async for outputs in stream:
+                reasons.extend(output.finish_reason for output in outputs)
+
+        async with started(make_client()) as client:
+            stream = client.submit([make_request("a", ENDLESS)])
+        stream.expire()
+        with pytest.raises(EngineDiedError, match="the engine was closed"):
+            await read(stream)
+        assert FinishReason.TIMEOUT not in reasons
 
     run(test())

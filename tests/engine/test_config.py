@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from engine.errors import InvalidConfigurationError
         ({"speculative_ngram": 1}, "speculative_ngram must be 0 or in [2, 8], got 1"),
         ({"speculative_ngram": 3.0}, "speculative_ngram must be 0 or in [2, 8], got 3.0"),
         ({"speculative_ngram": 9}, "speculative_ngram must be 0 or in [2, 8], got 9"),
+        ({"max_queue_time_s": 0.0}, "max_queue_time_s must be a number of seconds over 0, got 0.0"),
+        ({"max_queue_time_s": math.inf}, "max_queue_time_s must be a number of seconds over 0, got inf"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be in (0, 1], got 1.1"),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 63},

@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.errors import EngineStartError, InvalidRequestError
 from engine.model_runner import ModelRunner, StepResult
 from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
-from engine.scheduler import ScheduledBatch
+from engine.schedule import ScheduledBatch
 from engine.sequence import Sequence
 from engine.stats import EngineStats
 from tests.conftest import MakeGPT2
@@ -431,3 +431,18 @@ def test_a_model_that_cannot_decode_is_never_ready(make_gpt2: MakeGPT2, tmp_path
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(EngineStartError, match="not finite"):
         make_engine(tmp_path)
+
+
+def test_a_request_that_is_not_admitted_in_time_ends_and_the_others_do_not(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2, max_num_seqs=1, max_queue_time_s=1e-9)
+    outputs = run(engine, [make_request(name, [1, 2], max_tokens=3, prompt_logprobs=0) for name in "ab"])
+    assert len(token_ids(outputs["a"])) == 3
+    assert outputs["b"] == [
+        TokenOutput(
+            "b",
+            (),
+            finish_reason=FinishReason.QUEUE_TIMEOUT,
+            error="the request was not admitted within 1e-09 s",
+        )
+    ]
+    assert engine.stats.num_waiting == 0

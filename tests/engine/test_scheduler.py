@@ -10,7 +10,8 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.errors import InvalidConfigurationError
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import DRAFTING_STEP_TOKENS, ScheduledBatch, Scheduler
+from engine.schedule import ScheduledBatch
+from engine.scheduler import DRAFTING_STEP_TOKENS, Scheduler
 from engine.sequence import Sequence, SequenceStatus
 
 BLOCK_SIZE = 4
@@ -555,6 +556,80 @@ def test_an_abort_before_a_step_is_abandoned_leaves_no_unfilled_block_to_find() 
     scheduler.check_invariants()
     add(scheduler, "b", range(10))
     assert step(scheduler) == {"b": 10}
+
+
+# Waiting too long
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_impatient_scheduler(num_blocks: int = 64, **options: Any) -> tuple[Scheduler, Clock]:
+    clock = Clock()
+    pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
+    scheduler = Scheduler(
+        pool,
+        max_num_batched_tokens=64,
+        max_model_len=32,
+        eos_token_ids=(EOS,),
+        max_queue_time_s=5.0,
+        clock=clock,
+        **{"max_num_seqs": 1, **options},
+    )
+    return scheduler, clock
+
+
+def test_a_sequence_that_is_not_admitted_in_time_ends_and_only_then() -> None:
+    scheduler, clock = make_impatient_scheduler()
+    running, first = add(scheduler, "running", [1, 2]), add(scheduler, "first", [3])
+    step(scheduler)
+    clock.now += 3.0
+    second = add(scheduler, "second", [4])
+    clock.now += 1.9
+    assert scheduler.expire_waiting() == []
+    clock.now += 0.2
+    assert scheduler.expire_waiting() == [first]
+    scheduler.check_invariants()
+    assert first.finish_reason is FinishReason.QUEUE_TIMEOUT
+    assert (running.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+    assert step(scheduler) == {"running": 1}
+    scheduler.abort("running")
+    assert step(scheduler) == {"second": 1}, "the next in line takes the seat"
+
+
+def test_a_preempted_sequence_waits_as_long_as_it_takes() -> None:
+    scheduler, clock = make_impatient_scheduler(8, max_num_seqs=2)
+    _, young = add_old_and_young(scheduler)
+    step(scheduler)
+    assert (young.status, young.num_preemptions) == (SequenceStatus.WAITING, 1)
+    clock.now += 1000.0
+    assert scheduler.expire_waiting() == []
+
+
+def test_a_sequence_begun_elsewhere_waits_as_long_as_it_takes() -> None:
+    scheduler, clock = make_impatient_scheduler()
+    add(scheduler, "running", [1, 2])
+    step(scheduler)
+    begun = Request("begun", (3,), SamplingParams(max_tokens=8), seed=0, generated_token_ids=(7,))
+    scheduler.add(begun)
+    new = add(scheduler, "new", [3])
+    clock.now += 1000.0
+    assert scheduler.expire_waiting() == [new]
+
+
+def test_without_a_limit_nobody_waits_too_long() -> None:
+    scheduler = make_scheduler(seats=1)
+    waiting = [add(scheduler, name, [1]) for name in "ab"]
+    step(scheduler)
+    assert scheduler.expire_waiting() == []
+    assert waiting[1].status is SequenceStatus.WAITING
 
 
 def fail(scheduler: Scheduler) -> tuple[dict[str, int], Sequence | None]:

@@ -28,17 +28,20 @@ from hypothesis.stateful import (
 from engine.block_pool import BlockPool
 from engine.drafter import Drafter
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import DRAFTING_STEP_TOKENS, ScheduledBatch, ScheduledSequence, Scheduler
+from engine.schedule import ScheduledBatch, ScheduledSequence
+from engine.scheduler import DRAFTING_STEP_TOKENS, Scheduler
 from engine.sequence import Sequence as LiveSequence
 from engine.sequence import SequenceStatus
 
 STOP, EOS = 2, 3
+QUEUE_LIMIT_S = 30.0  # steps, by this machine's clock
+ENDS = [reason for reason in FinishReason if reason is not FinishReason.TIMEOUT]  # that one is the client's
 Prefix = tuple[str, tuple[int, ...]]
 
 # Derandomized: the default run judges the change at hand, by the same steps every time, and is never red by chance;
 # test_survives_much_more_random_service looks for what they do not show.
 SETTINGS = settings(
-    max_examples=180,
+    max_examples=200,
     stateful_step_count=50,
     derandomize=True,
     database=None,
@@ -167,7 +170,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks = -(-limits["max_model_len"] // block_size) + num_spare_blocks
         self.pool = self.pool_class(num_blocks, block_size, caching)
         drafter: Drafter | None = FickleDrafter(drafter_mood, limits["max_model_len"]) if drafter_mood else None
-        self.scheduler = self.scheduler_class(self.pool, eos_token_ids=(EOS,), drafter=drafter, **limits)
+        self.now = 0.0
+        self.scheduler = self.scheduler_class(
+            self.pool,
+            eos_token_ids=(EOS,),
+            drafter=drafter,
+            max_queue_time_s=QUEUE_LIMIT_S,
+            clock=lambda: self.now,
+            **limits,
+        )
         self.shadow = ShadowCache(block_size)
         self.compares_drafts = compares_drafts
         self.is_whole = True
@@ -267,6 +278,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["steps" if self.scheduler.has_work else "idle steps"] += 1
         self.is_whole = False
         batch = self.schedule()
+        self.now += 1.0
+        for sequence in self.scheduler.expire_waiting():
+            assert sequence.num_preemptions == 0, "it had been admitted"
+            self.take_end(sequence, FinishReason.QUEUE_TIMEOUT)
         if raises:
             self.shadow.spoil(cell for item in batch.items for cell in self.cells_to_fill(item))
         else:
@@ -548,7 +563,7 @@ def test_survives_ten_thousand_steps_of_random_service() -> None:
     assert seen["steps"] >= 10_000
     of_drafts = ("accepted", "rejected", "ended in a draft", "rows of a draft lost")
     of_failures = ("tried alone", "guilty")
-    for event in ("preemptions", "prefix hits", "shared at once", *of_failures, *of_drafts, *FinishReason):
+    for event in ("preemptions", "prefix hits", "shared at once", *of_failures, *of_drafts, *ENDS):
         assert seen[event] >= 30, f"too little happened to prove anything: {seen}"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 import uvicorn
 
 from server.app import AppOptions, create_app
+from server.journal import Journal
 from server.protocol import BoundedHttpProtocol
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 from weights.chat import ChatTemplate
@@ -32,12 +34,14 @@ class Api:
         engine: FakeEngineClient,
         tokenizer: ByteTokenizer | None = None,
         template: str | None = TEMPLATE,
+        state_dir: Path | None = None,
         **options: Any,
     ) -> None:
         self.engine = engine
+        self.journal = Journal(state_dir)
         chat_template = None if template is None else ChatTemplate(template, {"eos_token": "<|endoftext|>"})
         options = {"chat_template": chat_template, **options}
-        self.app = create_app(engine, tokenizer or ByteTokenizer(), AppOptions(MODEL, **options))
+        self.app = create_app(engine, tokenizer or ByteTokenizer(), AppOptions(MODEL, **options), self.journal)
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """Send one request on an event loop of its own."""
@@ -107,7 +111,11 @@ class LiveServer(Api):
                 self._listening.set()
 
             self.server.startup = announce  # type: ignore[method-assign]
+            await self.app.state.store.start()
             await self.server.serve()
+            await self.engine.close()
+            await self.app.state.store.settle()
+            await self.journal.close()
 
         with asyncio.Runner(loop_factory=self.server.config.get_loop_factory()) as runner:
             runner.run(serve())

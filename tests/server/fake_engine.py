@@ -6,6 +6,7 @@ By default every step gives each live request the next byte of its reply. `auto=
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -102,7 +103,7 @@ class FakeEngineClient:
     """An EngineClient without a model; `submitted` and `aborted` record what came.
 
     Everything is called on the event loop but `from_outside` and `wait_for`, which are for the thread of a test. A test
-    may put another `reply` in the place of the one given.
+    may put another `reply` in the place of the one given; of it a request does not get again what it says it has.
     """
 
     def __init__(self, reply: Reply | None = None, *, auto: bool = True, info: EngineInfo = INFO) -> None:
@@ -115,6 +116,7 @@ class FakeEngineClient:
         self.aborted: list[str] = []
         self.num_outputs = 0
         self.max_requests = info.max_num_seqs + info.max_num_queued_reqs
+        self.retry_after_s = 7
         self.reply = reply or say("abc")
         self._auto = auto
         self._live: dict[str, tuple[TokenStream, Iterator[TokenOutput]]] = {}
@@ -140,12 +142,13 @@ class FakeEngineClient:
         for request in requests:
             request.check(self.info)
         if len(self._live) + len(requests) > self.max_requests:
-            raise QueueFullError("the queue is full", retry_after_s=7)
+            raise QueueFullError("the queue is full", retry_after_s=self.retry_after_s)
         self._loop = asyncio.get_running_loop()
         stream = TokenStream((request.request_id for request in requests), self._forget)
         for request in requests:
             assert request.request_id not in self._live
-            self._live[request.request_id] = stream, iter(self.reply(request))
+            rest = itertools.islice(self.reply(request), len(request.generated_token_ids), None)
+            self._live[request.request_id] = stream, rest
         self._note(lambda: self.submitted.extend(requests))
         self._schedule()
         return stream

@@ -28,7 +28,9 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) -> None:
     operation = document["paths"]["/v1/completions"]["post"]
     assert operation["requestBody"]["required"] is True
-    assert set(operation["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"}
+    errors = {"400", "401", "404", "408", "409", "413", "415", "429", "500", "503"}
+    assert set(operation["responses"]) == {"200", "202"} | errors
+    assert [parameter["name"] for parameter in operation["parameters"]] == ["Idempotency-Key"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     schema = document["components"]["schemas"]["CompletionRequest"]
     assert set(schema["properties"]) == set(CompletionRequest.model_fields)
@@ -44,6 +46,25 @@ def test_a_chats_body_and_answers_are_described(document: dict[str, Any]) -> Non
     assert set(schemas["ChatRequest"]["properties"]) == set(ChatRequest.model_fields)
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert {"ChatCompletion", "ChatCompletionChunk", "Message", "TextPart"} <= set(schemas)
+
+
+def test_kept_completions_are_described(document: dict[str, Any]) -> None:
+    paths = document["paths"]
+    retrieve, cancel = paths["/v1/completions/{id}"]["get"], paths["/v1/completions/{id}/cancel"]["post"]
+    events = paths["/v1/completions/{id}/events"]["get"]
+    assert set(retrieve["responses"]) == set(cancel["responses"]) == {"200", "401", "404", "500"}
+    assert set(events["responses"]) == {"200", "400", "401", "404", "500"}
+    assert set(events["responses"]["200"]["content"]) == {"text/event-stream"}
+    assert [parameter["name"] for parameter in events["parameters"]] == ["id", "starting_after", "Last-Event-ID"]
+    schemas = document["components"]["schemas"]
+    assert {"BackgroundCompletion", "KeptCompletion", "KeptChatCompletion"} <= set(schemas)
+    assert schemas["KeptCompletion"]["properties"]["status"]["enum"] == [
+        "queued",
+        "in_progress",
+        "completed",
+        "failed",
+        "cancelled",
+    ]
 
 
 def test_prompt_logprobs_are_described_where_they_come(document: dict[str, Any]) -> None:
@@ -62,6 +83,9 @@ def test_no_status_is_declared_that_never_comes(document: dict[str, Any]) -> Non
 def test_every_route_is_described(document: dict[str, Any]) -> None:
     assert set(document["paths"]) == {
         "/v1/completions",
+        "/v1/completions/{id}",
+        "/v1/completions/{id}/events",
+        "/v1/completions/{id}/cancel",
         "/v1/chat/completions",
         "/v1/models",
         "/v1/models/{model}",

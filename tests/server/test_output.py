@@ -274,3 +274,9 @@ def test_no_character_goes_across_channels() -> None:
 )
 def test_tokens_that_are_not_whole_utf8_are_named_by_their_bytes(data: bytes, name: str) -> None:
     assert token_name(data) == name
+
+
+def test_out_of_time_a_choice_ends_with_all_that_was_held_back() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("END")])
+    assert choice.add(output(*b"aEN", 0xE2)) == Delta("a")
+    assert choice.add(output(finish_reason=FinishReason.TIMEOUT)) == Delta("EN�", None, "timeout")

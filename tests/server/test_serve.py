@@ -252,6 +252,23 @@ def test_what_does_not_fit_into_the_queue_gets_status_429_until_it_does(launch: 
     assert process.wait()[0] == 0
 
 
+def test_what_is_not_started_in_time_gets_status_503(launch: Any) -> None:
+    process = launch("--max-num-seqs", "1", "--max-queue-time", "0.05")
+    with process.wait_until_ready() as client:
+        with stream(client, max_tokens=1000):
+            waited = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+        while metric(client, "gptserve_num_requests_running"):
+            pass
+        fits = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+    process.popen.terminate()
+
+    assert (waited.status_code, waited.json()["error"]["code"]) == (503, "queue_timeout")
+    assert waited.json()["error"]["message"] == "choice 0: the request was not admitted within 0.05 s"
+    assert int(waited.headers["retry-after"]) >= 1
+    assert fits.status_code == 200
+    assert process.wait()[0] == 0
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with the openssl command")
 def test_tls_is_served_and_the_probe_of_the_container_follows(launch: Any, tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")

@@ -135,3 +135,16 @@ def test_leaving_the_connection_ends_its_watch() -> None:
         assert not connection.is_gone
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("head", "shape"), [(HEAD, TEXT_SHAPE), (CHAT_HEAD, CHAT_SHAPE)])
+def test_events_that_a_client_has_had_are_counted_and_left_out(head: dict[str, Any], shape: Any) -> None:
+    def render(after: int) -> list[str]:
+        encoder = EventEncoder(head, shape, include_usage=True, after=after)
+        text = "".join(encoder.chunk(i % 2, Delta(str(i))) for i in range(4)) + encoder.usage_chunk(USAGE)
+        return text.split("\n\n")[:-1]
+
+    everything = render(0)
+    assert len(everything) == (5 if shape is TEXT_SHAPE else 7)
+    for after in range(len(everything) + 2):
+        assert render(after) == everything[after:]

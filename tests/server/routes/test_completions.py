@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import socket
@@ -14,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-import server.routes.completions
+import server.completion
+from engine.request import FinishReason, TokenOutput
 from server.output import Delta, join_deltas
 from server.schemas import Completion, CompletionRequest
 from tests.server.conftest import MODEL, Api, LiveServer
@@ -59,7 +61,7 @@ def post(server: LiveServer, **body: Any) -> httpx.Response:
     return httpx.post(server.url + "/v1/completions", json={"prompt": "x", **body}, timeout=20)
 
 
-def send_raw(server: LiveServer, **body: Any) -> socket.socket:
+def send_raw(server: LiveServer, headers: str = "", **body: Any) -> socket.socket:
     """Send a request and return the socket, its answer unread."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -67,7 +69,7 @@ def send_raw(server: LiveServer, **body: Any) -> socket.socket:
     client.connect(("127.0.0.1", server.port))
     content = json.dumps({"prompt": "x", **body}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    client.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
+    client.sendall((head + headers).encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
     return client
 
 
@@ -220,7 +222,7 @@ def test_scores_of_a_prompt_are_rendered_beside_the_event_loop(
         threads.append(threading.current_thread() is not threading.main_thread())
         return join_deltas(deltas)
 
-    monkeypatch.setattr(server.routes.completions, "join_deltas", spy)
+    monkeypatch.setattr(server.completion, "join_deltas", spy)
     assert api.complete(prompt="hi", **fields).status_code == 200
     assert threads == [in_thread]
 
@@ -454,3 +456,64 @@ def test_an_engine_that_dies_is_a_503_while_nothing_was_sent(serve: Callable[...
         answer = client.recv(65536)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 5" in answer
+
+
+SILENCE_AFTER = 2
+
+
+def fall_silent(request: Any) -> Iterator[TokenOutput]:
+    """A reply of two tokens, after which nothing comes."""
+    return itertools.islice(say("abc")(request), SILENCE_AFTER)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_has_not_ended_in_time_ends_with_the_text_so_far(
+    serve: Callable[..., LiveServer], background: bool
+) -> None:
+    engine = FakeEngineClient(fall_silent)
+    server = serve(engine)
+    headers = {"idempotency-key": "kept"} if background else {}
+    body = {"prompt": "x", "n": 2, "timeout_ms": 50}
+    response = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=20)
+    answer = response.json()
+    assert response.status_code == 200
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["timeout", "timeout"]
+    assert all("ab".startswith(choice["text"]) for choice in answer["choices"])
+    assert sum(len(choice["text"]) for choice in answer["choices"]) == answer["usage"]["completion_tokens"]
+    assert sorted(engine.aborted) == [f"{answer['id']}-0", f"{answer['id']}-1"]
+    assert engine.live_ids == []
+    ended = 'gptserve_request_success_total{finished_reason="timeout",model_name="test-model"} 2.0'
+    assert ended in httpx.get(server.url + "/metrics").text
+
+
+def test_a_stream_out_of_time_has_a_last_chunk_that_says_so(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(fall_silent))
+    with stream(server, timeout_ms=50, stream_options={"include_usage": True}) as events:
+        *chunks, usage, end = events.rest()
+    last = json.loads(chunks[-1])["choices"][0]
+    assert (last["text"], last["finish_reason"]) == ("", "timeout")
+    assert json.loads(usage)["usage"]["completion_tokens"] == len(chunks) - 1
+    assert end == "[DONE]"
+
+
+def test_what_ends_in_time_does_not_know_of_a_limit(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient())
+    answer = post(server, timeout_ms=2**31 - 1, max_tokens=3).json()
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("abc", "length")
+
+
+def test_a_request_that_is_not_admitted_in_time_is_a_503_or_an_error_event(make_api: Callable[..., Api]) -> None:
+    def refuse(request: Any) -> Iterator[TokenOutput]:
+        reason = "the request was not admitted within 5.0 s"
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.QUEUE_TIMEOUT, error=reason)
+
+    api = make_api(FakeEngineClient(refuse))
+    whole, streamed = api.complete(prompt="x"), api.complete(prompt="x", stream=True)
+    expected = {
+        "message": "choice 0: the request was not admitted within 5.0 s",
+        "type": "server_error",
+        "param": None,
+        "code": "queue_timeout",
+    }
+    assert (whole.status_code, whole.headers["retry-after"], whole.json()["error"]) == (503, "5", expected)
+    assert json.loads(streamed.text.removeprefix("data: ")) == {"error": expected}

@@ -169,6 +169,8 @@ WRONG_TYPES = [
     ({"logit_bias": {"5": "x"}}, "logit_bias", f"logit_bias.5: {NO_NUMBER} 'x'"),
     ({"suffix": "x"}, "suffix", "suffix: input should be null, got 'x'"),
     ({"stream_options": 1}, "stream_options", "stream_options: input should be an object, got 1"),
+    ({"timeout_ms": 1.5}, "timeout_ms", f"timeout_ms: {NO_INTEGER} 1.5"),
+    ({"background": 1}, "background", "background: input should be a valid boolean, got 1"),
     ({"user": 5}, "user", "user: input should be a valid string, got 5"),
 ]  # fmt: skip
 
@@ -229,6 +231,12 @@ INVALID_VALUES = [
     ({"seed": 2**63}, "seed", f"seed must be in [0, 2**63), got {2**63}"),
     ({"priority": 2**31}, "priority", f"priority must be in [{-(2**31)}, {2**31 - 1}], got {2**31}"),
     ({"n": 0}, "n", "n: input should be greater than or equal to 1, got 0"),
+    ({"timeout_ms": 0}, "timeout_ms", "timeout_ms: input should be greater than or equal to 1, got 0"),
+    (
+        {"timeout_ms": 2**31},
+        "timeout_ms",
+        f"timeout_ms: input should be less than or equal to {2**31 - 1}, got {2**31}",
+    ),
     ({"n": -1}, "n", "n: input should be greater than or equal to 1, got -1"),
     ({"n": 129}, "n", "n times the number of prompts may be at most 128, got 129 times 1"),
     ({"n": 43, "prompt": ["a", "b", "c"]}, "n", "n times the number of prompts may be at most 128, got 43 times 3"),

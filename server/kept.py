@@ -1,0 +1,159 @@
+"""What is kept of a completion: what was asked, what is in memory while it is under way, and the way of a reader.
+
+`store.py` mutates it; `answer.py` reads. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from engine.client import TokenStream
+from engine.request import TokenOutput
+from server.completion import CompletionPlan, CompletionRun
+from server.errors import ApiError
+from server.journal import CompletionRecord, Journal, Outputs
+from server.schemas import KeptStatus
+
+READ_LIMIT = 64  # batches that a reader takes at once: a millisecond of rendering
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """What is in memory of a completion that is under way. `ending` is what cuts it off, once something does."""
+
+    plan: CompletionPlan
+    run: CompletionRun
+    deadline: float | None
+    batches: list[Outputs] = field(default_factory=list)
+    readers: set[Reader] = field(default_factory=set)
+    stream: TokenStream | None = None
+    ending: ApiError | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A kept completion. While it is under way `live` is set; then num_batches says how much of it is in the journal.
+
+    Of a completion that another model made nothing can be read: its tokens may stand for other texts.
+    """
+
+    completion_id: str
+    key: str | None
+    digest: str
+    status: KeptStatus = "queued"
+    live: Live | None = None
+    error: ApiError | None = None
+    finished_at: float = 0.0
+    num_batches: int = 0
+    is_foreign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client wants kept: the body it sent, as JSON, and the key under which it would find it again.
+
+    digest is of all that the key stands for; started_at is by time.perf_counter.
+    """
+
+    body: str
+    digest: str
+    key: str | None
+    started_at: float
+
+    @classmethod
+    def of(cls, path: str, fields: dict[str, object], key: str | None, started_at: float) -> Ask:
+        """Return what a body with these fields asks for; takes as long as it is large."""
+        body = json.dumps(fields, sort_keys=True, separators=(",", ":"))  # one spelling, however it was sent
+        return cls(body, hashlib.sha256(f"{path}\n{body}".encode()).hexdigest(), key, started_at)
+
+    def check_same(self, digest: str) -> None:
+        """Raise ApiError unless this asks for what the key stands for already."""
+        if self.digest != digest:
+            message = f"Idempotency-Key {self.key!r} was used with another request"
+            raise ApiError(409, message, code="idempotency_key_reused", param="Idempotency-Key")
+
+    def record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
+        """Return what is journaled of its completion."""
+        identity = plan.identity
+        return CompletionRecord(
+            completion_id=identity.completion_id,
+            kind=plan.shape.object,
+            created=identity.created,
+            model=identity.model,
+            fingerprint=identity.fingerprint,
+            batch_invariant=identity.batch_invariant,
+            seed=identity.seed,
+            body=self.body,
+            prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),
+            max_tokens=plan.requests[0].params.max_tokens,
+            deadline=deadline,
+            key=self.key,
+            digest=self.digest,
+        )
+
+
+class Reader:
+    """One client's way through the outputs of a completion, from the first, at its own pace.
+
+    Each iteration gives what comes next, at most READ_LIMIT batches; ends with the completion, or raises the ApiError
+    that ended it.
+    """
+
+    def __init__(self, entry: Entry, journal: Journal) -> None:
+        self._entry = entry
+        self._journal = journal
+        self._position = 0
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        if entry.live is not None:
+            entry.live.readers.add(self)
+
+    def __aiter__(self) -> Reader:
+        return self
+
+    async def __anext__(self) -> tuple[TokenOutput, ...]:
+        while (live := self._entry.live) is not None and not self._is_closed:
+            if self._position < len(live.batches):
+                return self._take(live.batches[self._position : self._position + READ_LIMIT])
+            self._changed.clear()
+            await self._changed.wait()
+        if self._is_closed:
+            raise StopAsyncIteration
+        if self._position < self._entry.num_batches:
+            read = await self._journal.batches(self._entry.completion_id, self._position, READ_LIMIT)
+            if not read:
+                raise not_found(self._entry.completion_id)
+            return self._take(read)
+        if self._entry.error is not None:
+            raise self._entry.error
+        raise StopAsyncIteration
+
+    def wake(self) -> None:
+        """Look again: there is more, or the end."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """End the iteration, whatever is to come."""
+        self._is_closed = True
+        if self._entry.live is not None:
+            self._entry.live.readers.discard(self)
+        self.wake()
+
+    def _take(self, batches: list[Outputs]) -> tuple[TokenOutput, ...]:
+        self._position += len(batches)
+        return tuple(output for outputs in batches for output in outputs)
+
+
+def not_found(completion_id: str) -> ApiError:
+    """Return the error for an id that is of no kept completion."""
+    message = f"completion {completion_id!r} does not exist: it was never kept, or its time is over"
+    return ApiError(404, message, code="completion_not_found", param="id")
+
+
+def model_changed() -> ApiError:
+    """Return the error of a completion that another model has begun."""
+    return ApiError(500, "the server now has another model or computes otherwise", code="model_changed")

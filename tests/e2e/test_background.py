@@ -1,0 +1,296 @@
+"""Completions that outlive their server: killed, told to stop, out of disk, started anew with the same folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from server.journal import FILE_NAME
+from tests.server.serving import LIMIT_S, ROOT, Process
+
+FLAGS = ("--chat-template", "plain", "--max-num-seqs", "4", "--max-num-queued-reqs", "12", "--num-blocks", "512")
+SMALL_QUEUE = ("--max-num-queued-reqs", "1")  # less than what a kill leaves under way
+NUM_TOKENS = 150
+CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
+SHAPES: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time"},
+    {"prompt": "There was a fox", "temperature": 0},
+    {"prompt": "A badger", "logprobs": 3, "echo": True},
+    {"prompt": "One day", "n": 2},
+    {"prompt": ["In spring", "In winter"], "stop": ["zebra", "\n\nThe end of it"]},
+    CHAT | {"logprobs": True, "top_logprobs": 2},
+]
+BODIES = [
+    {**shape, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": seed, "background": True}
+    for seed, shape in enumerate(SHAPES * 2)
+]
+Launch = Callable[..., Process]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    launched: list[Process] = []
+
+    def start(*flags: str) -> Process:
+        launched.append(Process(*FLAGS, *flags))
+        return launched[-1]
+
+    yield start
+    for process in launched:
+        process.kill()
+
+
+def begin(client: httpx.Client, body: dict[str, Any]) -> str:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = client.post(path, json=body)
+    assert response.status_code == 202, response.text
+    return str(response.json()["id"])
+
+
+def events_of(client: httpx.Client, completion_id: str) -> list[str]:
+    """Return all events of a completion once it has ended."""
+    text = client.get(f"/v1/completions/{completion_id}/events").text
+    return text.removesuffix("\n\n").split("\n\n")
+
+
+def choices_of(events: list[str]) -> list[list[dict[str, Any]]]:
+    """Return what each choice got, event by event: what cannot depend on when or beside whom it was computed."""
+    chunks = [json.loads(event.partition("data: ")[2]) for event in events[:-1]]
+    parts = [chunk["choices"][0] for chunk in chunks]
+    return [[part for part in parts if part["index"] == i] for i in range(1 + max(part["index"] for part in parts))]
+
+
+class Follower(threading.Thread):
+    """A client that collects the events of a completion, from the one after the last it has, until it is cut off."""
+
+    def __init__(self, url: httpx.URL, completion_id: str, events: list[str]) -> None:
+        super().__init__(daemon=True)
+        self._url = f"{str(url).rstrip('/')}/v1/completions/{completion_id}/events"
+        self._events = events
+        self.start()
+
+    def run(self) -> None:
+        headers = {"last-event-id": str(len(self._events))}
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("GET", self._url, headers=headers, timeout=LIMIT_S) as response,
+        ):
+            buffer = ""
+            for text in response.iter_text():
+                *whole, buffer = (buffer + text).split("\n\n")
+                self._events.extend(whole)
+
+
+def is_over(events: list[str]) -> bool:
+    return bool(events) and events[-1] == "data: [DONE]"
+
+
+def test_killed_again_and_again_every_completion_is_the_undisturbed_one(launch: Launch, tmp_path: Path) -> None:
+    process = launch()
+    with process.wait_until_ready() as client:
+        undisturbed = []
+        for body in BODIES:
+            completion_id = begin(client, body)
+            undisturbed.append(choices_of(events_of(client, completion_id)))
+    process.kill()
+    assert undisturbed[0] != undisturbed[len(SHAPES)], "negative control: another seed is another text"
+    num_expected = sum(len(choice) for choices in undisturbed for choice in choices)
+
+    generator, num_kills, ids = random.Random(7), 0, []
+    collected: list[list[str]] = [[] for _ in BODIES]
+    while not all(map(is_over, collected)):
+        process = launch("--state-dir", str(tmp_path), *(SMALL_QUEUE if ids else ()))
+        with process.wait_until_ready() as client:
+            ids = ids or [begin(client, body) for body in BODIES]
+            open_ = [(i, events) for i, events in zip(ids, collected, strict=True) if not is_over(events)]
+            followers = [Follower(client.base_url, i, events) for i, events in open_]
+            goal = sum(map(len, collected)) + generator.randint(num_expected // 8, num_expected // 5)
+            while sum(map(len, collected)) < goal and any(follower.is_alive() for follower in followers):
+                followers[0].join(0.01)
+            if not all(map(is_over, collected)):
+                os.killpg(process.popen.pid, signal.SIGKILL)
+                num_kills += 1
+            for follower in followers:
+                follower.join(LIMIT_S)
+        process.kill()
+    assert num_kills >= 3
+
+    process = launch("--state-dir", str(tmp_path))
+    with process.wait_until_ready() as client:
+        for completion_id, events, expected in zip(ids, collected, undisturbed, strict=True):
+            assert events == events_of(client, completion_id), "nothing twice, nothing missing, and nothing else"
+            assert [event.partition("\n")[0] for event in events[:-1]] == [
+                f"id: {i + 1}" for i in range(len(events) - 1)
+            ]
+            assert choices_of(events) == expected
+            whole = client.get(f"/v1/completions/{completion_id}").json()
+            assert whole["status"] == "completed"
+            for choice, parts in zip(whole["choices"], expected, strict=True):
+                text = "".join(part["text"] if "text" in part else part["delta"].get("content", "") for part in parts)
+                assert (choice["text"] if "text" in choice else choice["message"]["content"]) == text
+    process.popen.terminate()
+    assert process.wait()[0] == 0
+
+
+def test_a_killed_engine_costs_a_kept_completion_nothing(launch: Launch, tmp_path: Path) -> None:
+    process = launch("--state-dir", str(tmp_path))
+    body = BODIES[0] | {"max_tokens": 500}
+    events: list[str] = []
+    with process.wait_until_ready() as client:
+        completion_id = begin(client, body)
+        follower = Follower(client.base_url, completion_id, events)
+        while not events:
+            follower.join(0.01)
+        process.engine().kill()
+        follower.join(LIMIT_S)
+        assert is_over(events)
+        assert events == events_of(client, completion_id)
+        assert choices_of(events) == choices_of(events_of(client, begin(client, body)))
+        restarts = [line for line in client.get("/metrics").text.splitlines() if "engine_restarts_total{" in line]
+        assert sum(float(line.split()[-1]) for line in restarts) == 1, "negative control: the engine did die"
+
+
+def test_told_to_stop_it_leaves_background_work_to_the_next_start(launch: Launch, tmp_path: Path) -> None:
+    process = launch("--state-dir", str(tmp_path))
+    events: list[str] = []
+    with process.wait_until_ready() as client:
+        completion_id = begin(client, BODIES[0] | {"max_tokens": 1000})
+        follower = Follower(client.base_url, completion_id, events)
+        while not events:
+            follower.join(0.01)
+        process.popen.terminate()
+        follower.join(LIMIT_S)
+    status, log = process.wait()
+    assert status == 0
+    assert "cut off" not in log
+    end = json.loads(events.pop().removeprefix("data: "))["error"]
+    assert (end["code"], "goes on once it has been started again" in end["message"]) == ("draining", True)
+    assert len(events) < 1000
+
+    process = launch("--state-dir", str(tmp_path))
+    with process.wait_until_ready() as client:
+        Follower(client.base_url, completion_id, events).join(LIMIT_S)
+        assert events == events_of(client, completion_id)
+    assert "taking up 1 completions that were under way" in "".join(process.lines)
+
+
+def test_without_a_folder_background_work_is_waited_for(launch: Launch) -> None:
+    process = launch()
+    events: list[str] = []
+    with process.wait_until_ready() as client:
+        completion_id = begin(client, BODIES[0])
+        follower = Follower(client.base_url, completion_id, events)
+        while not events:
+            follower.join(0.01)
+        process.popen.terminate()
+        follower.join(LIMIT_S)
+    assert is_over(events)
+    assert len(choices_of(events)[0]) == len(events) - 1 > 100
+    assert process.wait()[0] == 0
+
+
+def test_a_changed_model_takes_nothing_up(launch: Launch, tmp_path: Path) -> None:
+    process = launch("--state-dir", str(tmp_path))
+    with process.wait_until_ready() as client:
+        whole = begin(client, BODIES[0] | {"max_tokens": 3})
+        events_of(client, whole)
+        cut = begin(client, BODIES[0] | {"max_tokens": 1000})
+        process.kill()
+    process = launch("--state-dir", str(tmp_path), "--dtype", "float32")
+    with process.wait_until_ready() as client:
+        for completion_id in (whole, cut):
+            found = client.get(f"/v1/completions/{completion_id}").json()
+            assert (found["status"], found["error"]["code"], found["choices"]) == ("failed", "model_changed", [])
+    process.kill()
+    process = launch("--state-dir", str(tmp_path))
+    with process.wait_until_ready() as client:
+        assert client.get(f"/v1/completions/{whole}").json()["status"] == "completed", "it can be read by its own model"
+
+
+def test_a_full_disk_fails_what_is_kept_and_serves_the_rest(launch: Launch, tmp_path: Path) -> None:
+    process = launch("--state-dir", str(tmp_path))
+    with process.wait_until_ready() as client:
+        whole = begin(client, BODIES[0] | {"max_tokens": 3})
+        kept = events_of(client, whole)
+        server = psutil.Process(process.popen.pid)
+        _, hard = server.rlimit(psutil.RLIMIT_FSIZE)
+        server.rlimit(psutil.RLIMIT_FSIZE, (2**16, hard))
+        statuses = []
+        while 500 not in statuses:
+            body = BODIES[2] | {"background": False, "prompt": "x" * 1000, "max_tokens": 8}
+            answer = client.post("/v1/completions", json=body, headers={"idempotency-key": str(len(statuses))})
+            statuses.append(answer.status_code)
+        direct = client.post("/v1/completions", json=BODIES[0] | {"background": False, "max_tokens": 3})
+        assert (answer.json()["error"]["code"], direct.status_code) == ("journal_failed", 200)
+        assert events_of(client, whole) == kept
+
+        server.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+        assert client.get(f"/v1/completions/{begin(client, BODIES[0] | {'max_tokens': 3})}").status_code == 200
+    process.popen.terminate()
+    assert process.wait()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda folder: (folder / FILE_NAME).write_bytes(b"not a database " * 1000), "file is not a database"),
+        (lambda folder: (folder / FILE_NAME).mkdir(), "Is a directory"),
+    ],
+)
+def test_a_folder_that_is_no_use_ends_the_start(
+    launch: Launch, tmp_path: Path, make: Callable[[Path], object], expected: str
+) -> None:
+    make(tmp_path)
+    status, log = launch("--state-dir", str(tmp_path)).wait()
+    assert status == 1
+    last = log.splitlines()[-1]
+    assert last == f"gptserve: state-dir: the journal {tmp_path / FILE_NAME} cannot be used: {expected}"
+
+
+def test_two_servers_in_one_folder_are_one_too_many(launch: Launch, tmp_path: Path) -> None:
+    first = launch("--state-dir", str(tmp_path))
+    with first.wait_until_ready() as client:
+        status, log = launch("--state-dir", str(tmp_path)).wait()
+        assert client.get("/health").status_code == 200
+    assert status == 1
+    assert log.splitlines()[-1].endswith("cannot be used: another server is using it")
+
+
+def test_the_examples_of_the_documentation_work(launch: Launch, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    text = (ROOT / "docs" / "background.md").read_text(encoding="utf-8")
+    begin_it, follow_it, with_key = re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
+    [shown] = re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)
+    process = launch("--state-dir", str(tmp_path))
+    with process.wait_until_ready() as client:
+        url = str(client.base_url).rstrip("/")
+
+        def output_of(script: str) -> str:
+            script = script.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS --fail ")
+            done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, timeout=LIMIT_S)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        begun = json.loads(output_of(begin_it))
+        assert begun.keys() == json.loads(shown).keys()
+        completion_id = begun["id"]
+        events = "\n\n".join(events_of(client, completion_id)) + "\n\n"
+        result = client.get(f"/v1/completions/{completion_id}").text
+        after = events[events.index("id: 6\n") :]
+        assert output_of(re.sub("id=.*", f"id={completion_id}", follow_it)) == result + events + after + after + result
+        assert output_of(with_key) == output_of(with_key)
