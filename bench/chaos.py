@@ -316,9 +316,10 @@ class Clients:
         raise BrokenOffError("the stream ended before [DONE]")
 
     def _compare_events(self, kind: str, events: list[Event], case: Case) -> None:
-        numbers = [number for number, value in events if value != "[DONE]"]
+        *events, (_, end) = events
+        numbers = [number for number, _ in events]
         self._tally.repeated += len(numbers) - len(set(numbers))
-        self._tally.compare(kind, events, [*case.events, (case.events[-1][0], "[DONE]")])
+        self._tally.compare(kind, (events, end), (case.events, "[DONE]"))
 
 
 class BrokenOffError(httpx.TransportError):
