@@ -22,14 +22,17 @@ MAX_RESTARTS = 5
 STALL_LIMIT_S = 120.0  # a step of 512 tokens takes a 7B model a minute on two cores
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
 _MAX_DEATHS_BY_CHANCE = 1  # while one request is tried alone
-_PROVEN_S = 60.0  # an engine that lived longer works, even if there was nothing to do
+_PROVEN_S = 60.0  # an engine that lived longer with nothing to do works
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request on its way, and what is needed to submit it again. Deaths are counted since its last token."""
+    """A request on its way, and what is needed to submit it again.
+
+    Deaths are those since its last token that may have been its fault.
+    """
 
     request: Request
     stream: TokenStream
@@ -42,7 +45,7 @@ class Supervisor:
     """An EngineClient whose engine may die: killed, crashed, failed, or silent for stall_limit_s although it has work.
 
     - Death costs a client time and nothing else. While no engine is ready, what is submitted waits for the next one.
-    - A request that was in two engines in a row that died, without a token in between, is tried alone (Scheduler does
+    - A request that had a seat in two engines that died, without a token in between, is tried alone (Scheduler does
       that); if two more die meanwhile, it fails alone with FinishReason.ERROR. One more might be chance: whoever kills
       engines from outside now and then must not be taken for a request.
     - It gives up after max_restarts engines in a row that made no token: then streams end with the cause, as they do
@@ -151,7 +154,7 @@ class Supervisor:
                 death = await self._until_dead()
                 self._is_ready = False
                 self._earlier_stats = self._client.stats.after(self._earlier_stats)
-                if clock() - ready_at > _PROVEN_S:
+                if not self._live and clock() - ready_at > _PROVEN_S:
                     self._num_restarts_in_a_row = 0
                 self._judge(death)
                 try:
@@ -182,17 +185,17 @@ class Supervisor:
             death.cancel()
 
     def _judge(self, death: EngineDiedError) -> None:
-        """Count the death against all that were in the engine; fail the one tried alone, the second time."""
-        suspects = [live for live in self._live.values() if live.num_deaths >= SUSPICIOUS_FAILURES]
-        if suspects:
-            tried = min(suspects, key=lambda live: live.request.priority)  # the first to arrive among equals
+        """Count the death against all that may have been in a step; fail the one tried alone, the second time."""
+        in_order = sorted(self._live.values(), key=lambda live: live.request.priority)  # then by arrival
+        tried = next((live for live in in_order if live.num_deaths >= SUSPICIOUS_FAILURES), None)
+        if tried is not None:
             tried.num_deaths_alone += 1
             if tried.num_deaths_alone > _MAX_DEATHS_BY_CHANCE:
                 request_id = tried.request.request_id
                 logger.error("request %s fails: the engine died whenever it had that request", request_id)
                 message = f"the engine died whenever it had this request; the last time: {death}"
                 self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
-        for live in self._live.values():
+        for live in in_order[: self.info.max_num_seqs]:  # nobody is overtaken: those behind waited for a seat
             live.num_deaths += 1
 
     async def _replace(self, death: EngineDiedError) -> None:

@@ -244,6 +244,20 @@ def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: 
     run(test())
 
 
+def test_engines_that_hang_again_and_again_are_given_up_however_long_each_was_waited_for(
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._PROVEN_S", 0.2)
+        async with started(make_supervisor(max_restarts=1, stall_limit_s=0.5)) as client:
+            stream = client.submit([make_request("a", first=fake.HANG)])
+            with pytest.raises(EngineDiedError, match="1 restarts in a row were of no use"):
+                await collect(stream)
+            assert dict(client.restarts) == {"stalled": 1}
+
+    run(test())
+
+
 @pytest.mark.parametrize("moment", ["loads", "waits before it loads"])
 def test_close_ends_a_restart_under_way(make_supervisor: MakeSupervisor, moment: str) -> None:
     async def test() -> None:
@@ -293,9 +307,12 @@ def supervise_real(
     tmp_path: Path,
     deaths: Deaths,
     stall_limit_s: float = LIMIT_S,
+    max_num_seqs: int = 64,
     **options: Any,
 ) -> Supervisor:
-    config = EngineConfig(folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, num_threads=1)
+    config = EngineConfig(
+        folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, max_num_seqs=max_num_seqs, num_threads=1
+    )
     factory = functools.partial(mortal.load, config, str(tmp_path / "tally"), deaths, **options)
     return Supervisor(functools.partial(ProcessClient, factory), stall_limit_s=stall_limit_s)
 
@@ -344,5 +361,23 @@ def test_31_live_streams_finish_beside_a_poison(
             assert ended.pop("poison")[-1].finish_reason is FinishReason.ERROR
             assert {request_id: result(found) for request_id, found in ended.items()} == undisturbed
             assert sum(client.restarts.values()) == (4 if way == "kill" else 0), "a step that fails costs no restart"
+
+    run(test())
+
+
+def test_what_only_waited_while_engines_died_is_no_suspect_and_goes_on_waiting(
+    storyteller: Path, tmp_path: Path, undisturbed: dict[str, Result]
+) -> None:
+    async def test() -> None:
+        deaths: Deaths = {1: ("kill", 15), 2: ("kill", 15)}  # 40 tokens each take the third engine, too
+        async with started(supervise_real(storyteller, tmp_path, deaths, max_num_seqs=2)) as client:
+            requests = real_requests()[:3]
+            outputs = await all_outputs(client.submit(requests))
+            assert {r.request_id: result([o for o in outputs if o.request_id == r.request_id]) for r in requests} == {
+                r.request_id: undisturbed[r.request_id] for r in requests
+            }
+            begun = [output.request_id for output in outputs].index("2")
+            assert any(output.finish_reason for output in outputs[:begun]), "it took a seat that was taken"
+            assert dict(client.restarts) == {"killed": 2}
 
     run(test())
