@@ -128,6 +128,14 @@ def test_taken_up_again_elsewhere_equals_undisturbed(
     assert compute(tiny_gpt2, begun) == rest
 
 
+def test_the_logprobs_of_a_prompt_come_once_whoever_takes_the_request_up_again(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2)
+    request = make_request("p", [5, 6, 7], max_tokens=4, prompt_logprobs=1)
+    outputs = run(engine, [request])["p"]
+    begun = replace(request, generated_token_ids=tuple(token_ids(outputs)[:2]))
+    assert run(engine, [begun])["p"] == [replace(output, num_cached_tokens=0) for output in outputs[2:]]
+
+
 def test_cached_equals_uncached(tiny_gpt2: Path) -> None:
     """Decoding over the KV cache gives what computing every prefix anew gives."""
     request = make_request("cached", [5, 6, 7], max_tokens=20, temperature=0.9, logprobs=3, seed=4)
