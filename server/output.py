@@ -204,7 +204,7 @@ class ChoiceOutput:
     def add(self, output: TokenOutput) -> Delta:
         """Take the next output of this choice, which has not finished."""
         assert self.finish_reason is None
-        if not self._generates:
+        if not self._generates and output.finish_reason is not FinishReason.TIMEOUT:
             output = replace(output, token_ids=(), finish_reason=FinishReason.LENGTH, stop_token_id=None)
         logprobs: list[TokenScore] | None = None if self._logprobs is None else []
         text = self._echo_prompt(output, logprobs) if self._echo else ""

@@ -241,6 +241,12 @@ def test_an_echo_alone_leaves_out_what_was_generated() -> None:
     assert delta.logprobs == [TokenScore(b"a", 0, None, ()), TokenScore(b"\xc3", 1, -2.0, ())]
 
 
+def test_an_echo_alone_whose_time_is_up_says_so() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=0, echo=(97,), generates=False)
+    delta = choice.add(output(finish_reason=FinishReason.TIMEOUT))
+    assert (delta.text, delta.finish_reason) == ("a", "timeout"), "its prompt has no scores, as nothing was computed"
+
+
 def in_channels(token_id: int, _data: bytes) -> Channel | None:
     """Put capitals into the reasoning, digits nowhere and the rest into the text."""
     char = chr(token_id)
