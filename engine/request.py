@@ -81,7 +81,7 @@ class Request:
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
     only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
     that is gone: the outputs begin after it, and are those that would have followed it there. num_failures is how many
-    engines in a row died while they had this request, since its last token.
+    engines in a row died in which this request may have had a seat, since its last token.
     """
 
     request_id: str

@@ -148,15 +148,13 @@ class Scheduler:
     def expire_waiting(self) -> list[Sequence]:
         """End the sequences that have waited for max_queue_time_s and return them; to be called after `schedule`.
 
-        One that has begun, here or in an engine that is gone, has been admitted once and never ends so.
+        One that has begun has been admitted once and never ends so.
         """
         if self._max_queue_time_s is None:
             return []
         latest = self._clock() - self._max_queue_time_s
         expired = [
-            sequence
-            for sequence in self._waiting
-            if sequence.queued_at <= latest and sequence.num_preemptions == 0 and sequence.num_generated == 0
+            sequence for sequence in self._waiting if sequence.queued_at <= latest and not self._has_begun(sequence)
         ]
         for sequence in expired:
             self._end(sequence, FinishReason.QUEUE_TIMEOUT)
@@ -375,6 +373,10 @@ class Scheduler:
         if is_eos or token_id in params.stop_token_ids:
             return FinishReason.STOP
         return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
+
+    def _has_begun(self, sequence: Sequence) -> bool:
+        """Whether a sequence that waits had a seat before: here, or maybe in an engine that is gone."""
+        return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.num_failures > 0
 
     def _num_tokens_left(self, sequence: Sequence) -> int:
         """How many tokens a sequence may still be given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -619,6 +620,7 @@ def test_a_sequence_begun_elsewhere_waits_as_long_as_it_takes() -> None:
     step(scheduler)
     begun = Request("begun", (3,), SamplingParams(max_tokens=8), seed=0, generated_token_ids=(7,))
     scheduler.add(begun)
+    scheduler.add(replace(begun, request_id="in its prompt", generated_token_ids=(), num_failures=1))
     new = add(scheduler, "new", [3])
     clock.now += 1000.0
     assert scheduler.expire_waiting() == [new]
