@@ -17,6 +17,9 @@ MIN_NGRAM = 2
 MAX_NGRAM = 8
 """Longer ones single out no better place, and each length costs an index entry a token."""
 
+INDEXED_AT_ONCE = 4096
+"""Tokens; some milliseconds, for which everybody's step waits."""
+
 
 class Drafter(Protocol):
     """Guesses what follows the known tokens of a sequence."""
@@ -43,7 +46,8 @@ class PromptLookup:
     stand earlier among them; the latest such place counts. A draft that reaches the end of the known tokens goes on
     with itself, as a copy in LZ77 does, so that a loop is guessed as a loop.
 
-    A draft costs O(longest) for each token that is new since the last one, whatever the context. The index takes some
+    A draft costs O(longest) for each token that is new since the last one, of which it enters INDEXED_AT_ONCE at most:
+    there are no guesses until a longer prompt is known by so many a step. The index takes some
     hundred bytes a token and length, small against the token's keys and values, and goes with its sequence.
     """
 
@@ -56,6 +60,8 @@ class PromptLookup:
         token_ids = sequence.token_ids
         index = self._indices.setdefault(sequence, _Index())
         self._extend(index, token_ids)
+        if index.num_known < len(token_ids):
+            return ()
         for n in self._lengths:
             end = index.ends.get(tuple(token_ids[-n:]))
             if end is not None:
@@ -68,8 +74,9 @@ class PromptLookup:
 
     def _extend(self, index: _Index, token_ids: list[int]) -> None:
         """Enter the n-grams that end before the last token; the last ones themselves are what is looked for."""
-        for end in range(index.num_known, len(token_ids)):
+        num_known = min(len(token_ids), index.num_known + INDEXED_AT_ONCE)
+        for end in range(index.num_known, num_known):
             for n in self._lengths:
                 if n <= end:
                     index.ends[tuple(token_ids[end - n : end])] = end
-        index.num_known = len(token_ids)
+        index.num_known = num_known

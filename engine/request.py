@@ -19,6 +19,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICE_INDEX = 2**31 - 1
 SEED_LIMIT = 2**63  # seeds are non-negative and fit a signed 64-bit integer, as the OpenAI client sends them
 SUSPICIOUS_FAILURES = 2  # the first failure is most likely no request's fault; the second one may be somebody's
+CLEARING_STEPS = 2  # steps with a token that clear a request: one computes its known tokens, one decodes
 
 
 class FinishReason(StrEnum):
@@ -81,7 +82,7 @@ class Request:
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
     only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
     that is gone: the outputs begin after it, and are those that would have followed it there. num_failures is how many
-    engines in a row died in which this request may have had a seat, since its last token.
+    engines in a row died in which this request may have had a seat, before it made CLEARING_STEPS.
     """
 
     request_id: str

@@ -16,7 +16,7 @@ from operator import attrgetter, eq
 from engine.block_pool import BlockPool
 from engine.drafter import Drafter
 from engine.errors import InvalidConfigurationError
-from engine.request import FinishReason, Request
+from engine.request import CLEARING_STEPS, FinishReason, Request
 from engine.schedule import Progress, ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence, SequenceStatus
 
@@ -42,8 +42,8 @@ class Scheduler:
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress and every sequence ends, with exactly one FinishReason.
     - A step that failed is computed again from the start of its sequences, with all of them. Those in two failures in a
-      row without a token in between are suspects: until there is none, the first suspect in order is computed alone,
-      and preempts whom it must. If that fails as well, it fails, and nobody with it.
+      row without CLEARING_STEPS in between are suspects: until there is none, the first suspect in order is computed
+      alone, and preempts whom it must. If that fails as well, it fails, and nobody with it.
     - Drafts come last and take what nobody else wants: budget, up to DRAFTING_STEP_TOKENS, shared evenly by those that
       sample, and free blocks, of which those that hold only rejected tokens are given back at the end of the step.
 
@@ -191,6 +191,7 @@ class Scheduler:
             self._running.remove(sequence)
             self._preempt(sequence)
             sequence.num_failures += 1
+            sequence.num_clean_steps = 0
             if sequence.is_suspect:
                 self._suspects.add(sequence)
         return None
@@ -231,16 +232,18 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a running sequence blocks for all its tokens, preempting as needed; False if it preempted itself."""
-        while len(sequence.block_ids) * self._pool.block_size < len(sequence.token_ids):
-            new = self._pool.allocate(1)
-            if new is None:
-                last = self._running.pop()
-                self._preempt(last)
-                if last is sequence:
-                    return False
-            else:
-                sequence.block_ids += new
+        while not self._fill(sequence):
+            last = self._running.pop()
+            self._preempt(last)
+            if last is sequence:
+                return False
         return True
+
+    def _fill(self, sequence: Sequence) -> bool:
+        """Give a running sequence blocks for all its tokens; False, and it is as before, if too few are free."""
+        new = self._pool.allocate(max(0, self._num_blocks_of(sequence) - len(sequence.block_ids)))
+        sequence.block_ids += new or ()
+        return new is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         self._pool.free(sequence.block_ids)
@@ -252,10 +255,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _schedule_alone(self, suspect: Sequence, items: list[ScheduledSequence]) -> None:
-        """Schedule nothing but a suspect, which has all its blocks once it has a seat."""
-        if suspect.status is SequenceStatus.WAITING:
-            while not self._seat(suspect):
-                self._preempt(self._running.pop())
+        """Schedule nothing but a suspect, whatever seat and blocks it has to take from others."""
+        while not (self._seat(suspect) if suspect.status is SequenceStatus.WAITING else self._fill(suspect)):
+            last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
+            self._running.remove(last)
+            self._preempt(last)
         self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
 
     def _admit(self, items: list[ScheduledSequence], budget: int) -> int:
@@ -336,8 +340,10 @@ class Scheduler:
             self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
-        sequence.num_failures = 0
-        self._suspects.discard(sequence)
+        sequence.num_clean_steps += 1
+        if sequence.num_clean_steps >= CLEARING_STEPS:
+            sequence.num_failures = 0
+            self._suspects.discard(sequence)
         taken: list[int] = []
         reason = None
         for token_id, foreseen in zip(sampled, (*item.draft, None), strict=True):

@@ -26,8 +26,8 @@ class Sequence:
     Invariants while it lives: token_ids only grows; num_computed < len(token_ids), as the newest token is sampled but
     not computed; position p lies in block_ids[p // block_size]. A waiting sequence has no blocks and nothing computed.
     num_cached_tokens is how many prompt tokens the prefix cache held when the sequence was first admitted. num_failures
-    is how many steps and engines in a row failed with this sequence in them, since its last token. queued_at is when it
-    arrived, by the scheduler's clock.
+    is how many steps and engines failed with this sequence in them, without CLEARING_STEPS in between, of which there
+    have been num_clean_steps. queued_at is when it arrived, by the scheduler's clock.
     """
 
     request: Request
@@ -39,6 +39,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_failures: int = 0
+    num_clean_steps: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
 

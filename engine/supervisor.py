@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from engine.client import TokenStream, check_admission
 from engine.errors import DeathKind, EngineDiedError, EngineStartError
 from engine.process_client import ProcessClient
-from engine.request import SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
+from engine.request import CLEARING_STEPS, SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 
 MAX_RESTARTS = 5
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 class _Live:
     """A request on its way, and what is needed to submit it again.
 
-    Deaths are those since its last token that may have been its fault.
+    Deaths are those that may have been its fault, up to CLEARING_STEPS outputs of one engine.
     """
 
     request: Request
@@ -39,17 +40,19 @@ class _Live:
     token_ids: list[int] = field(default_factory=list)
     num_deaths: int = 0
     num_deaths_alone: int = 0
+    num_outputs: int = 0
 
 
 class Supervisor:
     """An EngineClient whose engine may die: killed, crashed, failed, or silent for stall_limit_s although it has work.
 
     - Death costs a client time and nothing else. While no engine is ready, what is submitted waits for the next one.
-    - A request that had a seat in two engines that died, without a token in between, is tried alone (Scheduler does
-      that); if two more die meanwhile, it fails alone with FinishReason.ERROR. One more might be chance: whoever kills
-      engines from outside now and then must not be taken for a request.
+    - A request that had a seat in two engines that died, without CLEARING_STEPS in between, is tried alone (Scheduler
+      does that); if two more die meanwhile, it fails alone with FinishReason.ERROR. One more might be chance: whoever
+      kills engines from outside now and then must not be taken for a request.
     - It gives up after max_restarts engines in a row that made no token: then streams end with the cause, as they do
       with a client that has no supervisor. Each of these restarts but the first waits twice as long as the one before.
+    - A restart that takes ten times as long as the start did, and longer than stall_limit_s, counts as a death.
     - An engine that would compute other numbers than the one before, as its fingerprint tells, takes nothing over.
 
     Invariant: `_live` holds the live requests, in order of arrival; if an engine is ready, it has all of them.
@@ -65,6 +68,7 @@ class Supervisor:
         self._make_client = make_client
         self._max_restarts = max_restarts
         self._stall_limit_s = stall_limit_s
+        self._load_limit_s = math.inf
         self._client = make_client()
         self._info: EngineInfo | None = None
         self._earlier_stats = EngineStats()
@@ -100,11 +104,14 @@ class Supervisor:
 
     async def start(self) -> None:
         """Load the model and decode one real token. Raises EngineStartError: an engine that never ran is let be."""
+        clock = asyncio.get_running_loop().time
+        started_at = clock()
         try:
             await self._client.start()
         except EngineStartError as error:
             self._end(EngineDiedError(str(error), "load"))
             raise
+        self._load_limit_s = max(self._stall_limit_s, 10 * (clock() - started_at))
         self._info, self._is_ready = self._client.info, True
         self._task = asyncio.create_task(self._supervise())
 
@@ -137,7 +144,10 @@ class Supervisor:
         if live is None:
             return  # this client is being closed
         live.token_ids += output.token_ids
-        live.num_deaths = live.num_deaths_alone = self._num_restarts_in_a_row = 0
+        live.num_outputs += 1
+        if live.num_outputs >= CLEARING_STEPS:
+            live.num_deaths = live.num_deaths_alone = 0
+        self._num_restarts_in_a_row = 0
         if output.finish_reason is not None:
             del self._live[output.request_id]
         live.stream.push(output)
@@ -197,6 +207,8 @@ class Supervisor:
                 self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
         for live in in_order[: self.info.max_num_seqs]:  # nobody is overtaken: those behind waited for a seat
             live.num_deaths += 1
+        for live in in_order:
+            live.num_outputs = 0
 
     async def _replace(self, death: EngineDiedError) -> None:
         """Start engines until one is ready and has all live requests. Raises EngineDiedError if there will be none."""
@@ -210,9 +222,12 @@ class Supervisor:
                 await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (self._num_restarts_in_a_row - 2), _MAX_DELAY_S))
             self._client = self._make_client()
             try:
-                await self._client.start()
-            except EngineStartError as error:
-                death = EngineDiedError(str(error), "load")
+                async with asyncio.timeout(self._load_limit_s):
+                    await self._client.start()
+            except (EngineStartError, TimeoutError) as error:
+                await self._client.close()
+                late = f"the engine did not load within {self._load_limit_s:g} s"
+                death = EngineDiedError(str(error) or late, "load")
                 continue
             if self._client.info.fingerprint != self.info.fingerprint:
                 await self._client.close()

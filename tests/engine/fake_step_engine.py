@@ -16,11 +16,11 @@ from collections.abc import Container
 from typing import Literal
 
 from engine.errors import InvalidRequestError
-from engine.request import SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
+from engine.request import CLEARING_STEPS, SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 from weights.errors import InvalidConfigError
 
-REFUSE, FAIL, RAISE, WAIT, HANG, EXIT, KILL = range(90, 97)
+REFUSE, FAIL, RAISE, WAIT, HANG, EXIT, KILL, KILL_DECODING = range(90, 98)
 
 INFO = EngineInfo(
     vocab_size=100,
@@ -76,11 +76,13 @@ class FakeStepEngine:
         return [self._advance(request) for request in suspects[:1] or requests]
 
     def _is_suspect(self, request: Request) -> bool:
-        has_no_output = self._num_done[request.request_id] == len(request.generated_token_ids)
-        return has_no_output and request.num_failures >= SUSPICIOUS_FAILURES
+        num_outputs = self._num_done[request.request_id] - len(request.generated_token_ids)
+        return num_outputs < CLEARING_STEPS and request.num_failures >= SUSPICIOUS_FAILURES
 
     def _advance(self, request: Request) -> TokenOutput:
         what, when, *_ = (*request.prompt_token_ids, 0)
+        if what == KILL_DECODING:
+            when, what = len(request.generated_token_ids) + 1, KILL
         if self._num_done[request.request_id] >= when and self._misbehave(what):
             self.abort(request.request_id)
             return TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="told to fail")

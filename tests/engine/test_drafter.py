@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafter import MAX_NGRAM, MIN_NGRAM, PromptLookup
+from engine.drafter import INDEXED_AT_ONCE, MAX_NGRAM, MIN_NGRAM, PromptLookup
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence
 
@@ -81,10 +81,17 @@ class CountedList(list[int]):
         return super().__getitem__(place)
 
 
-@pytest.mark.parametrize("num_tokens", [50, 5000])
+@pytest.mark.parametrize("num_tokens", [50, INDEXED_AT_ONCE])
 def test_a_draft_reads_only_what_is_new_whatever_the_context(num_tokens: int) -> None:
     drafter, growing = PromptLookup(3), sequence(range(num_tokens))
     drafter.draft(growing, 4)
     growing.token_ids = CountedList([*growing.token_ids, num_tokens])
     drafter.draft(growing, 4)
     assert growing.token_ids.num_reads == 4, "a bigram and a trigram to enter, and as many to look for"
+
+
+def test_a_long_prompt_is_entered_part_by_part() -> None:
+    drafter, long = PromptLookup(3), sequence([*range(50), *range(2 * INDEXED_AT_ONCE), *range(50)])
+    assert drafter.draft(long, 4) == ()
+    assert drafter.draft(long, 4) == ()
+    assert drafter.draft(long, 4) == (50, 51, 52, 53)

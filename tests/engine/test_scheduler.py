@@ -653,20 +653,37 @@ def test_after_two_failures_in_a_row_suspects_are_tried_alone_and_one_that_fails
     assert bad.is_suspect
     add(scheduler, "new", [50])
     assert step(scheduler) == {"good": 3}
-    assert good.num_failures == 0, "a token clears it"
+    assert step(scheduler) == {"good": 1}
+    assert good.num_failures == 0, "two tokens clear it"
     assert fail(scheduler) == ({"bad": 4}, bad)
     assert bad.finish_reason is FinishReason.ERROR
     assert step(scheduler) == {"fine": 5}
+    assert step(scheduler) == {"fine": 1}
     assert step(scheduler) == {"good": 1, "fine": 1, "new": 1}
 
 
-def test_a_token_between_two_failures_makes_no_suspect() -> None:
+def test_two_tokens_between_two_failures_make_no_suspect() -> None:
     scheduler = make_scheduler(caching=False)
     sequence = add(scheduler, "a", range(3))
-    for num_uncomputed, num_known in ((3, 3), (1, 4), (1, 5)):
+    for num_uncomputed, num_known in ((3, 3), (1, 5), (1, 7)):
         assert fail(scheduler) == ({"a": num_uncomputed}, None)
         assert step(scheduler) == {"a": num_known}
+        assert step(scheduler) == {"a": 1}
         assert sequence.num_failures == 0
+
+
+def test_one_that_fails_whenever_it_decodes_is_guilty_although_its_prompt_gives_a_token() -> None:
+    scheduler = make_scheduler(caching=False)
+    bad, good = add(scheduler, "bad", range(3)), add(scheduler, "good", range(10, 12))
+    assert step(scheduler) == {"bad": 3, "good": 2}
+    assert fail(scheduler) == ({"bad": 1, "good": 1}, None)
+    assert step(scheduler) == {"bad": 4, "good": 3}
+    assert fail(scheduler) == ({"bad": 1, "good": 1}, None)
+    assert step(scheduler) == {"bad": 5}
+    assert fail(scheduler) == ({"bad": 1}, bad)
+    assert step(scheduler) == {"good": 4}
+    assert step(scheduler) == {"good": 1}
+    assert not good.is_suspect
 
 
 def test_a_part_of_a_prompt_computed_in_between_does_not_clear_a_suspect() -> None:
@@ -687,6 +704,17 @@ def test_a_suspect_takes_seat_and_blocks_from_whoever_has_them() -> None:
     params = SamplingParams(max_tokens=3)
     scheduler.add(Request("suspect", tuple(range(12)), params, seed=0, generated_token_ids=(7,), num_failures=2))
     assert step(scheduler) == {"suspect": 13}, "it was in engines that died"
-    assert step(scheduler) == {"old": 1, "suspect": 1}
+    assert step(scheduler) == {"suspect": 1}
     assert step(scheduler) == {"old": 1, "young": 11}
     assert scheduler.num_preemptions == 1
+
+
+def test_a_suspect_that_grows_takes_the_block_it_lacks_from_another() -> None:
+    scheduler = make_scheduler(num_blocks=8, caching=False)
+    add(scheduler, "old", range(16))
+    assert step(scheduler) == {"old": 16}
+    params = SamplingParams(max_tokens=3)
+    scheduler.add(Request("suspect", tuple(range(15)), params, seed=0, generated_token_ids=(7,), num_failures=2))
+    assert step(scheduler) == {"suspect": 16}
+    assert step(scheduler) == {"suspect": 1}
+    assert step(scheduler) == {"old": 17}

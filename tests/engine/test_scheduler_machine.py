@@ -143,7 +143,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen = seen
         self.check_internals = check_internals
         self.sequences: list[LiveSequence] = []
-        self.num_failures: Counter[LiveSequence] = Counter()  # in a row
+        self.num_failures: Counter[LiveSequence] = Counter()  # without two steps with a token in between
+        self.num_clean_steps: Counter[LiveSequence] = Counter()
         self.ended: dict[str, FinishReason] = {}
         self.is_whole = False  # no step was broken off by a failed check
 
@@ -374,7 +375,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [(p.sequence, p.token_ids) for p in progress] == expected
         for p in progress:
             if p.token_ids:
-                self.num_failures[p.sequence] = 0
+                self.num_clean_steps[p.sequence] += 1
+                if self.num_clean_steps[p.sequence] >= 2:
+                    self.num_failures[p.sequence] = 0
             assert (p.finish_reason is FinishReason.ERROR) == (not p.token_ids)
             assert p.stop_token_id == (p.token_ids[-1] if p.finish_reason is FinishReason.STOP else None)
             self.seen["ended in a draft"] += p.finish_reason is not None and len(p.token_ids) > 1
@@ -387,6 +390,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         suspects = [sequence for sequence in failed if self.num_failures[sequence] >= 2]
         assert len(suspects) <= 1
         self.num_failures.update(failed)
+        for sequence in failed:
+            self.num_clean_steps[sequence] = 0
         guilty = self.scheduler.abandon(batch)
         assert guilty is (suspects[0] if suspects else None)
         if guilty is not None:

@@ -124,6 +124,21 @@ def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
     run(test())
 
 
+def test_a_poison_that_dies_only_of_decoding_fails_alone_too(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            poison = make_request("poison", LONG, first=fake.KILL_DECODING)
+            outputs, rest = await asyncio.gather(
+                all_outputs(client.submit([poison])), collect(client.submit([make_request("good", LONG)]))
+            )
+            assert rest == {"good": expected(make_request("good", LONG))}
+            assert token_ids(outputs) == expected(poison)[:4], "each engine makes one out of what it is given"
+            assert outputs[-1].finish_reason is FinishReason.ERROR
+            assert dict(client.restarts) == {"killed": 4}
+
+    run(test())
+
+
 async def all_outputs(stream: TokenStream) -> list[TokenOutput]:
     return [output async for outputs in stream for output in outputs]
 
@@ -207,6 +222,10 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor) -> Non
         (
             {"max_restarts": 2, "failing_loads": range(2, 9)},
             "load 3 was told to fail; 2 restarts in a row were of no use",
+        ),
+        (
+            {"max_restarts": 1, "stall_limit_s": 0.1, "loading": "waits after the first"},
+            "the engine did not load within .* s; 1 restarts in a row were of no use",
         ),
         ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
         ({"changed_loads": (2,)}, "the engine came back with other weights or on other hardware"),
