@@ -229,6 +229,26 @@ def test_a_reader_takes_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("is_live", [True, False])
+def test_many_choices_in_memory_are_read_in_small_pieces_between_which_others_have_their_turn(is_live: bool) -> None:
+    async def test() -> None:
+        async with started(Kept()) as kept:
+            entry = await kept.keep(n=16, max_tokens=16)
+            await kept.advance(entry, 15)
+            if not is_live:
+                await kept.finish(entry)
+            pieces, turns = [], []
+            reader = kept.store.reader(entry)
+            for _ in range(3):
+                asyncio.get_running_loop().call_soon(turns.append, len(pieces))
+                pieces.append(await anext(reader))
+            assert [len(piece) for piece in pieces] == [READ_LIMIT] * 3
+            assert turns == [0, 1, 2]
+            reader.close()
+
+    run(test())
+
+
 def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
     async def test() -> None:
         async with started(Kept(result_ttl_s=60.0)) as kept:
