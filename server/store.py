@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import json
 import logging
 import time
@@ -113,6 +114,9 @@ class CompletionStore:
         error = entry.error.body()["error"] if entry.error is not None and entry.live is None else None
         if not batches and entry.num_batches:
             batches = await self._journal.batches(entry.completion_id, 0, entry.num_batches)
+            if len(batches) < entry.num_batches:
+                self.find(entry.completion_id)  # it may have been dropped meanwhile
+                raise JournalError(f"the journal lacks the end of completion {entry.completion_id!r}")
         answer = await asyncio.to_thread(render_outputs, plan, batches, self._service.tokenizer)
         return {**answer, "status": status, "error": error if status in ("failed", "cancelled") else None}
 
@@ -157,7 +161,7 @@ class CompletionStore:
     async def _begin(self, ask: Ask, make_plan: Callable[[], Awaitable[CompletionPlan]]) -> Entry:
         """Plan, submit, journal and record a new completion."""
         plan = await make_plan()
-        self._make_room()
+        self._check_room()
         remaining_s = plan.remaining_s(time.perf_counter() - ask.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)
@@ -173,6 +177,7 @@ class CompletionStore:
                 raise
             if entry.key is not None:
                 self._keys[entry.key] = entry
+            self._make_room()  # not before: what is refused costs nobody a result
             self._spawn(self._record(entry, plan.requests))
             await asyncio.sleep(0)  # the recorder begins, and counts by itself
         return entry
@@ -318,15 +323,18 @@ class CompletionStore:
             live.stream.abort()
         self._room.set()
 
-    def _make_room(self) -> None:
-        """Drop the completion that ended first if one more would be too many. Raises ApiError if none has ended."""
+    def _check_room(self) -> None:
+        """Raise ApiError if as many are under way as may be kept."""
         most = self._service.options.max_results
-        if len(self._entries) < most:
-            return
-        if not self._ended:
+        if len(self._entries) - len(self._ended) >= most:
             message = f"{most} background or keyed completions are under way, which is all that may be kept"
             raise ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
-        self._drop([next(iter(self._ended))])
+
+    def _make_room(self) -> None:
+        """Drop those that ended first, as many as are too many."""
+        num_too_many = len(self._entries) - self._service.options.max_results
+        if num_too_many > 0:
+            self._drop(list(itertools.islice(self._ended, num_too_many)))
 
     def _drop_expired(self) -> None:
         latest = self._clock() - self._service.options.result_ttl_s

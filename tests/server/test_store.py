@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from engine.errors import InvalidRequestError, QueueFullError
 from engine.request import FinishReason, TokenOutput
 from server.completion import CompletionPlan, plan_completion, restore_completion
 from server.errors import ApiError
@@ -168,6 +170,41 @@ def test_the_first_to_have_ended_makes_room_and_what_is_under_way_never_does() -
             assert (refused.value.status, refused.value.code) == (429, "too_many_kept")
             assert len(kept.engine.live_ids) == 3
             assert sum(kept.store.counts().values()) == 3
+
+    run(test())
+
+
+def test_a_request_that_is_refused_costs_nobody_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path, max_results=1)) as kept:
+            entry = await kept.keep(max_tokens=1)
+            await kept.finish(entry)
+            with pytest.raises(InvalidRequestError):
+                await kept.keep(max_tokens=1000)
+            kept.engine.max_requests = 0
+            with pytest.raises(QueueFullError):
+                await kept.keep()
+            kept.engine.max_requests = 9
+            with monkeypatch.context() as patch:
+                patch.setattr(Journal, "add", AsyncMock(side_effect=JournalError("the disk is full")))
+                with pytest.raises(JournalError):
+                    await kept.keep()
+            assert await kept.text(entry) == "a"
+
+    run(test())
+
+
+def test_a_lower_limit_holds_from_the_next_completion_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            entries = []
+            for _ in range(3):
+                first.clock.now += 1.0
+                entries.append(await first.keep(max_tokens=1))
+                await first.finish(entries[-1])
+        async with started(Kept(tmp_path, clock=first.clock, max_results=2)) as second:
+            last = await second.keep()
+            assert [found(second, entry) for entry in (*entries, last)] == [False, False, True, True]
 
     run(test())
 
@@ -486,6 +523,43 @@ def test_a_damaged_row_is_an_error_and_no_wrong_text(tmp_path: Path) -> None:
         async with started(Kept(tmp_path)) as second:
             with pytest.raises(JournalError, match="it is damaged"):
                 await second.store.result(second.store.find(entry.completion_id))
+
+    run(test())
+
+
+def test_a_result_that_lacks_its_end_is_an_error_and_no_shorter_text(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            entry = await first.keep(max_tokens=3)
+            await first.advance(entry, 2)
+            await first.finish(entry)
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
+            connection.execute("DELETE FROM batches WHERE n = ?", (entry.num_batches - 1,))
+        async with started(Kept(tmp_path)) as second:
+            with pytest.raises(JournalError, match="lacks the end"):
+                await second.store.result(second.store.find(entry.completion_id))
+
+    run(test())
+
+
+def test_a_result_that_is_dropped_while_it_is_read_is_not_found_and_no_empty_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with started(Kept(max_results=1)) as kept:
+            entry = await kept.keep(max_tokens=3)
+            await kept.finish(entry)
+            batches = Journal.batches
+
+            async def batches_late(self: Journal, *arguments: Any) -> list[tuple[TokenOutput, ...]]:
+                await kept.keep()
+                await asyncio.sleep(0)  # what was dropped is being deleted
+                return await batches(self, *arguments)
+
+            monkeypatch.setattr(Journal, "batches", batches_late)
+            with pytest.raises(ApiError) as raised:
+                await kept.store.result(entry)
+            assert raised.value.code == "completion_not_found"
 
     run(test())
 
