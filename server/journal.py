@@ -120,7 +120,8 @@ class Journal:
         """Close it once what is under way is written; idempotent, and nothing may be called after."""
         if self._writer is not None:
             await asyncio.wait([self._writer])
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
+        with contextlib.suppress(RuntimeError):  # it is closed already
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
         self._thread.shutdown(wait=False)
 
     async def load(self) -> list[IndexRow]:
@@ -168,7 +169,7 @@ class Journal:
             failure: Exception | None = None
             try:
                 await self._run(lambda connection, rows=transaction: _commit(connection, rows))  # type: ignore[misc]
-            except (JournalError, RuntimeError) as error:  # the latter once the thread is gone
+            except Exception as error:  # whatever it is, those who wait must hear of it
                 failure = error
             for _, written in pending:
                 if written.cancelled():
@@ -176,7 +177,7 @@ class Journal:
                 if failure is None:
                     written.set_result(None)
                 else:
-                    written.set_exception(JournalError(str(failure)))
+                    written.set_exception(JournalError(str(failure) or repr(failure)))
 
     async def _run(self, call: Callable[[sqlite3.Connection], Result]) -> Result:
         """Call with the connection, in its thread."""
@@ -191,7 +192,11 @@ class Journal:
                 place = "in memory" if self._folder is None else str(self._folder / FILE_NAME)
                 raise JournalError(f"the journal {place} cannot be used: {cause}") from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        except RuntimeError as error:
+            raise JournalError(f"the journal is closed: {error}") from error
+        return await running
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -305,7 +310,7 @@ def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
 
 def _verify(row: Sequence[Any]) -> Sequence[Any]:
     """Return a row without its checksum. Raises ValueError when that is not the row's."""
-    if _checked(row[:-1])[-1] != row[-1]:
+    if bytes in map(type, row) or _checked(row[:-1])[-1] != row[-1]:  # one bit tells SQLite's text from bytes
         raise ValueError(f"it is damaged: the row of {row[0]!r} has another checksum")
     return row[:-1]
 

@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from pydantic import ValidationError
 
 from engine.client import TokenStream
 from engine.request import TokenOutput
-from server.completion import CompletionPlan, CompletionRun
+from server.completion import CompletionPlan, CompletionRun, Identity
 from server.errors import ApiError
 from server.journal import CompletionRecord, Journal, Outputs
 from server.schemas import KeptStatus
 
+Restore = Callable[[dict[str, object], tuple[tuple[int, ...], ...], int, Identity], CompletionPlan]
 READ_LIMIT = 64  # batches that a reader takes at once, and outputs that it gives: a millisecond of rendering
 
 
@@ -158,10 +162,38 @@ class Reader:
         raise StopAsyncIteration
 
 
+def restored(restore: Mapping[str, Restore], record: CompletionRecord, *, is_foreign: bool) -> CompletionPlan:
+    """Return the plan of a completion as it was, but for the prompts of one that is foreign. Raises ApiError."""
+    identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
+    prompts = () if is_foreign else record.prompts
+    try:
+        return restore[record.kind](json.loads(record.body), prompts, record.max_tokens, identity)
+    except ValidationError as error:
+        if is_foreign:  # another version of this server may have taken other bodies
+            raise model_changed() from error
+        raise
+
+
+def take(outputs: Outputs, run: CompletionRun, stream: TokenStream) -> tuple[Outputs, ApiError | None]:
+    """Apply outputs to a run; return those before the one that fails it, and how."""
+    for num_taken, output in enumerate(outputs):
+        try:
+            collections.deque(run.apply((output,), stream), maxlen=0)
+        except ApiError as error:
+            return outputs[:num_taken], error
+    return outputs, None
+
+
 def not_found(completion_id: str) -> ApiError:
     """Return the error for an id that is of no kept completion."""
     message = f"completion {completion_id!r} does not exist: it was never kept, or its time is over"
     return ApiError(404, message, code="completion_not_found", param="id")
+
+
+def too_many(most: int) -> ApiError:
+    """Return the error for a completion that finds as many under way as may be kept."""
+    message = f"{most} background or keyed completions are under way, which is all that may be kept"
+    return ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
 
 
 def model_changed() -> ApiError:

@@ -448,6 +448,21 @@ def test_a_model_that_computes_otherwise_ends_what_was_under_way(tmp_path: Path)
     run(test())
 
 
+def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            record = await first.journal.record((await first.keep()).completion_id)
+            unknown = replace(record, completion_id="cmpl-1", fingerprint="newer", body='{"prompt":"x","newer":1}')
+            await first.journal.add(unknown)
+        async with started(Kept(tmp_path)) as second:
+            assert second.store.find("cmpl-1").status == "failed"
+            with pytest.raises(ApiError) as raised:
+                await second.store.result(second.store.find("cmpl-1"))
+            assert raised.value.code == "model_changed"
+
+    run(test())
+
+
 def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Kept(tmp_path)) as first:
