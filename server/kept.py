@@ -158,7 +158,7 @@ class Reader:
                 raise not_found(self._entry.completion_id)
             return read
         if self._entry.error is not None:
-            raise self._entry.error
+            raise self._entry.error.fresh()
         raise StopAsyncIteration
 
 

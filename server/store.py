@@ -194,7 +194,7 @@ class CompletionStore:
                 if not live.run.output.is_complete:
                     error = live.ending
             except Exception as raised:
-                error = to_api_error(raised)
+                error = to_api_error(raised).fresh()
                 if error.code == INTERNAL_ERROR:
                     logger.error("completion %s failed unexpectedly", entry.completion_id, exc_info=raised)
                 if isinstance(raised, EngineDiedError):

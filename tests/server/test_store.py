@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from engine.errors import InvalidRequestError, QueueFullError
-from engine.request import FinishReason, TokenOutput
+from engine.request import FinishReason, Request, TokenOutput
 from server.completion import CompletionPlan, plan_completion, restore_completion
 from server.errors import ApiError
 from server.journal import FILE_NAME, Journal, JournalError
@@ -575,6 +575,23 @@ def test_a_result_that_is_dropped_while_it_is_read_is_not_found_and_no_empty_tex
             with pytest.raises(ApiError) as raised:
                 await kept.store.result(entry)
             assert raised.value.code == "completion_not_found"
+
+    run(test())
+
+
+def test_an_error_holds_nothing_of_those_who_met_it() -> None:
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="it broke")
+
+    async def test() -> None:
+        async with started(Kept(engine=FakeEngineClient(reply, auto=False))) as kept:
+            entry = await kept.keep()
+            await kept.finish(entry)
+            for _ in range(3):
+                with pytest.raises(ApiError, match="it broke"):
+                    await kept.read(entry)
+            assert entry.error is not None
+            assert entry.error.__traceback__ is None
 
     run(test())
 
