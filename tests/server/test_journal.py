@@ -329,6 +329,29 @@ def test_a_write_that_fails_in_no_foreseen_way_keeps_nobody_waiting(monkeypatch:
     use(None, test)
 
 
+def test_outputs_are_decoded_where_no_write_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, may_go_on = threading.Event(), threading.Event()
+
+    def decode_slowly(text: str) -> tuple[TokenOutput, ...]:
+        decoding.set()
+        assert may_go_on.wait(20)
+        return decode_outputs(text)
+
+    async def test(journal: Journal) -> None:
+        await journal.add(RECORD)
+        await journal.append("cmpl-1", 0, OUTPUTS)
+        monkeypatch.setattr("server.journal.decode_outputs", decode_slowly)
+        reading = asyncio.create_task(journal.batches("cmpl-1", 0, 9))
+        await asyncio.to_thread(decoding.wait, 20)
+        try:
+            await asyncio.wait_for(journal.append("cmpl-1", 1, OUTPUTS), 5)
+        finally:
+            may_go_on.set()
+        assert await reading == [OUTPUTS]
+
+    use(None, test)
+
+
 def test_a_closed_journal_is_closed_again_in_peace_and_says_what_it_is() -> None:
     async def test(journal: Journal) -> None:
         await journal.add(RECORD)
