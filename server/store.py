@@ -287,7 +287,10 @@ class CompletionStore:
             self._ended[entry.completion_id] = entry
         self._entries[entry.completion_id] = entry
         if entry.key is not None and entry.status != "failed":
-            self._keys[entry.key] = entry
+            held = self._keys.get(entry.key)
+            # One that is under way beside one that has ended was told to have failed: its end could not be journaled.
+            if held is None or held.status == "queued" or row.end is not None:
+                self._keys[entry.key] = entry
         return entry
 
     async def _take_up(self, entry: Entry, record: CompletionRecord) -> None:

@@ -542,6 +542,24 @@ def test_a_damaged_row_is_an_error_and_no_wrong_text(tmp_path: Path) -> None:
     run(test())
 
 
+def test_after_a_restart_a_key_leads_to_what_its_retry_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            failed = await first.keep("k", max_tokens=3)
+            with monkeypatch.context() as patch:
+                for name in ("append", "end"):
+                    patch.setattr(Journal, name, AsyncMock(side_effect=JournalError("the disk is full")))
+                await first.finish(failed)
+            told = await first.keep("k", max_tokens=3)
+            await first.finish(told)
+        async with started(Kept(tmp_path)) as second:
+            assert (await second.keep("k", max_tokens=3)).completion_id == told.completion_id
+
+    run(test())
+
+
 def test_a_result_that_lacks_its_end_is_an_error_and_no_shorter_text(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Kept(tmp_path)) as first:
