@@ -160,7 +160,8 @@ class CompletionStore:
     async def _begin(self, ask: Ask, make_plan: Callable[[], Awaitable[CompletionPlan]]) -> Entry:
         """Plan, submit, journal and record a new completion."""
         plan = await make_plan()
-        self._check_room()
+        with self._service.counting_rejections():
+            self._check_room()
         remaining_s = plan.remaining_s(time.perf_counter() - ask.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)

@@ -168,6 +168,8 @@ def test_the_first_to_have_ended_makes_room_and_what_is_under_way_never_does() -
             with pytest.raises(ApiError) as refused:
                 await kept.keep()
             assert (refused.value.status, refused.value.code) == (429, "too_many_kept")
+            rejections = 'gptserve_admission_rejections_total{code="too_many_kept",model_name="m"} 1.0'
+            assert rejections in kept.service.metrics.render().decode()
             assert len(kept.engine.live_ids) == 3
             assert sum(kept.store.counts().values()) == 3
 
