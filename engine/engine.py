@@ -80,7 +80,7 @@ class Engine:
         """Queue a request. Raises InvalidRequestError when this model cannot compute it."""
         request.check(self.info)
         sequence = self._scheduler.add(request)
-        if request.params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None and sequence.num_generated == 0:
             self._prompt_logprobs[request.request_id] = [None] * sequence.num_prompt_tokens
         self._num_prompt_tokens += sequence.num_prompt_tokens
 

@@ -128,6 +128,15 @@ def test_taken_up_again_elsewhere_equals_undisturbed(
     assert compute(tiny_gpt2, begun) == rest
 
 
+def test_the_scores_of_a_prompt_come_once_wherever_the_rest_is_computed(tiny_gpt2: Path) -> None:
+    request = make_request("a", [5, 6, 7], max_tokens=6, prompt_logprobs=1)
+    outputs = run(make_engine(tiny_gpt2), [request])["a"]
+    begun = replace(request, generated_token_ids=tuple(token_ids(outputs)[:2]))
+    rest = run(make_engine(tiny_gpt2), [begun])["a"]
+    assert token_ids(rest) == token_ids(outputs)[2:]
+    assert [output.prompt_logprobs for output in rest] == [None] * len(rest)
+
+
 def test_cached_equals_uncached(tiny_gpt2: Path) -> None:
     """Decoding over the KV cache gives what computing every prefix anew gives."""
     request = make_request("cached", [5, 6, 7], max_tokens=20, temperature=0.9, logprobs=3, seed=4)
