@@ -7,12 +7,13 @@ The routes say which; where the outputs come from makes no difference to a byte 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.request import TokenOutput
@@ -95,6 +96,16 @@ class KeptResponse(Response):
             reader.close()
 
 
+def json_response(answer: Mapping[str, object]) -> Response:
+    """Return an answer as JSON, encoded in many small calls: no other thread runs while one of them does."""
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+    parts = []
+    for name, value in answer.items():
+        text = f"[{','.join(map(encode, value))}]" if isinstance(value, list) else encode(value)
+        parts.append(f"{encode(name)}:{text}")
+    return Response(f"{{{','.join(parts)}}}".encode(), media_type="application/json")
+
+
 class _Answer:
     """Sends what becomes of a plan; `apply` turns outputs into what they add to the choices of `output`."""
 
@@ -121,13 +132,14 @@ class _Answer:
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
-        # The scores of a long prompt are megabytes of JSON, for each choice.
-        is_scored = self._plan.requests[0].params.prompt_logprobs is not None
+        # The scores of many tokens are megabytes of JSON, for each choice.
+        params = self._plan.requests[0].params
+        is_scored = params.prompt_logprobs is not None or params.logprobs is not None
         response = await asyncio.to_thread(self._render, collected) if is_scored else self._render(collected)
         await response(scope, receive, send)
 
-    def _render(self, collected: list[list[Delta]]) -> JSONResponse:
-        return JSONResponse(self._plan.whole(collected, self._output.usage()))
+    def _render(self, collected: list[list[Delta]]) -> Response:
+        return json_response(self._plan.whole(collected, self._output.usage()))
 
     async def send_events(
         self, source: Outputs, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send, after: int = 0

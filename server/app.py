@@ -22,6 +22,7 @@ from server.envelope import RequestEnvelope, report
 from server.errors import error_response, routing_error
 from server.harmony import find_marks
 from server.journal import Journal
+from server.kept import Restore
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.routes.chat import chat_router
@@ -32,7 +33,7 @@ from server.routes.results import results_router
 from server.service import AppOptions as AppOptions
 from server.service import Service, Tokenizer
 from server.shapes import CHAT_SHAPE, TEXT_SHAPE
-from server.store import CompletionStore, Restore
+from server.store import CompletionStore
 
 
 def create_app(

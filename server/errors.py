@@ -68,6 +68,10 @@ class ApiError(Exception):
         names = ("status", "message", "code", "param", "headers")
         return {name: getattr(self, name) for name in names}
 
+    def fresh(self) -> ApiError:
+        """Return the same error as never raised: each time that it is, its traceback grows and holds more."""
+        return ApiError(**self.fields())
+
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the envelope."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

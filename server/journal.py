@@ -120,7 +120,8 @@ class Journal:
         """Close it once what is under way is written; idempotent, and nothing may be called after."""
         if self._writer is not None:
             await asyncio.wait([self._writer])
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
+        with contextlib.suppress(RuntimeError):  # it is closed already
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
         self._thread.shutdown(wait=False)
 
     async def load(self) -> list[IndexRow]:
@@ -133,7 +134,10 @@ class Journal:
 
     async def batches(self, completion_id: str, first: int, limit: int) -> list[Outputs]:
         """Return the outputs that were added by the `first`-th `append` and by those after, of at most `limit`."""
-        return await self._run(lambda connection: _read_batches(connection, completion_id, first, limit))
+        select = "SELECT * FROM batches WHERE completion_id = ? AND n >= ? ORDER BY n LIMIT ?"
+        rows = await self._run(lambda connection: connection.execute(select, (completion_id, first, limit)).fetchall())
+        # Not where others wait to write: the scores of many choices take seconds.
+        return await asyncio.to_thread(self._explaining, lambda: _to_batches(completion_id, first, rows))
 
     async def add(self, record: CompletionRecord) -> None:
         """Begin a completion."""
@@ -168,7 +172,7 @@ class Journal:
             failure: Exception | None = None
             try:
                 await self._run(lambda connection, rows=transaction: _commit(connection, rows))  # type: ignore[misc]
-            except (JournalError, RuntimeError) as error:  # the latter once the thread is gone
+            except Exception as error:  # whatever it is, those who wait must hear of it
                 failure = error
             for _, written in pending:
                 if written.cancelled():
@@ -176,22 +180,30 @@ class Journal:
                 if failure is None:
                     written.set_result(None)
                 else:
-                    written.set_exception(JournalError(str(failure)))
+                    written.set_exception(JournalError(str(failure) or repr(failure)))
 
     async def _run(self, call: Callable[[sqlite3.Connection], Result]) -> Result:
         """Call with the connection, in its thread."""
 
         def run() -> Result:
-            try:
-                if self._connection is None:
-                    self._connection = _connect(self._folder)
-                return call(self._connection)
-            except (sqlite3.Error, OSError, ValueError) as error:
-                cause = error.strerror if isinstance(error, OSError) else str(error)
-                place = "in memory" if self._folder is None else str(self._folder / FILE_NAME)
-                raise JournalError(f"the journal {place} cannot be used: {cause}") from error
+            if self._connection is None:
+                self._connection = _connect(self._folder)
+            return call(self._connection)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, self._explaining, run)
+        except RuntimeError as error:
+            raise JournalError(f"the journal is closed: {error}") from error
+        return await running
+
+    def _explaining(self, call: Callable[[], Result]) -> Result:
+        """Call, and raise JournalError for whatever is wrong with the database."""
+        try:
+            return call()
+        except (sqlite3.Error, OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else str(error)
+            place = "in memory" if self._folder is None else str(self._folder / FILE_NAME)
+            raise JournalError(f"the journal {place} cannot be used: {cause}") from error
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -305,7 +317,7 @@ def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
 
 def _verify(row: Sequence[Any]) -> Sequence[Any]:
     """Return a row without its checksum. Raises ValueError when that is not the row's."""
-    if _checked(row[:-1])[-1] != row[-1]:
+    if bytes in map(type, row) or _checked(row[:-1])[-1] != row[-1]:  # one bit tells SQLite's text from bytes
         raise ValueError(f"it is damaged: the row of {row[0]!r} has another checksum")
     return row[:-1]
 
@@ -337,10 +349,9 @@ def _to_record(row: Sequence[Any]) -> CompletionRecord:
     return CompletionRecord(**values | {"prompts": prompts, "batch_invariant": bool(values["batch_invariant"])})
 
 
-def _read_batches(connection: sqlite3.Connection, completion_id: str, first: int, limit: int) -> list[Outputs]:
-    select = "SELECT * FROM batches WHERE completion_id = ? AND n >= ? ORDER BY n LIMIT ?"
+def _to_batches(completion_id: str, first: int, rows: Iterable[Sequence[Any]]) -> list[Outputs]:
     batches = []
-    for expected, row in enumerate(connection.execute(select, (completion_id, first, limit)), first):
+    for expected, row in enumerate(rows, first):
         _, n, outputs = _verify(row)
         if n != expected:
             raise ValueError(f"it is damaged: {completion_id!r} lacks batch {expected}")

@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
+import itertools
 import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from pydantic import ValidationError
 
 from engine.client import TokenStream
 from engine.request import TokenOutput
-from server.completion import CompletionPlan, CompletionRun
+from server.completion import CompletionPlan, CompletionRun, Identity
 from server.errors import ApiError
 from server.journal import CompletionRecord, Journal, Outputs
 from server.schemas import KeptStatus
 
-READ_LIMIT = 64  # batches that a reader takes at once: a millisecond of rendering
+Restore = Callable[[dict[str, object], tuple[tuple[int, ...], ...], int, Identity], CompletionPlan]
+READ_LIMIT = 64  # batches that a reader takes at once, and outputs that it gives: a millisecond of rendering
 
 
 @dataclass(slots=True, eq=False)
@@ -99,14 +105,15 @@ class Ask:
 class Reader:
     """One client's way through the outputs of a completion, from the first, at its own pace.
 
-    Each iteration gives what comes next, at most READ_LIMIT batches; ends with the completion, or raises the ApiError
-    that ended it.
+    Each iteration gives what comes next, at most READ_LIMIT outputs, after the event loop has had a turn; ends with the
+    completion, or raises the ApiError that ended it.
     """
 
     def __init__(self, entry: Entry, journal: Journal) -> None:
         self._entry = entry
         self._journal = journal
         self._position = 0
+        self._taken: Iterator[TokenOutput] = iter(())
         self._is_closed = False
         self._changed = asyncio.Event()
         if entry.live is not None:
@@ -116,21 +123,14 @@ class Reader:
         return self
 
     async def __anext__(self) -> tuple[TokenOutput, ...]:
-        while (live := self._entry.live) is not None and not self._is_closed:
-            if self._position < len(live.batches):
-                return self._take(live.batches[self._position : self._position + READ_LIMIT])
-            self._changed.clear()
-            await self._changed.wait()
+        await asyncio.sleep(0)  # what is in memory can be had without waiting, and a client may read it very often
         if self._is_closed:
             raise StopAsyncIteration
-        if self._position < self._entry.num_batches:
-            read = await self._journal.batches(self._entry.completion_id, self._position, READ_LIMIT)
-            if not read:
-                raise not_found(self._entry.completion_id)
-            return self._take(read)
-        if self._entry.error is not None:
-            raise self._entry.error
-        raise StopAsyncIteration
+        while not (outputs := tuple(itertools.islice(self._taken, READ_LIMIT))):
+            batches = await self._read()
+            self._position += len(batches)
+            self._taken = itertools.chain.from_iterable(batches)
+        return outputs
 
     def wake(self) -> None:
         """Look again: there is more, or the end."""
@@ -143,15 +143,57 @@ class Reader:
             self._entry.live.readers.discard(self)
         self.wake()
 
-    def _take(self, batches: list[Outputs]) -> tuple[TokenOutput, ...]:
-        self._position += len(batches)
-        return tuple(output for outputs in batches for output in outputs)
+    async def _read(self) -> list[Outputs]:
+        """Return the next batches, as soon as there are some; raise what ends the iteration."""
+        while (live := self._entry.live) is not None and not self._is_closed:
+            if self._position < len(live.batches):
+                return live.batches[self._position : self._position + READ_LIMIT]
+            self._changed.clear()
+            await self._changed.wait()
+        if self._is_closed:
+            raise StopAsyncIteration
+        if self._position < self._entry.num_batches:
+            read = await self._journal.batches(self._entry.completion_id, self._position, READ_LIMIT)
+            if not read:
+                raise not_found(self._entry.completion_id)
+            return read
+        if self._entry.error is not None:
+            raise self._entry.error.fresh()
+        raise StopAsyncIteration
+
+
+def restored(restore: Mapping[str, Restore], record: CompletionRecord, *, is_foreign: bool) -> CompletionPlan:
+    """Return the plan of a completion as it was, but for the prompts of one that is foreign. Raises ApiError."""
+    identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
+    prompts = () if is_foreign else record.prompts
+    try:
+        return restore[record.kind](json.loads(record.body), prompts, record.max_tokens, identity)
+    except ValidationError as error:
+        if is_foreign:  # another version of this server may have taken other bodies
+            raise model_changed() from error
+        raise
+
+
+def take(outputs: Outputs, run: CompletionRun, stream: TokenStream) -> tuple[Outputs, ApiError | None]:
+    """Apply outputs to a run; return those before the one that fails it, and how."""
+    for num_taken, output in enumerate(outputs):
+        try:
+            collections.deque(run.apply((output,), stream), maxlen=0)
+        except ApiError as error:
+            return outputs[:num_taken], error
+    return outputs, None
 
 
 def not_found(completion_id: str) -> ApiError:
     """Return the error for an id that is of no kept completion."""
     message = f"completion {completion_id!r} does not exist: it was never kept, or its time is over"
     return ApiError(404, message, code="completion_not_found", param="id")
+
+
+def too_many(most: int) -> ApiError:
+    """Return the error for a completion that finds as many under way as may be kept."""
+    message = f"{most} background or keyed completions are under way, which is all that may be kept"
+    return ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
 
 
 def model_changed() -> ApiError:

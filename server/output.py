@@ -150,7 +150,8 @@ class Delta:
     @property
     def is_empty(self) -> bool:
         """Whether the client would learn nothing from it."""
-        return not (self.text or self.reasoning) and self.logprobs is None and self.finish_reason is None
+        scored = self.logprobs is not None or self.prompt_logprobs is not None
+        return not (self.text or self.reasoning or scored) and self.finish_reason is None
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:

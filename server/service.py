@@ -71,12 +71,12 @@ class Service:
 
     def admit(self) -> None:
         """Raise ApiError unless a completion may start now."""
-        with self._counting_rejections():
+        with self.counting_rejections():
             self._check_open()
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Queue the requests. Raises ApiError or EngineError."""
-        with self._counting_rejections():
+        with self.counting_rejections():
             self._check_open()
             return self.engine.submit(requests)
 
@@ -104,7 +104,8 @@ class Service:
             raise unavailable("the server is shutting down", code="draining")
 
     @contextmanager
-    def _counting_rejections(self) -> Iterator[None]:
+    def counting_rejections(self) -> Iterator[None]:
+        """Count what is refused within it."""
         try:
             yield
         except (ApiError, EngineError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import json
 import logging
 import time
@@ -19,15 +20,14 @@ from dataclasses import replace
 from engine.client import TokenStream
 from engine.errors import EngineDiedError, QueueFullError
 from engine.request import Request
-from server.completion import CompletionPlan, CompletionRun, Identity, expiring, render_outputs
+from server.completion import CompletionPlan, CompletionRun, expiring, render_outputs
 from server.errors import INTERNAL_ERROR, ApiError, to_api_error, unavailable
-from server.journal import CompletionRecord, EndRecord, EndStatus, IndexRow, Journal, JournalError, Outputs
-from server.kept import Ask, Entry, Live, Reader, model_changed, not_found
+from server.journal import CompletionRecord, EndRecord, EndStatus, IndexRow, Journal, JournalError
+from server.kept import Ask, Entry, Live, Reader, Restore, model_changed, not_found, restored, take, too_many
 from server.service import Service
 
 NO_LIMIT = -1
 _LEFT_TO_THE_NEXT_START = ("draining", "engine_unavailable")  # codes of what ends the server and no completion
-Restore = Callable[[dict[str, object], tuple[tuple[int, ...], ...], int, Identity], CompletionPlan]
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class CompletionStore:
         except JournalError:
             self.find(entry.completion_id)  # it may have been dropped meanwhile
             raise
-        return await asyncio.to_thread(self._restored, record, is_foreign=entry.is_foreign)
+        return await asyncio.to_thread(restored, self._restore, record, is_foreign=entry.is_foreign)
 
     async def result(self, entry: Entry) -> dict[str, object]:
         """Return the answer as it stands, with status and error. Raises ApiError or JournalError."""
@@ -113,6 +113,9 @@ class CompletionStore:
         error = entry.error.body()["error"] if entry.error is not None and entry.live is None else None
         if not batches and entry.num_batches:
             batches = await self._journal.batches(entry.completion_id, 0, entry.num_batches)
+            if len(batches) < entry.num_batches:
+                self.find(entry.completion_id)  # it may have been dropped meanwhile
+                raise JournalError(f"the journal lacks the end of completion {entry.completion_id!r}")
         answer = await asyncio.to_thread(render_outputs, plan, batches, self._service.tokenizer)
         return {**answer, "status": status, "error": error if status in ("failed", "cancelled") else None}
 
@@ -157,7 +160,8 @@ class CompletionStore:
     async def _begin(self, ask: Ask, make_plan: Callable[[], Awaitable[CompletionPlan]]) -> Entry:
         """Plan, submit, journal and record a new completion."""
         plan = await make_plan()
-        self._make_room()
+        with self._service.counting_rejections():
+            self._check_room()
         remaining_s = plan.remaining_s(time.perf_counter() - ask.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)
@@ -173,6 +177,7 @@ class CompletionStore:
                 raise
             if entry.key is not None:
                 self._keys[entry.key] = entry
+            self._make_room()  # not before: what is refused costs nobody a result
             self._spawn(self._record(entry, plan.requests))
             await asyncio.sleep(0)  # the recorder begins, and counts by itself
         return entry
@@ -190,7 +195,7 @@ class CompletionStore:
                 if not live.run.output.is_complete:
                     error = live.ending
             except Exception as raised:
-                error = to_api_error(raised)
+                error = to_api_error(raised).fresh()
                 if error.code == INTERNAL_ERROR:
                     logger.error("completion %s failed unexpectedly", entry.completion_id, exc_info=raised)
                 if isinstance(raised, EngineDiedError):
@@ -208,7 +213,7 @@ class CompletionStore:
             if live.ending is not None:
                 live.stream.abort()
             async for outputs in live.stream:
-                taken, failure = _take(outputs, live.run, live.stream)
+                taken, failure = take(outputs, live.run, live.stream)
                 if taken:
                     await self._journal.append(entry.completion_id, len(live.batches), taken)
                     live.batches.append(taken)
@@ -244,7 +249,6 @@ class CompletionStore:
             entry.error = error
         else:
             await self._journal_end(entry, error)
-            self._ended[entry.completion_id] = entry
             live.run.is_failed = entry.status == "failed"
             told = live.run.close()
             why = "" if entry.error is None else f": {entry.error}"
@@ -257,7 +261,7 @@ class CompletionStore:
             reader.wake()
 
     async def _journal_end(self, entry: Entry, error: ApiError | None) -> None:
-        """Set how a completion ended once that is in the journal; what cannot be journaled has failed."""
+        """Enter how a completion ended once that is in the journal; what cannot be journaled has failed."""
         status: EndStatus = "completed" if error is None else "cancelled" if error.code == "cancelled" else "failed"
         finished_at = self._clock()
         text = None if error is None else json.dumps(error.fields())
@@ -267,6 +271,7 @@ class CompletionStore:
             logger.error("the end of completion %s is not journaled: %s", entry.completion_id, failure)
             status, error = "failed", error if status == "failed" else to_api_error(failure)
         entry.status, entry.error, entry.finished_at = status, error, finished_at
+        self._ended[entry.completion_id] = entry
         if status == "failed":
             self._release_key(entry)
 
@@ -283,20 +288,24 @@ class CompletionStore:
             self._ended[entry.completion_id] = entry
         self._entries[entry.completion_id] = entry
         if entry.key is not None and entry.status != "failed":
-            self._keys[entry.key] = entry
+            held = self._keys.get(entry.key)
+            # One that is under way beside one that has ended was told to have failed: its end could not be journaled.
+            if held is None or held.status == "queued" or row.end is not None:
+                self._keys[entry.key] = entry
         return entry
 
     async def _take_up(self, entry: Entry, record: CompletionRecord) -> None:
         """Go on with a completion where it was left. Raises JournalError."""
-        batches = [] if entry.is_foreign else await self._journal.batches(entry.completion_id, 0, NO_LIMIT)
-        plan = await asyncio.to_thread(self._restored, record, is_foreign=entry.is_foreign)
+        if entry.is_foreign:
+            await self._journal_end(entry, model_changed())
+            logger.warning("completion %s is %s: %s", entry.completion_id, entry.status, entry.error)
+            return
+        batches = await self._journal.batches(entry.completion_id, 0, NO_LIMIT)
+        plan = await asyncio.to_thread(restored, self._restore, record, is_foreign=False)
         began = time.perf_counter() - (self._clock() - record.created)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
         entry.live = Live(plan, run, record.deadline, batches)
         entry.status = "in_progress" if batches else "queued"
-        if entry.is_foreign:
-            await self._end(entry, entry.live, model_changed())
-            return
         generated: dict[str, list[int]] = {request.request_id: [] for request in plan.requests}
         for output in (output for outputs in batches for output in outputs):
             run.output.add(output)
@@ -308,25 +317,22 @@ class CompletionStore:
         )
         self._spawn(self._record(entry, requests))
 
-    def _restored(self, record: CompletionRecord, *, is_foreign: bool) -> CompletionPlan:
-        identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
-        prompts = () if is_foreign else record.prompts
-        return self._restore[record.kind](json.loads(record.body), prompts, record.max_tokens, identity)
-
     def _cut_off(self, live: Live) -> None:
         if live.stream is not None:
             live.stream.abort()
         self._room.set()
 
-    def _make_room(self) -> None:
-        """Drop the completion that ended first if one more would be too many. Raises ApiError if none has ended."""
+    def _check_room(self) -> None:
+        """Raise ApiError if as many are under way as may be kept."""
         most = self._service.options.max_results
-        if len(self._entries) < most:
-            return
-        if not self._ended:
-            message = f"{most} background or keyed completions are under way, which is all that may be kept"
-            raise ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
-        self._drop([next(iter(self._ended))])
+        if len(self._entries) - len(self._ended) >= most:
+            raise too_many(most)
+
+    def _make_room(self) -> None:
+        """Drop those that ended first, as many as are too many."""
+        num_too_many = len(self._entries) - self._service.options.max_results
+        if num_too_many > 0:
+            self._drop(list(itertools.islice(self._ended, num_too_many)))
 
     def _drop_expired(self) -> None:
         latest = self._clock() - self._service.options.result_ttl_s
@@ -359,13 +365,3 @@ class CompletionStore:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the event loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
-
-
-def _take(outputs: Outputs, run: CompletionRun, stream: TokenStream) -> tuple[Outputs, ApiError | None]:
-    """Apply outputs to a run; return those before the one that fails it, and how."""
-    for num_taken, output in enumerate(outputs):
-        try:
-            collections.deque(run.apply((output,), stream), maxlen=0)
-        except ApiError as error:
-            return outputs[:num_taken], error
-    return outputs, None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from server.answer import KeptResponse
+from server.answer import KeptResponse, json_response
 from server.envelope import log_fields
 from server.errors import ApiError, show
 from server.openapi import error_responses
@@ -32,7 +33,8 @@ def results_router(service: Service, store: CompletionStore) -> APIRouter:
     async def result(request: Request) -> Response:
         entry = store.find(request.path_params["id"])
         log_fields(request.scope)["completion_id"] = entry.completion_id
-        return JSONResponse(await store.result(entry))
+        answer = await store.result(entry)
+        return await asyncio.to_thread(json_response, answer)  # which may be megabytes
 
     @router.get(
         _PATH,

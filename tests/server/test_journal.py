@@ -302,6 +302,66 @@ def test_a_full_disk_fails_what_was_to_be_written_and_nothing_else(tmp_path: Pat
     use(tmp_path, Journal.open)
 
 
+def test_bytes_in_the_place_of_a_text_are_damage(tmp_path: Path) -> None:
+    path = write_one(tmp_path)
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE completions SET body = CAST(body AS BLOB)")
+
+    async def test(journal: Journal) -> None:
+        with pytest.raises(JournalError, match="it is damaged"):
+            await journal.load()
+
+    use(tmp_path, test)
+
+
+def test_a_write_that_fails_in_no_foreseen_way_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    async def test(journal: Journal) -> None:
+        await journal.open()
+        with monkeypatch.context() as patch:
+            patch.setattr("server.journal._commit", fail)
+            with pytest.raises(JournalError):
+                await asyncio.wait_for(journal.add(RECORD), 5)
+        await journal.add(RECORD)
+
+    use(None, test)
+
+
+def test_outputs_are_decoded_where_no_write_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, may_go_on = threading.Event(), threading.Event()
+
+    def decode_slowly(text: str) -> tuple[TokenOutput, ...]:
+        decoding.set()
+        assert may_go_on.wait(20)
+        return decode_outputs(text)
+
+    async def test(journal: Journal) -> None:
+        await journal.add(RECORD)
+        await journal.append("cmpl-1", 0, OUTPUTS)
+        monkeypatch.setattr("server.journal.decode_outputs", decode_slowly)
+        reading = asyncio.create_task(journal.batches("cmpl-1", 0, 9))
+        await asyncio.to_thread(decoding.wait, 20)
+        try:
+            await asyncio.wait_for(journal.append("cmpl-1", 1, OUTPUTS), 5)
+        finally:
+            may_go_on.set()
+        assert await reading == [OUTPUTS]
+
+    use(None, test)
+
+
+def test_a_closed_journal_is_closed_again_in_peace_and_says_what_it_is() -> None:
+    async def test(journal: Journal) -> None:
+        await journal.add(RECORD)
+        await journal.close()
+        with pytest.raises(JournalError, match="closed"):
+            await journal.record("cmpl-1")
+
+    use(None, test)
+
+
 def test_closing_waits_for_what_is_being_written(tmp_path: Path) -> None:
     async def test(journal: Journal) -> None:
         await journal.add(RECORD)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -151,6 +152,11 @@ def test_a_choice_without_text_yet_is_an_empty_delta() -> None:
     choice = ChoiceOutput(ByteTokenizer())
     assert choice.add(output(0xC3)).is_empty
     assert choice.add(output(0xA9)) == Delta("é")
+
+
+def test_scores_of_a_prompt_come_even_if_there_is_no_text_yet() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), prompt_logprobs=0)
+    assert not choice.add(replace(output(0xC3), prompt_logprobs=(None,))).is_empty
 
 
 def test_the_end_of_text_has_no_text_but_counts() -> None:

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
-from engine.request import FinishReason, TokenOutput
+from engine.errors import InvalidRequestError, QueueFullError
+from engine.request import FinishReason, Request, TokenOutput
 from server.completion import CompletionPlan, plan_completion, restore_completion
 from server.errors import ApiError
 from server.journal import FILE_NAME, Journal, JournalError
@@ -166,8 +168,45 @@ def test_the_first_to_have_ended_makes_room_and_what_is_under_way_never_does() -
             with pytest.raises(ApiError) as refused:
                 await kept.keep()
             assert (refused.value.status, refused.value.code) == (429, "too_many_kept")
+            rejections = 'gptserve_admission_rejections_total{code="too_many_kept",model_name="m"} 1.0'
+            assert rejections in kept.service.metrics.render().decode()
             assert len(kept.engine.live_ids) == 3
             assert sum(kept.store.counts().values()) == 3
+
+    run(test())
+
+
+def test_a_request_that_is_refused_costs_nobody_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path, max_results=1)) as kept:
+            entry = await kept.keep(max_tokens=1)
+            await kept.finish(entry)
+            with pytest.raises(InvalidRequestError):
+                await kept.keep(max_tokens=1000)
+            kept.engine.max_requests = 0
+            with pytest.raises(QueueFullError):
+                await kept.keep()
+            kept.engine.max_requests = 9
+            with monkeypatch.context() as patch:
+                patch.setattr(Journal, "add", AsyncMock(side_effect=JournalError("the disk is full")))
+                with pytest.raises(JournalError):
+                    await kept.keep()
+            assert await kept.text(entry) == "a"
+
+    run(test())
+
+
+def test_a_lower_limit_holds_from_the_next_completion_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            entries = []
+            for _ in range(3):
+                first.clock.now += 1.0
+                entries.append(await first.keep(max_tokens=1))
+                await first.finish(entries[-1])
+        async with started(Kept(tmp_path, clock=first.clock, max_results=2)) as second:
+            last = await second.keep()
+            assert [found(second, entry) for entry in (*entries, last)] == [False, False, True, True]
 
     run(test())
 
@@ -225,6 +264,26 @@ def test_a_reader_takes_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
             assert len(await anext(late)) == READ_LIMIT
             late.close()
             assert [outputs async for outputs in late] == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_many_choices_in_memory_are_read_in_small_pieces_between_which_others_have_their_turn(is_live: bool) -> None:
+    async def test() -> None:
+        async with started(Kept()) as kept:
+            entry = await kept.keep(n=16, max_tokens=16)
+            await kept.advance(entry, 15)
+            if not is_live:
+                await kept.finish(entry)
+            pieces, turns = [], []
+            reader = kept.store.reader(entry)
+            for _ in range(3):
+                asyncio.get_running_loop().call_soon(turns.append, len(pieces))
+                pieces.append(await anext(reader))
+            assert [len(piece) for piece in pieces] == [READ_LIMIT] * 3
+            assert turns == [0, 1, 2]
+            reader.close()
 
     run(test())
 
@@ -391,6 +450,21 @@ def test_a_model_that_computes_otherwise_ends_what_was_under_way(tmp_path: Path)
     run(test())
 
 
+def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            record = await first.journal.record((await first.keep()).completion_id)
+            unknown = replace(record, completion_id="cmpl-1", fingerprint="newer", body='{"prompt":"x","newer":1}')
+            await first.journal.add(unknown)
+        async with started(Kept(tmp_path)) as second:
+            assert second.store.find("cmpl-1").status == "failed"
+            with pytest.raises(ApiError) as raised:
+                await second.store.result(second.store.find("cmpl-1"))
+            assert raised.value.code == "model_changed"
+
+    run(test())
+
+
 def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Kept(tmp_path)) as first:
@@ -466,6 +540,78 @@ def test_a_damaged_row_is_an_error_and_no_wrong_text(tmp_path: Path) -> None:
         async with started(Kept(tmp_path)) as second:
             with pytest.raises(JournalError, match="it is damaged"):
                 await second.store.result(second.store.find(entry.completion_id))
+
+    run(test())
+
+
+def test_after_a_restart_a_key_leads_to_what_its_retry_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            failed = await first.keep("k", max_tokens=3)
+            with monkeypatch.context() as patch:
+                for name in ("append", "end"):
+                    patch.setattr(Journal, name, AsyncMock(side_effect=JournalError("the disk is full")))
+                await first.finish(failed)
+            told = await first.keep("k", max_tokens=3)
+            await first.finish(told)
+        async with started(Kept(tmp_path)) as second:
+            assert (await second.keep("k", max_tokens=3)).completion_id == told.completion_id
+
+    run(test())
+
+
+def test_a_result_that_lacks_its_end_is_an_error_and_no_shorter_text(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as first:
+            entry = await first.keep(max_tokens=3)
+            await first.advance(entry, 2)
+            await first.finish(entry)
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
+            connection.execute("DELETE FROM batches WHERE n = ?", (entry.num_batches - 1,))
+        async with started(Kept(tmp_path)) as second:
+            with pytest.raises(JournalError, match="lacks the end"):
+                await second.store.result(second.store.find(entry.completion_id))
+
+    run(test())
+
+
+def test_a_result_that_is_dropped_while_it_is_read_is_not_found_and_no_empty_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with started(Kept(max_results=1)) as kept:
+            entry = await kept.keep(max_tokens=3)
+            await kept.finish(entry)
+            batches = Journal.batches
+
+            async def batches_late(self: Journal, *arguments: Any) -> list[tuple[TokenOutput, ...]]:
+                await kept.keep()
+                await asyncio.sleep(0)  # what was dropped is being deleted
+                return await batches(self, *arguments)
+
+            monkeypatch.setattr(Journal, "batches", batches_late)
+            with pytest.raises(ApiError) as raised:
+                await kept.store.result(entry)
+            assert raised.value.code == "completion_not_found"
+
+    run(test())
+
+
+def test_an_error_holds_nothing_of_those_who_met_it() -> None:
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="it broke")
+
+    async def test() -> None:
+        async with started(Kept(engine=FakeEngineClient(reply, auto=False))) as kept:
+            entry = await kept.keep()
+            await kept.finish(entry)
+            for _ in range(3):
+                with pytest.raises(ApiError, match="it broke"):
+                    await kept.read(entry)
+            assert entry.error is not None
+            assert entry.error.__traceback__ is None
 
     run(test())
 

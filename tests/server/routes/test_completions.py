@@ -211,9 +211,9 @@ def test_prompt_logprobs_and_an_echos_logprobs_are_as_many_as_each_asks_for(api:
 
 @pytest.mark.parametrize(
     ("fields", "in_thread"),
-    [({"prompt_logprobs": 0}, True), ({"echo": True, "logprobs": 0}, True), ({"logprobs": 1}, False)],
+    [({"prompt_logprobs": 0}, True), ({"echo": True, "logprobs": 0}, True), ({"logprobs": 1}, True), ({}, False)],
 )
-def test_scores_of_a_prompt_are_rendered_beside_the_event_loop(
+def test_scores_are_rendered_beside_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], in_thread: bool
 ) -> None:
     threads = []
@@ -225,6 +225,22 @@ def test_scores_of_a_prompt_are_rendered_beside_the_event_loop(
     monkeypatch.setattr(server.completion, "join_deltas", spy)
     assert api.complete(prompt="hi", **fields).status_code == 200
     assert threads == [in_thread]
+
+
+def test_no_call_that_encodes_an_answer_has_more_than_one_of_its_choices(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+    encode = json.JSONEncoder.encode
+
+    def spy(self: json.JSONEncoder, value: object) -> str:
+        encoded.append(encode(self, value))
+        return encoded[-1]
+
+    monkeypatch.setattr(json.JSONEncoder, "encode", spy)
+    response = api.complete(prompt="hi", max_tokens=1, n=3, logprobs=1, prompt_logprobs=1)
+    assert [len(entry) for entry in response.json()["choices"]] == [6] * 3
+    assert max(text.count('"finish_reason"') for text in encoded) == 1
 
 
 def test_prompt_logprobs_come_only_where_they_are_asked_for(api: Api) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import Response
 
+import server.routes.results
 from engine.request import FinishReason, TokenOutput
 from server.schemas import BackgroundCompletion, KeptChatCompletion, KeptCompletion
 from tests.server.conftest import MODEL, LiveServer
@@ -120,6 +122,30 @@ def test_a_background_completion_is_answered_at_once_and_goes_on(serve: Serve) -
         {"index": 0, "text": "abc", "logprobs": None, "finish_reason": "length", "stop_reason": None}
     ]
     assert {name: whole[name] for name in accepted if name != "status"} | {"status": "queued"} == accepted
+
+
+def test_events_have_the_scores_of_a_prompt_before_there_is_text(serve: Serve) -> None:
+    server = serve(FakeEngineClient(say("é")))
+    events = get(server, begin(server, prompt="hi", max_tokens=2, prompt_logprobs=0), "/events").text
+    parts = [json.loads(event.partition("data: ")[2])["choices"][0] for event in split(events)[:-1]]
+    assert [part["text"] for part in parts] == ["", "é"]
+    assert [len(part.get("prompt_logprobs", [])) for part in parts] == [2, 0]
+
+
+def test_a_result_is_rendered_beside_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, threads = serve(FakeEngineClient()), []
+    render = server.routes.results.json_response
+
+    def spy(answer: dict[str, object]) -> Response:
+        threads.append(threading.get_ident())
+        return render(answer)
+
+    monkeypatch.setattr(server.routes.results, "json_response", spy)
+    finished(live, begin(live))
+    live.engine.from_outside(lambda: threads.append(threading.get_ident()))
+    step(live.engine)
+    rendering, loop = threads
+    assert rendering != loop
 
 
 @pytest.mark.parametrize("durable", [True, False])
