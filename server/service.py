@@ -55,7 +55,7 @@ class AppOptions:
     keep_alive_s: float = 15.0
     max_choices: int = 128
     result_ttl_s: float = 3600.0
-    max_results: int = 10_000
+    max_results: int = 1_000
     chat_template: ChatTemplate | None = None
 
 

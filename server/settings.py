@@ -79,7 +79,7 @@ class ServerSettings:
     shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
     state_dir: Annotated[Path | None, "folder for kept completions, which then outlive the server"] = None
     result_ttl_s: Annotated[float, "seconds for which a kept completion can be had after its end"] = 3600.0
-    max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 10_000
+    max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 1_000
     max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
     engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0
     log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
