@@ -36,7 +36,8 @@ BODIES: list[dict[str, Any]] = [
     }
     for seed, prompt in enumerate(["Once upon a time", "The fox", "A long way from here,", "Mia said"] * 8)
 ]
-Events = list[tuple[str, Any]]
+Events = dict[int, list[Any]]
+"""What each choice's events add to it, by its index: whose comes first is for the scheduler to say."""
 
 
 @pytest.fixture
@@ -47,13 +48,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[Process]:
 
 
 async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event) -> Events:
-    """Return all events of a stream as (id, choices), those of a plain answer as one; set `begun` by the first."""
+    """Return the events of a stream, which count from 1, or a plain answer's choices; set `begun` by the first."""
     if not body["stream"]:
         begun.set()
         answer = (await client.post("/v1/completions", json=body)).json()
-        return [("", answer.get("choices") or answer)]
-    events: Events = []
-    number = ""
+        return {choice["index"]: [choice] for choice in answer["choices"]}
+    events: Events = {index: [] for index in range(body["n"])}
+    numbers: list[int] = []
+    is_done = False
     async with (
         client.stream("POST", "/v1/completions", json=body) as response,
         aclosing(response.aiter_lines()) as lines,
@@ -61,10 +63,16 @@ async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyn
         async for line in lines:
             field, _, value = line.partition(": ")
             if field == "id":
-                number = value
+                numbers.append(int(value))
+            elif line == "data: [DONE]":
+                is_done = True
             elif field == "data":
                 begun.set()
-                events.append((number, value if value == "[DONE]" else json.loads(value)["choices"]))
+                [choice] = json.loads(value)["choices"]
+                events[choice["index"]].append(choice)
+    assert is_done
+    assert numbers == list(range(1, len(numbers) + 1)), "an event is missing or came twice"
+    assert len(numbers) == sum(map(len, events.values()))
     return events
 
 
@@ -95,7 +103,9 @@ def test_32_clients_notice_nothing(server: Process, number: signal.Signals) -> N
     server.wait_for_line("an engine runs again")
     cause = "the engine made no step for 5 s" if number == signal.SIGSTOP else f"was killed by signal {number.value}"
     assert cause in "".join(server.lines)
-    assert all(len(events) > 200 for events, body in zip(undisturbed, BODIES, strict=True) if body["stream"])
+    assert all(
+        min(map(len, events.values())) > 200 for events, body in zip(undisturbed, BODIES, strict=True) if body["stream"]
+    )
 
 
 def test_a_poison_gets_status_500_and_its_31_neighbours_what_they_asked_for(server: Process) -> None:
