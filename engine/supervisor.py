@@ -19,8 +19,6 @@ from engine.process_client import ProcessClient
 from engine.request import CLEARING_STEPS, SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 
-MAX_RESTARTS = 5
-STALL_LIMIT_S = 120.0  # a step of 512 tokens takes a 7B model a minute on two cores
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
 _MAX_DEATHS_BY_CHANCE = 1  # while one request is tried alone
 _PROVEN_S = 60.0  # an engine that lived longer with nothing to do works
@@ -62,8 +60,8 @@ class Supervisor:
         self,
         make_client: Callable[[], ProcessClient],
         *,
-        max_restarts: int = MAX_RESTARTS,
-        stall_limit_s: float = STALL_LIMIT_S,
+        max_restarts: int,
+        stall_limit_s: float,
     ) -> None:
         self._make_client = make_client
         self._max_restarts = max_restarts

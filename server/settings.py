@@ -81,6 +81,7 @@ class ServerSettings:
     result_ttl_s: Annotated[float, "seconds for which a kept completion can be had after its end"] = 3600.0
     max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 1_000
     max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
+    # A step of 512 tokens takes a 7B model a minute on two cores.
     engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0
     log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
     log_level: Annotated[LogLevel, "least severity to log"] = "info"

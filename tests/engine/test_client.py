@@ -21,6 +21,7 @@ from engine.thread_client import ThreadClient
 from tests.engine import fake_step_engine as fake
 from tests.engine.client_harness import (
     ENDLESS,
+    LIMIT_S,
     Gate,
     MakeClient,
     collect,
@@ -50,7 +51,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 def supervise(factory: EngineFactory) -> Supervisor:
     """Return a supervisor that lets a dead engine be, as the other clients do."""
-    return Supervisor(functools.partial(ProcessClient, factory), max_restarts=0)
+    return Supervisor(functools.partial(ProcessClient, factory), max_restarts=0, stall_limit_s=LIMIT_S)
 
 
 @pytest.fixture(params=[ProcessClient, ThreadClient, supervise])

@@ -333,7 +333,7 @@ def supervise_real(
         folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, max_num_seqs=max_num_seqs, num_threads=1
     )
     factory = functools.partial(mortal.load, config, str(tmp_path / "tally"), deaths, **options)
-    return Supervisor(functools.partial(ProcessClient, factory), stall_limit_s=stall_limit_s)
+    return Supervisor(functools.partial(ProcessClient, factory), max_restarts=5, stall_limit_s=stall_limit_s)
 
 
 @pytest.mark.parametrize(
