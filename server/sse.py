@@ -27,12 +27,22 @@ _TEXT = "\0"  # stands for a chunk's own while what is around it is rendered
 
 
 class EventEncoder:
-    """Renders the events of one stream. `head` is what all its chunks share; ids count from 1.
+    """Renders the events of one stream. `head` is what all its chunks share.
 
-    The events up to and with the `after`-th are counted and come out empty: their client has had them.
+    Only a resumable stream has ids, which count its events from 1; the events up to the `after`-th come out empty, as
+    the client has them. Every event of any other stream begins with `data: `: clients split a stream at blank lines and
+    strip that prefix from each block.
     """
 
-    def __init__(self, head: Mapping[str, object], shape: Shape, *, include_usage: bool, after: int = 0) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, object],
+        shape: Shape,
+        *,
+        include_usage: bool,
+        is_resumable: bool = False,
+        after: int = 0,
+    ) -> None:
         self._encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
         self._head = self._encode(head)[:-1] + ',"choices":['
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
@@ -41,7 +51,8 @@ class EventEncoder:
         # What is around index and text when a chunk adds nothing but text.
         around = self._encode(shape.part(0, Delta(_TEXT))).removeprefix('{"index":0')
         self._before_text, self._after_text = around.split(self._encode(_TEXT))
-        self._last_id = 0
+        self._is_resumable = is_resumable
+        self._num_events = 0
         self._after = after
 
     def chunk(self, index: int, delta: Delta, usage: Mapping[str, object] | None = None) -> str:
@@ -65,11 +76,12 @@ class EventEncoder:
         return f"data: {self._encode(body)}\n\n"
 
     def _event(self, choice: str, usage: Mapping[str, object] | None) -> str:
-        self._last_id += 1
-        if self._last_id <= self._after:
+        self._num_events += 1
+        if self._num_events <= self._after:
             return ""
+        event_id = f"id: {self._num_events}\n" if self._is_resumable else ""
         end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
-        return f"id: {self._last_id}\ndata: {self._head}{choice}]{end}"
+        return f"{event_id}data: {self._head}{choice}]{end}"
 
 
 class Connection:

@@ -77,13 +77,16 @@ def test_a_chats_first_chunk_opens_its_choice(delta: Delta, usage: dict[str, Any
     ChatCompletionChunk.model_validate(data, strict=True, extra="forbid")
 
 
-def test_events_are_numbered_from_one_and_are_ascii_lines() -> None:
-    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=True)
+@pytest.mark.parametrize("is_resumable", [True, False])
+def test_events_are_ascii_lines_and_those_of_a_resumable_stream_are_numbered_from_one(is_resumable: bool) -> None:
+    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=True, is_resumable=is_resumable)
     events = [encoder.chunk(0, Delta("\u2028\x85é")), encoder.chunk(1, Delta("b")), encoder.usage_chunk(USAGE)]
-    assert [event.split("\n")[0] for event in events] == ["id: 1", "id: 2", "id: 3"]
-    for event in events:
+    for number, event in enumerate(events, 1):
         assert event.isascii()
-        assert len(event.splitlines()) == 3, "no line separator that some clients split at"
+        lines = event.splitlines()  # splits at every separator that some client splits at
+        assert lines[:-2] == ([f"id: {number}"] if is_resumable else [])
+        assert lines[-2].startswith("data: ")
+        assert lines[-1] == ""
     assert data_of(events[-1]) == {**HEAD, "choices": [], "usage": USAGE}
 
 
@@ -140,7 +143,7 @@ def test_leaving_the_connection_ends_its_watch() -> None:
 @pytest.mark.parametrize(("head", "shape"), [(HEAD, TEXT_SHAPE), (CHAT_HEAD, CHAT_SHAPE)])
 def test_events_that_a_client_has_had_are_counted_and_left_out(head: dict[str, Any], shape: Any) -> None:
     def render(after: int) -> list[str]:
-        encoder = EventEncoder(head, shape, include_usage=True, after=after)
+        encoder = EventEncoder(head, shape, include_usage=True, is_resumable=True, after=after)
         text = "".join(encoder.chunk(i % 2, Delta(str(i))) for i in range(4)) + encoder.usage_chunk(USAGE)
         return text.split("\n\n")[:-1]
 

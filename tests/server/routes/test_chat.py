@@ -20,14 +20,13 @@ ANSWER = "<|channel|>analysis<|message|>Hm, é.<|end|><|start|>assistant<|channe
 
 
 def parse_events(text: str) -> list[dict[str, Any]]:
-    """Return the data of a whole stream's numbered events; checks the frame of each and the end."""
+    """Return the data of a plain stream's events; checks the frame of each and the end."""
     *events, end = text.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
     data = []
-    for number, event in enumerate(events, 1):
-        first, second = event.split("\n")
-        assert first == f"id: {number}"
-        data.append(json.loads(second.removeprefix("data: ")))
+    for event in events:
+        assert event.startswith("data: ")
+        data.append(json.loads(event.removeprefix("data: ")))
         ChatCompletionChunk.model_validate(data[-1], strict=True, extra="forbid")
     return data
 
@@ -187,7 +186,7 @@ def test_a_client_that_goes_away_is_aborted(serve: Callable[..., LiveServer]) ->
     with httpx.stream("POST", url, json=body, timeout=20) as response:
         lines = response.iter_lines()
         engine.from_outside(engine.step)
-        assert next(lines) == "id: 1"
+        assert next(lines).startswith("data: {")
         assert engine.aborted == []
     engine.wait_for(lambda: len(engine.aborted) == 2)
     assert engine.live_ids == []
