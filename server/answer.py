@@ -89,7 +89,9 @@ class KeptResponse(Response):
         reader = self._store.reader(self._entry)
         try:
             if self._stream:
-                await answer.send_events(reader, reader.close, scope, receive, send, after=self._after)
+                await answer.send_events(
+                    reader, reader.close, scope, receive, send, is_resumable=True, after=self._after
+                )
             else:
                 await answer.send_whole(reader, reader.close, scope, receive, send)
         finally:
@@ -142,26 +144,38 @@ class _Answer:
         return json_response(self._plan.whole(collected, self._output.usage()))
 
     async def send_events(
-        self, source: Outputs, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send, after: int = 0
+        self,
+        source: Outputs,
+        on_gone: Callable[[], None],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        is_resumable: bool = False,
+        after: int = 0,
     ) -> bool:
         """Send the completion as events, an error among them; return whether there was none."""
         options = self._plan.body.stream_options or StreamOptions()
         include_usage = bool(options.include_usage)
         head = self._plan.head(of_chunk=True)
-        encoder = sse.EventEncoder(head, self._plan.shape, include_usage=include_usage, after=after)
+        encoder = sse.EventEncoder(
+            head, self._plan.shape, include_usage=include_usage, is_resumable=is_resumable, after=after
+        )
         is_well = True
         await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
         keep_alive_s = self._service.options.keep_alive_s
         async with sse.Connection(receive, send, on_gone, keep_alive_s=keep_alive_s) as connection:
             try:
                 async for outputs in source:
-                    events = [
-                        encoder.chunk(index, delta, self._output.usage() if options.continuous_usage_stats else None)
-                        for index, delta in self._apply(outputs)
-                        if not delta.is_empty
-                    ]
-                    if any(events):
-                        await connection.write("".join(events).encode("ascii"))
+                    events: list[str] = []
+                    try:
+                        for index, delta in self._apply(outputs):
+                            if not delta.is_empty:
+                                usage = self._output.usage() if options.continuous_usage_stats else None
+                                events.append(encoder.chunk(index, delta, usage))
+                    finally:  # the outputs before one that fails are sent before the error
+                        if any(events):
+                            await connection.write("".join(events).encode("ascii"))
                 end = (encoder.usage_chunk(self._output.usage()) if include_usage else "") + sse.DONE
             except Exception as error:
                 is_well = False

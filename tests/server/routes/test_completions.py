@@ -74,13 +74,15 @@ def send_raw(server: LiveServer, headers: str = "", **body: Any) -> socket.socke
 
 
 def parse_events(text: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the data of a whole stream's numbered events, and what follows them; checks the frame of each."""
+    """Return the data of a plain stream's events, and what follows them; checks the frame of each.
+
+    It reads as the field's load generators do: split at blank lines, strip `data: `, parse the rest.
+    """
     *events, end = text.removesuffix("\n\n").split("\n\n")
     data = []
-    for number, event in enumerate(events, 1):
-        first, second = event.split("\n")
-        assert first == f"id: {number}"
-        data.append(json.loads(second.removeprefix("data: ")))
+    for event in events:
+        assert event.startswith("data: ")
+        data.append(json.loads(event.removeprefix("data: ")))
         Completion.model_validate(data[-1], strict=True, extra="forbid")
     return data, end
 
@@ -360,6 +362,25 @@ def test_steps_that_pile_up_go_out_together(serve: Callable[..., LiveServer]) ->
         engine.from_outside(three_steps)
         parts = list(events.response.iter_raw())
     assert parts[0].count(b"data: ") == 3
+
+
+def test_outputs_that_come_together_with_a_failure_are_sent_before_it(serve: Callable[..., LiveServer]) -> None:
+    def fail_third(request: Any) -> Iterator[TokenOutput]:
+        for _, output in zip(range(2), say("ab")(request), strict=False):
+            yield output
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="it broke")
+
+    engine = FakeEngineClient(fail_third, auto=False)
+
+    def three_steps() -> None:
+        for _ in range(3):
+            engine.step()
+
+    with stream(serve(engine), max_tokens=5) as events:
+        engine.from_outside(three_steps)
+        assert [events.next_text(), events.next_text()] == ["a", "b"]
+        [error] = events.rest()
+    assert json.loads(error)["error"]["message"] == "choice 0: it broke"
 
 
 def test_a_silent_stream_is_kept_alive(serve: Callable[..., LiveServer]) -> None:
