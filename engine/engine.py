@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.drafter import PromptLookup
 from engine.errors import EngineStartError
 from engine.model_runner import ModelRunner
-from engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+from engine.request import (
+    MAX_SCORES_PER_OUTPUT,
+    EngineInfo,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from engine.schedule import Progress, ScheduledBatch, ScheduledSequence
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -48,7 +56,7 @@ class Engine:
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._num_scored: dict[str, int] = {}  # prompt_logprobs given so far, of the requests that still get some
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._prove()
 
@@ -81,13 +89,13 @@ class Engine:
         request.check(self.info)
         sequence = self._scheduler.add(request)
         if request.params.prompt_logprobs is not None and not request.generated_token_ids:
-            self._prompt_logprobs[request.request_id] = [None] * sequence.num_prompt_tokens
+            self._num_scored[request.request_id] = request.num_scored_tokens
         self._num_prompt_tokens += sequence.num_prompt_tokens
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks; one that has ended or was never there is no error."""
         self._scheduler.abort(request_id)
-        self._prompt_logprobs.pop(request_id, None)
+        self._num_scored.pop(request_id, None)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return what it added to each sequence that got a token or ended."""
@@ -99,33 +107,46 @@ class Engine:
             result = self._runner.run(batch)
         except BaseException as error:
             return outputs + self._recover(batch, error)
-        for index, entries in result.prompt_logprobs.items():
-            collected = self._prompt_logprobs[batch.items[index].sequence.request.request_id]
-            for position, entry in entries:
-                collected[position] = entry
         self._num_steps += 1
+        for index, entries in result.prompt_logprobs.items():
+            outputs += self._score_prompt(batch.items[index].sequence.request.request_id, entries)
+        sampling = [item.sequence for item in batch.items if item.samples]
+        logprobs = {sequence: sampled.logprobs for sequence, sampled in zip(sampling, result.sampled, strict=True)}
         progressed = self._scheduler.update(batch, [sampled.token_ids for sampled in result.sampled])
-        outputs += [self._output(p, sampled.logprobs) for p, sampled in zip(progressed, result.sampled, strict=True)]
+        outputs += [self._output(progress, logprobs[progress.sequence]) for progress in progressed]
         return outputs
 
+    def _score_prompt(self, request_id: str, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:
+        """Return the entries of prompt_logprobs that come next; end the request where a logprob is no number.
+
+        A step gives the entries of consecutive positions. After a preemption some of them have been given before.
+        """
+        first = self._num_scored[request_id]
+        scores: list[TokenLogprobs | None] = [None] if first == 0 else []
+        scores += [entry for position, entry in entries if position >= first]
+        if any(entry is not None and math.isnan(entry.logprob) for entry in scores):
+            self.abort(request_id)
+            return [TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=_NOT_FINITE)]
+        self._num_scored[request_id] += len(scores)
+        return [
+            TokenOutput(request_id, (), prompt_logprobs=tuple(scores[start : start + MAX_SCORES_PER_OUTPUT]))
+            for start in range(0, len(scores), MAX_SCORES_PER_OUTPUT)
+        ]
+
     def _refuse(self, request_id: str) -> TokenOutput:
-        self._prompt_logprobs.pop(request_id, None)
+        self._num_scored.pop(request_id, None)
         return TokenOutput(request_id, (), finish_reason=FinishReason.QUEUE_TIMEOUT, error=self._never_admitted)
 
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence
         request_id = sequence.request.request_id
-        prompt_logprobs = self._prompt_logprobs.pop(request_id, None)
-        if any(entry is not None and math.isnan(entry.logprob) for entry in prompt_logprobs or ()):
-            self._scheduler.abort(request_id)
-            return TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=_NOT_FINITE)
+        self._num_scored.pop(request_id, None)
         self._num_generated_tokens += len(progress.token_ids)
         failed = progress.finish_reason is FinishReason.ERROR
         return TokenOutput(
             request_id=request_id,
             token_ids=progress.token_ids,
             logprobs=tuple(entry for entry in logprobs[: len(progress.token_ids)] if entry is not None),
-            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             finish_reason=progress.finish_reason,
             stop_token_id=progress.stop_token_id,
             num_cached_tokens=sequence.num_cached_tokens,
@@ -148,7 +169,7 @@ class Engine:
         except Exception:
             raise error from None
         request_id = guilty.request.request_id
-        self._prompt_logprobs.pop(request_id, None)
+        self._num_scored.pop(request_id, None)
         message = f"the step that computed this request failed: {error}"
         return [TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message)]
 

@@ -105,6 +105,8 @@ class LLM:
             text=self.tokenizer.decode(token for token in shown if token not in self.tokenizer.special_ids),
             finish_reason=last.finish_reason,
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
-            prompt_logprobs=outputs[0].prompt_logprobs,
+            prompt_logprobs=None
+            if request.params.prompt_logprobs is None
+            else tuple(entry for output in outputs for entry in output.prompt_logprobs or ()),
             seed=request.seed,
         )

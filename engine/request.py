@@ -16,6 +16,7 @@ from engine.errors import InvalidRequestError
 MAX_LOGPROBS = 20  # vLLM's default cap; each costs a top-k over the vocabulary and ten times a token's wire size
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each a server takes some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
 SEED_LIMIT = 2**63  # seeds are non-negative and fit a signed 64-bit integer, as the OpenAI client sends them
 SUSPICIOUS_FAILURES = 2  # the first failure is most likely no request's fault; the second one may be somebody's
@@ -81,8 +82,9 @@ class Request:
 
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
     only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
-    that is gone: the outputs begin after it, and are those that would have followed it there. num_failures is how many
-    engines in a row died in which this request may have had a seat, before it made CLEARING_STEPS.
+    that is gone: the outputs begin after it, and are those that would have followed it there. num_scored_tokens is how
+    many entries of prompt_logprobs that engine has given. num_failures is how many engines in a row died in which this
+    request may have had a seat, before it made CLEARING_STEPS.
     """
 
     request_id: str
@@ -93,6 +95,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     generated_token_ids: tuple[int, ...] = ()
+    num_scored_tokens: int = 0
     num_failures: int = 0
 
     def __post_init__(self) -> None:
@@ -147,8 +150,9 @@ class TokenLogprobs:
 class TokenOutput:
     """What one step added to one request.
 
-    logprobs, where asked for, has one entry per token id. prompt_logprobs comes once, with the first output, one entry
-    per prompt token, None for the first. After an output with a finish_reason nothing more comes for that request.
+    logprobs, where asked for, has one entry per token id. prompt_logprobs, where asked for, come in order in outputs of
+    at most MAX_SCORES_PER_OUTPUT entries, all of them before the first token: one entry per prompt token, None for the
+    first. After an output with a finish_reason nothing more comes for that request.
     """
 
     request_id: str

@@ -39,6 +39,7 @@ class _Live:
     num_deaths: int = 0
     num_deaths_alone: int = 0
     num_outputs: int = 0
+    num_scored_tokens: int = 0
 
 
 class Supervisor:
@@ -142,10 +143,12 @@ class Supervisor:
         if live is None:
             return  # this client is being closed
         live.token_ids += output.token_ids
-        live.num_outputs += 1
+        live.num_scored_tokens += len(output.prompt_logprobs or ())
+        if output.token_ids:
+            live.num_outputs += 1
+            self._num_restarts_in_a_row = 0
         if live.num_outputs >= CLEARING_STEPS:
             live.num_deaths = live.num_deaths_alone = 0
-        self._num_restarts_in_a_row = 0
         if output.finish_reason is not None:
             del self._live[output.request_id]
         live.stream.push(output)
@@ -240,7 +243,12 @@ class Supervisor:
     def _resume(self, live: _Live) -> Request:
         """Return the request for what is left of it."""
         token_ids = (*live.request.generated_token_ids, *live.token_ids)
-        return replace(live.request, generated_token_ids=token_ids, num_failures=live.num_deaths)
+        return replace(
+            live.request,
+            generated_token_ids=token_ids,
+            num_scored_tokens=live.request.num_scored_tokens + live.num_scored_tokens,
+            num_failures=live.num_deaths,
+        )
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]

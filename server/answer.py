@@ -7,10 +7,10 @@ The routes say which; where the outputs come from makes no difference to a byte 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from engine.request import TokenOutput
 from server import sse
 from server.completion import CompletionOutput, CompletionPlan, CompletionRun, expiring
+from server.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from server.envelope import log_fields, report
 from server.kept import Entry
 from server.output import Delta
@@ -27,6 +28,7 @@ from server.service import Service
 from server.store import CompletionStore
 
 Outputs = AsyncIterator[tuple[TokenOutput, ...]]
+Result = TypeVar("Result")
 
 
 class CompletionResponse(Response):
@@ -99,13 +101,8 @@ class KeptResponse(Response):
 
 
 def json_response(answer: Mapping[str, object]) -> Response:
-    """Return an answer as JSON, encoded in many small calls: no other thread runs while one of them does."""
-    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-    parts = []
-    for name, value in answer.items():
-        text = f"[{','.join(map(encode, value))}]" if isinstance(value, list) else encode(value)
-        parts.append(f"{encode(name)}:{text}")
-    return Response(f"{{{','.join(parts)}}}".encode(), media_type="application/json")
+    """Return an answer as JSON."""
+    return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
 
 
 class _Answer:
@@ -130,18 +127,29 @@ class _Answer:
         collected: list[list[Delta]] = [[] for _ in self._plan.requests]
         async with sse.Connection(receive, send, on_gone) as connection:
             async for outputs in source:
-                for index, delta in self._apply(outputs):
+                async for index, delta in self._added(outputs):
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
-        # The scores of many tokens are megabytes of JSON, for each choice.
-        params = self._plan.requests[0].params
-        is_scored = params.prompt_logprobs is not None or params.logprobs is not None
-        response = await asyncio.to_thread(self._render, collected) if is_scored else self._render(collected)
-        await response(scope, receive, send)
+        num_scores = sum(delta.num_scores for deltas in collected for delta in deltas)
+        await (await self._computed(num_scores, self._render, collected))(scope, receive, send)
 
     def _render(self, collected: list[list[Delta]]) -> Response:
         return json_response(self._plan.whole(collected, self._output.usage()))
+
+    async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield what each output adds to its choice; after those with scores of a prompt other tasks have a turn."""
+        for output in outputs:
+            for added in self._apply((output,)):
+                yield added
+            if output.prompt_logprobs is not None:
+                await asyncio.sleep(0)
+
+    async def _computed(self, num_scores: int, render: Callable[..., Result], *arguments: object) -> Result:
+        """Return what `render` makes of so many scores, in a thread if that takes long."""
+        if num_scores > PIECE_ENTRIES:
+            return await self._service.in_thread(render, *arguments)
+        return render(*arguments)
 
     async def send_events(
         self,
@@ -169,10 +177,11 @@ class _Answer:
                 async for outputs in source:
                     events: list[str] = []
                     try:
-                        for index, delta in self._apply(outputs):
+                        async for index, delta in self._added(outputs):
                             if not delta.is_empty:
                                 usage = self._output.usage() if options.continuous_usage_stats else None
-                                events.append(encoder.chunk(index, delta, usage))
+                                chunk = self._computed(delta.num_scores, encoder.chunk, index, delta, usage)
+                                events.append(await chunk)
                     finally:  # the outputs before one that fails are sent before the error
                         if any(events):
                             await connection.write("".join(events).encode("ascii"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from engine.request import FinishReason, TokenLogprobs, TokenOutput
+from server.encoding import PIECE_ENTRIES
 
 FILE_NAME = "gptserve.sqlite3"
 SCHEMA_VERSION = 1
@@ -146,7 +147,10 @@ class Journal:
 
     async def append(self, completion_id: str, n: int, outputs: Iterable[TokenOutput]) -> None:
         """Add outputs to a completion, the n-th time that this happens to it."""
-        row = _checked((completion_id, n, encode_outputs(outputs)))
+        outputs = tuple(outputs)
+        num_scores = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for output in outputs)
+        arguments = completion_id, n, outputs
+        row = await asyncio.to_thread(_batch_row, *arguments) if num_scores > PIECE_ENTRIES else _batch_row(*arguments)
         await self._write((_insert("batches", row), row))
 
     async def end(self, completion_id: str, end: EndRecord) -> None:
@@ -213,7 +217,8 @@ class Journal:
 
 def encode_outputs(outputs: Iterable[TokenOutput]) -> str:
     """Return a JSON array of an object each, with the fields that are not at their defaults."""
-    return json.dumps([_encode_output(output) for output in outputs], separators=(",", ":"))
+    # A call for each: one for all of them could hold the interpreter for long.
+    return f"[{','.join(json.dumps(_encode_output(output), separators=(',', ':')) for output in outputs)}]"
 
 
 def decode_outputs(text: str) -> Outputs:
@@ -313,6 +318,10 @@ def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
     values = {name: getattr(record, name) for name in record.__slots__}
     values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
     return _checked(tuple(values.values()))
+
+
+def _batch_row(completion_id: str, n: int, outputs: Outputs) -> tuple[object, ...]:
+    return _checked((completion_id, n, encode_outputs(outputs)))
 
 
 def _verify(row: Sequence[Any]) -> Sequence[Any]:

@@ -174,13 +174,18 @@ def restored(restore: Mapping[str, Restore], record: CompletionRecord, *, is_for
         raise
 
 
-def take(outputs: Outputs, run: CompletionRun, stream: TokenStream) -> tuple[Outputs, ApiError | None]:
-    """Apply outputs to a run; return those before the one that fails it, and how."""
+async def take(outputs: Outputs, run: CompletionRun, stream: TokenStream) -> tuple[Outputs, ApiError | None]:
+    """Apply outputs to a run; return those before the one that fails it, and how.
+
+    After an output with scores of a prompt the event loop has a turn.
+    """
     for num_taken, output in enumerate(outputs):
         try:
             collections.deque(run.apply((output,), stream), maxlen=0)
         except ApiError as error:
             return outputs[:num_taken], error
+        if output.prompt_logprobs is not None:
+            await asyncio.sleep(0)
     return outputs, None
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
-from collections.abc import Callable, Container, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -133,7 +134,25 @@ class RankedToken(NamedTuple):
     rank: int
 
 
-PromptScores = list[list[RankedToken] | None]
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The tokens of a prompt with the `num_top` likeliest in the place of each, ranked only while they are read."""
+
+    entries: Sequence[TokenLogprobs | None]
+    num_top: int
+    token_bytes: Callable[[int], bytes]
+
+    def ranked(self) -> Iterator[list[RankedToken] | None]:
+        """Yield for each token itself and then the likeliest others; None for the first of the prompt."""
+        for entry in self.entries:
+            yield None if entry is None else self._rank(entry)
+
+    def _rank(self, entry: TokenLogprobs) -> list[RankedToken]:
+        top = [(token_id, logprob) for token_id, logprob in entry.top[: self.num_top] if token_id != entry.token_id]
+        descending = [-logprob for _, logprob in entry.top]
+        ranks = [entry.rank, *(bisect_left(descending, -logprob) + 1 for _, logprob in top)]
+        listed = zip([(entry.token_id, entry.logprob), *top], ranks, strict=True)
+        return [RankedToken(i, self.token_bytes(i), max(logprob, MIN_LOGPROB), rank) for (i, logprob), rank in listed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +172,17 @@ class Delta:
         scored = self.logprobs is not None or self.prompt_logprobs is not None
         return not (self.text or self.reasoning or scored) and self.finish_reason is None
 
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether text is all that was added."""
+        return self == Delta(self.text)
+
+    @property
+    def num_scores(self) -> int:
+        """How many tokens come with logprobs."""
+        num_of_prompt = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs.entries)
+        return num_of_prompt + len(self.logprobs or ())
+
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
     """Return all the deltas of a choice, at least one, as one."""
@@ -161,7 +191,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         last,
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
-        prompt_logprobs=deltas[0].prompt_logprobs,
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
         logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],
     )
 
@@ -169,11 +199,12 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 class ChoiceOutput:
     """The text of one choice while its tokens arrive.
 
-    `echo` is the prompt to return first; without `generates` nothing comes after it, whatever the engine made. logprobs
-    and prompt_logprobs are how many likeliest tokens to report with each token, None for no report. `skip` are the
-    tokens that are no text. Stop strings are looked for in generated text only. A token that stops (the end of text,
-    one of stop_token_ids) counts, and has a logprobs entry, but no text. `channel_of` says of each token whether it
-    belongs to the text, to the reasoning before it, or to neither; without it everything is text.
+    `echo` is the prompt to return first, together with the first token; without `generates` nothing comes after it,
+    whatever the engine made. logprobs and prompt_logprobs are how many likeliest tokens to report with each token, None
+    for no report. `skip` are the tokens that are no text. Stop strings are looked for in generated text only. A token
+    that stops (the end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text. `channel_of` says
+    of each token whether it belongs to the text, to the reasoning before it, or to neither; without it everything is
+    text.
     """
 
     def __init__(
@@ -196,7 +227,10 @@ class ChoiceOutput:
         self._stops = StopStrings(stop)
         self._stop_token_ids = stop_token_ids
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-        self._echo, self._generates = echo, generates
+        self._echo, self._generates = deque(echo), generates
+        self._echoed_text: list[str] = []
+        self._echoed_scores: list[TokenScore] = []
+        self._prompt_entries: list[TokenLogprobs | None] = []
         self._offset = 0
         self._channel_of = channel_of
         self._channel: Channel | None = "text"
@@ -205,10 +239,15 @@ class ChoiceOutput:
     def add(self, output: TokenOutput) -> Delta:
         """Take the next output of this choice, which has not finished."""
         assert self.finish_reason is None
+        if output.prompt_logprobs is not None:
+            self._score_prompt(output.prompt_logprobs)
+        if not output.token_ids and output.finish_reason is None:
+            return Delta("")
         if not self._generates and output.finish_reason is not FinishReason.TIMEOUT:
             output = replace(output, token_ids=(), finish_reason=FinishReason.LENGTH, stop_token_id=None)
-        logprobs: list[TokenScore] | None = None if self._logprobs is None else []
-        text = self._echo_prompt(output, logprobs) if self._echo else ""
+        self._echo_prompt((None,) * len(self._echo))
+        logprobs, self._echoed_scores = (None if self._logprobs is None else self._echoed_scores), []
+        text, self._echoed_text = "".join(self._echoed_text), []
         for i, token_id in enumerate(output.token_ids):
             data = self._token_bytes(token_id)
             if logprobs is not None:
@@ -241,35 +280,32 @@ class ChoiceOutput:
         elif self.finish_reason is not None:
             text += self._stops.flush()
         reasoning, self._reasoning = self._reasoning, ""
-        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, self._rank_prompt(output))
+        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, self._take_prompt_scores())
 
-    def _echo_prompt(self, output: TokenOutput, logprobs: list[TokenScore] | None) -> str:
-        """Return the prompt's text, its last unfinished character kept for what follows."""
-        entries = output.prompt_logprobs or (None,) * len(self._echo)
-        text = ""
-        for token_id, entry in zip(self._echo, entries, strict=True):
+    def _score_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Keep the scores of the next tokens of the prompt until the first token comes."""
+        if self._echo:
+            self._echo_prompt(entries)
+        if self._prompt_logprobs is not None:
+            self._prompt_entries += entries
+
+    def _echo_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Echo the next tokens of the prompt, an entry each; an unfinished character is kept for what follows."""
+        for entry in entries:
+            token_id = self._echo.popleft()
             data = self._token_bytes(token_id)
-            if logprobs is not None:
-                logprobs.append(self._score(data, entry))
+            if self._logprobs is not None:
+                self._echoed_scores.append(self._score(data, entry))
             piece = self._detokenizer.feed(b"" if token_id in self._skip else data)
             self._offset += len(piece)
-            text += piece
-        self._echo = ()
-        return text
+            self._echoed_text.append(piece)
 
-    def _rank_prompt(self, output: TokenOutput) -> PromptScores | None:
-        """Return the prompt's tokens, each before the likeliest in its place, if that is asked for and came now."""
-        entries, num_top = output.prompt_logprobs, self._prompt_logprobs
-        if entries is None or num_top is None:
+    def _take_prompt_scores(self) -> PromptScores | None:
+        """Return the scores of the prompt, if they are asked for and have not been returned."""
+        if not self._prompt_entries or self._prompt_logprobs is None:
             return None
-        return [None if entry is None else self._ranked(entry, num_top) for entry in entries]
-
-    def _ranked(self, entry: TokenLogprobs, num_top: int) -> list[RankedToken]:
-        top = [(token_id, logprob) for token_id, logprob in entry.top[:num_top] if token_id != entry.token_id]
-        descending = [-logprob for _, logprob in entry.top]
-        ranks = [entry.rank, *(bisect_left(descending, -logprob) + 1 for _, logprob in top)]
-        listed = zip([(entry.token_id, entry.logprob), *top], ranks, strict=True)
-        return [RankedToken(i, self._token_bytes(i), max(logprob, MIN_LOGPROB), rank) for (i, logprob), rank in listed]
+        entries, self._prompt_entries = self._prompt_entries, []
+        return PromptScores(entries, self._prompt_logprobs, self._token_bytes)
 
     def _enter(self, channel: Channel | None) -> str:
         """Go on in a channel; return what the bytes of an unfinished character stand for, as none goes across."""

@@ -358,6 +358,7 @@ class ChatCompletionChunk(_Answer):
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
+    prompt_logprobs: PromptLogprobs = None
     usage: Usage | None = None
 
 

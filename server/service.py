@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from engine.client import EngineClient, TokenStream
 from engine.errors import EngineError
@@ -14,6 +15,8 @@ from server.errors import ApiError, show, to_api_error, unavailable
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from weights.chat import ChatTemplate
+
+Result = TypeVar("Result")
 
 
 class Tokenizer(Protocol):
@@ -68,6 +71,15 @@ class Service:
     options: AppOptions
     lifecycle: Lifecycle
     metrics: Metrics
+    _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
+        """Return the result of a long computation in Python, made in a thread.
+
+        There is one at a time: each that computes takes turns with the event loop at the interpreter's lock.
+        """
+        async with self._computing:
+            return await asyncio.to_thread(call, *arguments)
 
     def admit(self) -> None:
         """Raise ApiError unless a completion may start now."""

@@ -1,7 +1,7 @@
 """How a completion is written: as OpenAI's text_completion or as its chat.completion.
 
-Each is a table of the few things that differ; what they have in common is in completion.py and sse.py. Knows nothing
-of how the text came to be.
+Each is a table of the few things that differ; what they have in common is in completion.py and sse.py. The scores of
+many tokens are given as iterators, for encoding.py to render piece by piece. Knows nothing of how the text came to be.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _prompt_logprobs(delta: Delta) -> Json:
     """Return vLLM's list of the prompt's tokens, where it was asked for."""
     if delta.prompt_logprobs is None:
         return {}
-    return {"prompt_logprobs": [None if ranked is None else _by_id(ranked) for ranked in delta.prompt_logprobs]}
+    ranked = delta.prompt_logprobs.ranked()
+    return {"prompt_logprobs": (None if tokens is None else _by_id(tokens) for tokens in ranked)}
 
 
 def _by_id(ranked: Sequence[RankedToken]) -> Json:
@@ -56,10 +57,10 @@ def _by_id(ranked: Sequence[RankedToken]) -> Json:
 
 def _parallel_lists(scores: Sequence[TokenScore]) -> Json:
     return {
-        "tokens": [token_name(score.data) for score in scores],
-        "token_logprobs": [score.logprob for score in scores],
-        "top_logprobs": [_top_by_name(score) for score in scores],
-        "text_offset": [score.offset for score in scores],
+        "tokens": (token_name(score.data) for score in scores),
+        "token_logprobs": (score.logprob for score in scores),
+        "top_logprobs": (_top_by_name(score) for score in scores),
+        "text_offset": (score.offset for score in scores),
     }
 
 
@@ -94,12 +95,13 @@ def _reasoning(delta: Delta) -> Mapping[str, str]:
 def _token_list(delta: Delta) -> Json | None:
     if delta.logprobs is None:
         return None
-    scores = []
-    for score in delta.logprobs:
-        assert score.logprob is not None  # a conversation is not echoed
-        top = [_token(data, logprob) for data, logprob in score.top]
-        scores.append({**_token(score.data, score.logprob), "top_logprobs": top})
-    return {"content": scores}
+    return {"content": map(_token_with_top, delta.logprobs)}
+
+
+def _token_with_top(score: TokenScore) -> Json:
+    assert score.logprob is not None  # a conversation is not echoed
+    top = [_token(data, logprob) for data, logprob in score.top]
+    return {**_token(score.data, score.logprob), "top_logprobs": top}
 
 
 def _token(data: bytes, logprob: float) -> Json:

@@ -7,12 +7,12 @@ all the rest. JSON is kept to ASCII, for clients that split lines at every Unico
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from starlette.types import Receive, Send
 
+from server.encoding import PiecewiseEncoder
 from server.output import Delta
 from server.shapes import Shape
 
@@ -43,7 +43,7 @@ class EventEncoder:
         is_resumable: bool = False,
         after: int = 0,
     ) -> None:
-        self._encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+        self._encode = PiecewiseEncoder(ensure_ascii=True).encode
         self._head = self._encode(head)[:-1] + ',"choices":['
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._shape = shape
@@ -61,11 +61,12 @@ class EventEncoder:
         if self._shape.opening is not None and index not in self._opened:
             self._opened.add(index)
             opening = self._event(self._encode(self._shape.opening(index)), usage)
-        if delta.text and not delta.reasoning and delta.logprobs is None and delta.finish_reason is None:
+        if delta.is_text_alone:
             choice = f'{{"index":{index}{self._before_text}{self._encode(delta.text)}{self._after_text}'
-        else:
-            choice = self._encode(self._shape.part(index, delta))
-        return opening + self._event(choice, usage)
+            return opening + self._event(choice, usage)
+        # What stands beside the choices of a whole answer is that of the first.
+        beside = self._shape.beside(delta) if index == 0 else {}
+        return opening + self._event(self._encode(self._shape.part(index, delta)), usage, beside)
 
     def usage_chunk(self, usage: Mapping[str, object]) -> str:
         """Return the event that closes a stream with include_usage."""
@@ -75,13 +76,16 @@ class EventEncoder:
         """Return the event that ends a stream that failed; it has no id, for it is no part of the completion."""
         return f"data: {self._encode(body)}\n\n"
 
-    def _event(self, choice: str, usage: Mapping[str, object] | None) -> str:
+    def _event(
+        self, choice: str, usage: Mapping[str, object] | None, beside: Mapping[str, object] | None = None
+    ) -> str:
         self._num_events += 1
         if self._num_events <= self._after:
             return ""
         event_id = f"id: {self._num_events}\n" if self._is_resumable else ""
         end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
-        return f"{event_id}data: {self._head}{choice}]{end}"
+        more = f",{self._encode(beside)[1:-1]}" if beside else ""
+        return f"{event_id}data: {self._head}{choice}]{more}{end}"
 
 
 class Connection:

@@ -116,7 +116,7 @@ class CompletionStore:
             if len(batches) < entry.num_batches:
                 self.find(entry.completion_id)  # it may have been dropped meanwhile
                 raise JournalError(f"the journal lacks the end of completion {entry.completion_id!r}")
-        answer = await asyncio.to_thread(render_outputs, plan, batches, self._service.tokenizer)
+        answer = await self._service.in_thread(render_outputs, plan, batches, self._service.tokenizer)
         return {**answer, "status": status, "error": error if status in ("failed", "cancelled") else None}
 
     async def cancel(self, entry: Entry) -> None:
@@ -213,7 +213,7 @@ class CompletionStore:
             if live.ending is not None:
                 live.stream.abort()
             async for outputs in live.stream:
-                taken, failure = take(outputs, live.run, live.stream)
+                taken, failure = await take(outputs, live.run, live.stream)
                 if taken:
                     await self._journal.append(entry.completion_id, len(live.batches), taken)
                     live.batches.append(taken)
@@ -307,11 +307,17 @@ class CompletionStore:
         entry.live = Live(plan, run, record.deadline, batches)
         entry.status = "in_progress" if batches else "queued"
         generated: dict[str, list[int]] = {request.request_id: [] for request in plan.requests}
+        num_scored: collections.Counter[str] = collections.Counter()
         for output in (output for outputs in batches for output in outputs):
             run.output.add(output)
             generated[output.request_id] += output.token_ids
+            num_scored[output.request_id] += len(output.prompt_logprobs or ())
         requests = tuple(
-            replace(request, generated_token_ids=tuple(generated[request.request_id]))
+            replace(
+                request,
+                generated_token_ids=tuple(generated[request.request_id]),
+                num_scored_tokens=num_scored[request.request_id],
+            )
             for request, choice in zip(plan.requests, run.output.choices, strict=True)
             if choice.finish_reason is None
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
@@ -34,7 +33,7 @@ def results_router(service: Service, store: CompletionStore) -> APIRouter:
         entry = store.find(request.path_params["id"])
         log_fields(request.scope)["completion_id"] = entry.completion_id
         answer = await store.result(entry)
-        return await asyncio.to_thread(json_response, answer)  # which may be megabytes
+        return await service.in_thread(json_response, answer)  # which may be megabytes
 
     @router.get(
         _PATH,

@@ -17,7 +17,14 @@ import engine.engine
 from engine.engine import Engine
 from engine.errors import EngineStartError, InvalidRequestError
 from engine.model_runner import ModelRunner, StepResult
-from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+from engine.request import (
+    MAX_SCORES_PER_OUTPUT,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from engine.schedule import ScheduledBatch
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -37,6 +44,10 @@ KINDS: list[dict[str, Any]] = [
 
 def result(outputs: list[TokenOutput]) -> Result:
     return token_ids(outputs), [entry for output in outputs for entry in output.logprobs]
+
+
+def prompt_scores(outputs: list[TokenOutput]) -> list[TokenLogprobs | None]:
+    return [entry for output in outputs for entry in output.prompt_logprobs or ()]
 
 
 def mixed_requests(num: int = 32, longest: int = 60, max_tokens: int = 24) -> list[Request]:
@@ -133,7 +144,8 @@ def test_the_logprobs_of_a_prompt_come_once_whoever_takes_the_request_up_again(t
     request = make_request("p", [5, 6, 7], max_tokens=4, prompt_logprobs=1)
     outputs = run(engine, [request])["p"]
     begun = replace(request, generated_token_ids=tuple(token_ids(outputs)[:2]))
-    assert run(engine, [begun])["p"] == [replace(output, num_cached_tokens=0) for output in outputs[2:]]
+    generated = [output for output in outputs if output.token_ids]
+    assert run(engine, [begun])["p"] == [replace(output, num_cached_tokens=0) for output in generated[2:]]
 
 
 def test_cached_equals_uncached(tiny_gpt2: Path) -> None:
@@ -166,12 +178,35 @@ def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(tiny_gpt2: Pa
     whole = [*prompt, *generated[0]]
     for _ in range(2):  # the second time the prefix cache holds the prompt
         outputs = run(engine, [make_request("e", whole, max_tokens=2, prompt_logprobs=2)])["e"]
-        entries = outputs[0].prompt_logprobs
-        assert entries is not None
+        entries = prompt_scores(outputs)
         assert entries[0] is None
         assert [entry.token_id for entry in entries if entry] == whole[1:]
-        assert list(entries[len(prompt) :]) == generated[1]
-        assert outputs[1].prompt_logprobs is None
+        assert entries[len(prompt) :] == generated[1]
+        assert [bool(output.token_ids) for output in outputs[-3:]] == [False, True, True]
+
+
+@pytest.mark.parametrize("budget", [512, 50])
+def test_prompt_logprobs_come_in_pieces_of_bounded_size_before_the_first_token(tiny_gpt2: Path, budget: int) -> None:
+    engine = make_engine(tiny_gpt2, max_num_batched_tokens=budget, max_num_seqs=2)
+    prompt = [i % 90 for i in range(2 * MAX_SCORES_PER_OUTPUT - 10)]
+    requests = [make_request(name, prompt, max_tokens=3, prompt_logprobs=20) for name in "ab"]
+    for outputs in run(engine, requests).values():
+        sizes = [len(output.prompt_logprobs or ()) for output in outputs]
+        assert sum(sizes) == len(prompt)
+        assert max(sizes) <= MAX_SCORES_PER_OUTPUT
+        scored = [output for output in outputs if output.prompt_logprobs]
+        assert outputs[: len(scored)] == scored
+        assert not any(output.token_ids for output in scored)
+
+
+@pytest.mark.parametrize("num_given", [0, 1, 7, 8, 40, 99, 100])
+def test_the_prompt_logprobs_that_an_engine_gave_are_not_given_by_the_next(tiny_gpt2: Path, num_given: int) -> None:
+    request = make_request("p", [i % 90 for i in range(100)], max_tokens=3, prompt_logprobs=1)
+    whole = run(make_engine(tiny_gpt2), [request])["p"]
+    begun = replace(request, num_scored_tokens=num_given)
+    rest = run(make_engine(tiny_gpt2, max_num_batched_tokens=8, max_num_seqs=8), [begun])["p"]
+    assert prompt_scores(rest) == prompt_scores(whole)[num_given:]
+    assert token_ids(rest) == token_ids(whole)
 
 
 def test_stop_token_ends_with_stop_and_the_limit_with_length(tiny_gpt2: Path) -> None:
@@ -254,8 +289,8 @@ def outcome(outputs: list[TokenOutput]) -> Outcome:
     """Return everything a client learns, however it was cut into outputs."""
     last, failed = outputs[-1], outputs[-1].finish_reason is FinishReason.ERROR
     assert all(output.finish_reason is output.stop_token_id is None for output in outputs[:-1])
-    assert all(output.token_ids for output in outputs[: len(outputs) - failed])
-    rest = [last.finish_reason, last.stop_token_id, last.error, outputs[0].prompt_logprobs]
+    assert all(output.token_ids or output.prompt_logprobs for output in outputs[: len(outputs) - failed])
+    rest = [last.finish_reason, last.stop_token_id, last.error, prompt_scores(outputs)]
     return result(outputs), rest
 
 
@@ -358,11 +393,11 @@ class FailingRunner:
 def make_failing(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Make an engine whose runs fail when `fails` says so; the first run is the engine's own proof."""
 
-    def make(error: BaseException, fails: Fails) -> Engine:
+    def make(error: BaseException, fails: Fails, **options: Any) -> Engine:
         with monkeypatch.context() as patch:
             make_runner = lambda *args: FailingRunner(ModelRunner(*args), error, fails)  # noqa: E731 - a patch
             patch.setattr(engine.engine, "ModelRunner", make_runner)
-            return make_engine(tiny_gpt2)
+            return make_engine(tiny_gpt2, **options)
 
     return make
 
@@ -378,6 +413,18 @@ def test_steps_that_fail_now_and_then_change_no_result(
     outputs = run(failing, mixed_requests())
     assert {i: result(o) for i, o in outputs.items()} == solo
     assert failing.stats.num_used_blocks == 0
+
+
+def test_steps_that_fail_within_a_prompt_give_each_of_its_logprobs_once(
+    tiny_gpt2: Path, make_failing: Callable[..., Engine]
+) -> None:
+    requests = [make_request(str(i), range(i, 90), max_tokens=3, prompt_logprobs=1) for i in range(4)]
+    undisturbed = run(make_engine(tiny_gpt2), requests)
+    for options in ({"max_num_batched_tokens": 16, "max_num_seqs": 16}, {}):
+        failing = make_failing(MemoryError("told to fail"), lambda number, _: number in (4, 9), **options)
+        assert {i: outcome(outputs) for i, outputs in run(failing, requests).items()} == {
+            i: outcome(outputs) for i, outputs in undisturbed.items()
+        }
 
 
 def test_batches_too_large_for_the_memory_change_no_result(

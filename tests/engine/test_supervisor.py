@@ -326,12 +326,10 @@ def supervise_real(
     tmp_path: Path,
     deaths: Deaths,
     stall_limit_s: float = LIMIT_S,
-    max_num_seqs: int = 64,
+    limits: dict[str, int] | None = None,
     **options: Any,
 ) -> Supervisor:
-    config = EngineConfig(
-        folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, max_num_seqs=max_num_seqs, num_threads=1
-    )
+    config = EngineConfig(folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, num_threads=1, **limits or {})
     factory = functools.partial(mortal.load, config, str(tmp_path / "tally"), deaths, **options)
     return Supervisor(functools.partial(ProcessClient, factory), max_restarts=5, stall_limit_s=stall_limit_s)
 
@@ -367,6 +365,28 @@ def test_32_live_streams_get_what_they_would_have_got(
     run(test())
 
 
+def test_an_engine_that_dies_within_a_prompt_costs_none_of_its_logprobs_and_repeats_none(
+    storyteller: Path, tmp_path: Path
+) -> None:
+    prompt = [i % 90 for i in range(200)]
+    requests = [make_real_request(str(i), prompt[i:], max_tokens=4, logprobs=1, prompt_logprobs=2) for i in range(3)]
+    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
+
+    def scored(outputs: list[TokenOutput]) -> tuple[Result, list[TokenLogprobs | None]]:
+        return result(outputs), [entry for output in outputs for entry in output.prompt_logprobs or ()]
+
+    async def test() -> None:
+        alone = run_alone(make_engine(storyteller, **limits), requests)
+        deaths: Deaths = {1: ("kill", 9), 2: ("kill", 15)}  # a prompt takes 13 steps
+        async with started(supervise_real(storyteller, tmp_path, deaths, limits=limits)) as client:
+            outputs = await asyncio.gather(*(all_outputs(client.submit([request])) for request in requests))
+            for request, found in zip(requests, outputs, strict=True):
+                assert scored(found) == scored(alone[request.request_id])
+            assert dict(client.restarts) == {"killed": 2}
+
+    run(test())
+
+
 @pytest.mark.parametrize("way", ["kill", "no memory"])
 def test_31_live_streams_finish_beside_a_poison(
     storyteller: Path, tmp_path: Path, undisturbed: dict[str, Result], way: mortal.Death
@@ -389,7 +409,7 @@ def test_what_only_waited_while_engines_died_is_no_suspect_and_goes_on_waiting(
 ) -> None:
     async def test() -> None:
         deaths: Deaths = {1: ("kill", 15), 2: ("kill", 15)}  # 40 tokens each take the third engine, too
-        async with started(supervise_real(storyteller, tmp_path, deaths, max_num_seqs=2)) as client:
+        async with started(supervise_real(storyteller, tmp_path, deaths, limits={"max_num_seqs": 2})) as client:
             requests = real_requests()[:3]
             outputs = await all_outputs(client.submit(requests))
             assert {r.request_id: result([o for o in outputs if o.request_id == r.request_id]) for r in requests} == {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.client import TokenStream
 from engine.errors import DeathKind, EngineDiedError, QueueFullError
-from engine.request import EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
+from engine.request import MAX_SCORES_PER_OUTPUT, EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
 from engine.stats import EngineStats
 
 EOS = 256
@@ -69,6 +69,8 @@ def say(text: str | bytes | Sequence[int], *, then_eos: bool = False) -> Reply:
     def reply(request: Request) -> Iterator[TokenOutput]:
         params = request.params
         produced = 0
+        if not request.generated_token_ids:
+            yield from scored_prompt(request)
         while True:
             for token_id in (*data, EOS) if then_eos else data:
                 produced += 1
@@ -78,7 +80,6 @@ def say(text: str | bytes | Sequence[int], *, then_eos: bool = False) -> Reply:
                     request_id=request.request_id,
                     token_ids=(token_id,),
                     logprobs=() if params.logprobs is None else (logprobs_of(token_id, params.logprobs),),
-                    prompt_logprobs=prompt_logprobs(request) if produced == 1 else None,
                     finish_reason=FinishReason.STOP if stops else FinishReason.LENGTH if at_limit else None,
                     stop_token_id=token_id if stops else None,
                 )
@@ -91,12 +92,15 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -token_id / 8, token_id + 1, tuple((i, -i / 8) for i in range(num_top)))
 
 
-def prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
-    """Return the prompt's chosen logprobs, if the request wants them."""
+def scored_prompt(request: Request) -> Iterator[TokenOutput]:
+    """Yield the prompt's chosen logprobs, if the request wants them, but for those that it has."""
     num_top = request.params.prompt_logprobs
     if num_top is None:
-        return None
-    return (None, *(logprobs_of(token_id, num_top) for token_id in request.prompt_token_ids[1:]))
+        return
+    entries = (None, *(logprobs_of(token_id, num_top) for token_id in request.prompt_token_ids[1:]))
+    for start in range(request.num_scored_tokens, len(entries), MAX_SCORES_PER_OUTPUT):
+        piece = entries[start : start + MAX_SCORES_PER_OUTPUT]
+        yield TokenOutput(request.request_id, (), prompt_logprobs=piece)
 
 
 class FakeEngineClient:

@@ -69,10 +69,10 @@ def test_kept_completions_are_described(document: dict[str, Any]) -> None:
 
 def test_prompt_logprobs_are_described_where_they_come(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
-    for name in ("CompletionRequest", "ChatRequest", "Choice", "ChatCompletion"):
+    for name in ("CompletionRequest", "ChatRequest", "Choice", "ChatCompletion", "ChatCompletionChunk"):
         assert "prompt" in schemas[name]["properties"]["prompt_logprobs"]["description"]
     assert set(schemas["PromptLogprob"]["required"]) == {"logprob", "rank", "decoded_token"}
-    for name in ("ChatChoice", "ChunkChoice", "ChatCompletionChunk"):
+    for name in ("ChatChoice", "ChunkChoice"):
         assert "prompt_logprobs" not in schemas[name]["properties"]
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -230,12 +231,32 @@ def test_a_prompts_tokens_are_ranked_equals_alike() -> None:
         TokenLogprobs(101, -infinity, 257, ((98, -0.5), (99, -infinity))),
     )
     delta = choice.add(output(97, prompt_logprobs=entries))
-    assert delta.prompt_logprobs == [
+    assert delta.prompt_logprobs is not None
+    assert list(delta.prompt_logprobs.ranked()) == [
         None,
         [RankedToken(97, b"a", -1.0, 2), RankedToken(98, b"b", -0.5, 1), RankedToken(99, b"c", -1.0, 2)],
         [RankedToken(101, b"e", -9999.0, 257), RankedToken(98, b"b", -0.5, 1), RankedToken(99, b"c", -9999.0, 2)],
     ]
     assert choice.add(output(98)).prompt_logprobs is None
+
+
+@pytest.mark.parametrize("num_with_the_token", [0, 2])
+def test_the_scores_of_a_prompt_may_come_in_pieces_before_its_first_token(num_with_the_token: int) -> None:
+    prompt = (97, 0xC3, 0xA9, 98)
+    entries = (None, *(TokenLogprobs(token_id, -1.0, 1, ((token_id, -1.0),)) for token_id in prompt[1:]))
+    params: dict[str, Any] = {"logprobs": 1, "prompt_logprobs": 1, "echo": prompt}
+    pieces = ChoiceOutput(ByteTokenizer(), **params)
+    early, late = entries[: len(entries) - num_with_the_token], entries[len(entries) - num_with_the_token :]
+    for entry in early:
+        assert pieces.add(output(prompt_logprobs=(entry,))) == Delta("")
+    last = output(99, logprobs=(TokenLogprobs(99, -2.0, 1),))
+    delta = pieces.add(replace(last, prompt_logprobs=late) if late else last)
+    at_once = ChoiceOutput(ByteTokenizer(), **params).add(replace(last, prompt_logprobs=entries))
+    assert (delta.text, delta.logprobs) == (at_once.text, at_once.logprobs) == ("aébc", delta.logprobs)
+    assert delta.prompt_logprobs is not None
+    assert at_once.prompt_logprobs is not None
+    assert list(delta.prompt_logprobs.ranked()) == list(at_once.prompt_logprobs.ranked())
+    assert delta.num_scores == 2 * len(prompt) + 1
 
 
 def test_an_echo_alone_leaves_out_what_was_generated() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from server.encoding import PiecewiseEncoder
 from server.output import Delta, TokenScore
 from server.schemas import ChatChoice, Choice, ChunkChoice
 from server.shapes import CHAT_SHAPE, TEXT_SHAPE
@@ -17,10 +19,15 @@ SCORES = [
 DELTA = Delta(" a\ufffd", SCORES, "stop", "END", "Hm.")
 
 
+def sent(value: object) -> Any:
+    """Return `value` as a client parses it."""
+    return json.loads(PiecewiseEncoder(ensure_ascii=False).encode(value))
+
+
 def test_a_completion_has_parallel_lists_of_logprobs() -> None:
-    choice = TEXT_SHAPE.choice(1, DELTA)
+    choice = sent(TEXT_SHAPE.choice(1, DELTA))
     Choice.model_validate(choice, strict=True, extra="forbid")
-    assert choice == TEXT_SHAPE.part(1, DELTA)
+    assert choice == sent(TEXT_SHAPE.part(1, DELTA))
     assert choice == {
         "index": 1,
         "text": " a\ufffd",
@@ -36,18 +43,18 @@ def test_a_completion_has_parallel_lists_of_logprobs() -> None:
 
 
 def test_a_token_without_a_logprob_has_no_others_either() -> None:
-    logprobs: Any = TEXT_SHAPE.choice(0, Delta("a", [TokenScore(b"a", 0, None, ())]))["logprobs"]
+    logprobs: Any = sent(TEXT_SHAPE.choice(0, Delta("a", [TokenScore(b"a", 0, None, ())])))["logprobs"]
     assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([None], [None])
 
 
 def test_of_tokens_that_share_a_name_the_likelier_is_reported() -> None:
     score = TokenScore(b"c", 0, -3.0, ((b"a", -0.5), (b"a", -2.0), (b"b", -2.5)))
-    logprobs: Any = TEXT_SHAPE.choice(0, Delta("c", [score]))["logprobs"]
+    logprobs: Any = sent(TEXT_SHAPE.choice(0, Delta("c", [score])))["logprobs"]
     assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -2.5, "c": -3.0}]
 
 
 def test_a_chat_has_a_list_of_tokens_with_their_logprobs() -> None:
-    choice = CHAT_SHAPE.choice(1, DELTA)
+    choice = sent(CHAT_SHAPE.choice(1, DELTA))
     ChatChoice.model_validate(choice, strict=True, extra="forbid")
     tokens = [
         {
@@ -85,7 +92,7 @@ def test_a_chat_has_a_list_of_tokens_with_their_logprobs() -> None:
     ],
 )
 def test_a_part_of_a_chat_has_what_is_new(delta: Delta, expected: dict[str, str]) -> None:
-    part = CHAT_SHAPE.part(0, delta)
+    part = sent(CHAT_SHAPE.part(0, delta))
     ChunkChoice.model_validate(part, strict=True, extra="forbid")
     assert part["delta"] == expected
 
@@ -93,7 +100,7 @@ def test_a_part_of_a_chat_has_what_is_new(delta: Delta, expected: dict[str, str]
 def test_a_chat_opens_with_its_role_and_a_completion_with_nothing() -> None:
     assert TEXT_SHAPE.opening is None
     assert CHAT_SHAPE.opening is not None
-    assert CHAT_SHAPE.opening(2) == {
+    assert sent(CHAT_SHAPE.opening(2)) == {
         "index": 2,
         "delta": {"role": "assistant", "content": ""},
         "logprobs": None,

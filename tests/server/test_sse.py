@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from server.encoding import PiecewiseEncoder
 from server.output import Delta, TokenScore
 from server.schemas import ChatCompletionChunk, Completion
 from server.shapes import CHAT_SHAPE, TEXT_SHAPE
@@ -38,6 +39,11 @@ DELTAS = [
 ]
 
 
+def sent(value: object) -> Any:
+    """Return `value` as a client parses it."""
+    return json.loads(PiecewiseEncoder(ensure_ascii=True).encode(value))
+
+
 def data_of(event: str) -> dict[str, Any]:
     """Return the data of an event, after checking its frame."""
     assert event.endswith("\n\n")
@@ -53,7 +59,7 @@ def data_of(event: str) -> dict[str, Any]:
 def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, include_usage: bool) -> None:
     event = EventEncoder(HEAD, TEXT_SHAPE, include_usage=include_usage).chunk(3, delta, usage)
     data = data_of(event)
-    expected = {**HEAD, "choices": [TEXT_SHAPE.part(3, delta)]}
+    expected = {**HEAD, "choices": [sent(TEXT_SHAPE.part(3, delta))]}
     if usage or include_usage:
         expected["usage"] = usage
     assert data == expected
@@ -69,11 +75,11 @@ def test_a_chats_first_chunk_opens_its_choice(delta: Delta, usage: dict[str, Any
     for index in (3, 0):
         opening, first, end = encoder.chunk(index, delta, usage).split("\n\n")
         assert CHAT_SHAPE.opening is not None
-        assert data_of(opening + "\n\n") == {**CHAT_HEAD, "choices": [CHAT_SHAPE.opening(index)], **extra}
-        assert data_of(first + "\n\n") == {**CHAT_HEAD, "choices": [CHAT_SHAPE.part(index, delta)], **extra}
+        assert data_of(opening + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.opening(index))], **extra}
+        assert data_of(first + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(index, delta))], **extra}
         assert end == ""
     data = data_of(encoder.chunk(3, delta, usage))
-    assert data == {**CHAT_HEAD, "choices": [CHAT_SHAPE.part(3, delta)], **extra}
+    assert data == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(3, delta))], **extra}
     ChatCompletionChunk.model_validate(data, strict=True, extra="forbid")
 
 

@@ -213,9 +213,15 @@ def test_prompt_logprobs_and_an_echos_logprobs_are_as_many_as_each_asks_for(api:
 
 @pytest.mark.parametrize(
     ("fields", "in_thread"),
-    [({"prompt_logprobs": 0}, True), ({"echo": True, "logprobs": 0}, True), ({"logprobs": 1}, True), ({}, False)],
+    [
+        ({"prompt": "x" * 65, "prompt_logprobs": 0}, True),
+        ({"prompt": "x" * 65, "echo": True, "logprobs": 0}, True),
+        ({"prompt": "x", "logprobs": 1, "max_tokens": 65}, True),
+        ({"prompt": "x", "logprobs": 1, "max_tokens": 64}, False),
+        ({"prompt": "x" * 65}, False),
+    ],
 )
-def test_scores_are_rendered_beside_the_event_loop(
+def test_many_scores_are_rendered_beside_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], in_thread: bool
 ) -> None:
     threads = []
@@ -225,7 +231,7 @@ def test_scores_are_rendered_beside_the_event_loop(
         return join_deltas(deltas)
 
     monkeypatch.setattr(server.completion, "join_deltas", spy)
-    assert api.complete(prompt="hi", **fields).status_code == 200
+    assert api.complete(**fields).status_code == 200
     assert threads == [in_thread]
 
 

@@ -128,8 +128,24 @@ def test_events_have_the_scores_of_a_prompt_before_there_is_text(serve: Serve) -
     server = serve(FakeEngineClient(say("é")))
     events = get(server, begin(server, prompt="hi", max_tokens=2, prompt_logprobs=0), "/events").text
     parts = [json.loads(event.partition("data: ")[2])["choices"][0] for event in split(events)[:-1]]
-    assert [part["text"] for part in parts] == ["", "é"]
+    assert [part["text"] for part in parts] == ["", "é"], "the first token has no whole character"
     assert [len(part.get("prompt_logprobs", [])) for part in parts] == [2, 0]
+
+
+@pytest.mark.parametrize("body", [{"prompt": "hi"}, CHAT], ids=["text", "chat"])
+def test_events_have_the_scores_of_a_prompt_whose_first_token_has_text(serve: Serve, body: dict[str, Any]) -> None:
+    server = serve(FakeEngineClient(say("ab")))
+    kept = post(server, background=True, n=2, max_tokens=2, prompt_logprobs=1, **body)
+    *parts, _ = split(get(server, kept.json()["id"], "/events").text)
+    events = [json.loads(part.partition("data: ")[2]) for part in parts]
+    whole = get(server, kept.json()["id"]).json()
+    if "messages" in body:
+        found = [chunk["prompt_logprobs"] for chunk in events if "prompt_logprobs" in chunk]
+        assert found == [whole["prompt_logprobs"]]
+    else:
+        choices = [chunk["choices"][0] for chunk in events]
+        scored = {choice["index"]: choice["prompt_logprobs"] for choice in choices if "prompt_logprobs" in choice}
+        assert scored == {choice["index"]: choice["prompt_logprobs"] for choice in whole["choices"]}
 
 
 def test_a_result_is_rendered_beside_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
