@@ -112,6 +112,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, "journal")
         self._pending: list[tuple[list[tuple[str, Sequence[object]]], asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
+        self._decoding = asyncio.Lock()
 
     async def open(self) -> None:
         """Open the database and check all of it; make it where there is none."""
@@ -137,8 +138,9 @@ class Journal:
         """Return the outputs that were added by the `first`-th `append` and by those after, of at most `limit`."""
         select = "SELECT * FROM batches WHERE completion_id = ? AND n >= ? ORDER BY n LIMIT ?"
         rows = await self._run(lambda connection: connection.execute(select, (completion_id, first, limit)).fetchall())
-        # Not where others wait to write: the scores of many choices take seconds.
-        return await asyncio.to_thread(self._explaining, lambda: _to_batches(completion_id, first, rows))
+        # Not where others wait to write, for scores take long, and one at a time: each takes turns with the event loop.
+        async with self._decoding:
+            return await asyncio.to_thread(self._explaining, lambda: _to_batches(completion_id, first, rows))
 
     async def add(self, record: CompletionRecord) -> None:
         """Begin a completion."""

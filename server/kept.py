@@ -10,14 +10,14 @@ import collections
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
 from engine.client import TokenStream
-from engine.request import TokenOutput
-from server.completion import CompletionPlan, CompletionRun, Identity
+from engine.request import Request, TokenOutput
+from server.completion import CompletionOutput, CompletionPlan, CompletionRun, Identity
 from server.errors import ApiError
 from server.journal import CompletionRecord, Journal, Outputs
 from server.schemas import KeptStatus
@@ -187,6 +187,25 @@ async def take(outputs: Outputs, run: CompletionRun, stream: TokenStream) -> tup
         if output.prompt_logprobs is not None:
             await asyncio.sleep(0)
     return outputs, None
+
+
+def apply_again(batches: Iterable[Outputs], plan: CompletionPlan, output: CompletionOutput) -> tuple[Request, ...]:
+    """Apply the outputs of an engine that is gone; return the requests for what is left of the completion."""
+    generated: dict[str, list[int]] = {request.request_id: [] for request in plan.requests}
+    num_scored: collections.Counter[str] = collections.Counter()
+    for made in itertools.chain.from_iterable(batches):
+        output.add(made)
+        generated[made.request_id] += made.token_ids
+        num_scored[made.request_id] += len(made.prompt_logprobs or ())
+    return tuple(
+        replace(
+            request,
+            generated_token_ids=tuple(generated[request.request_id]),
+            num_scored_tokens=num_scored[request.request_id],
+        )
+        for request, choice in zip(plan.requests, output.choices, strict=True)
+        if choice.finish_reason is None
+    )
 
 
 def not_found(completion_id: str) -> ApiError:

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 
 from engine.client import TokenStream
 from engine.errors import EngineDiedError, QueueFullError
@@ -23,7 +22,19 @@ from engine.request import Request
 from server.completion import CompletionPlan, CompletionRun, expiring, render_outputs
 from server.errors import INTERNAL_ERROR, ApiError, to_api_error, unavailable
 from server.journal import CompletionRecord, EndRecord, EndStatus, IndexRow, Journal, JournalError
-from server.kept import Ask, Entry, Live, Reader, Restore, model_changed, not_found, restored, take, too_many
+from server.kept import (
+    Ask,
+    Entry,
+    Live,
+    Reader,
+    Restore,
+    apply_again,
+    model_changed,
+    not_found,
+    restored,
+    take,
+    too_many,
+)
 from server.service import Service
 
 NO_LIMIT = -1
@@ -306,21 +317,7 @@ class CompletionStore:
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
         entry.live = Live(plan, run, record.deadline, batches)
         entry.status = "in_progress" if batches else "queued"
-        generated: dict[str, list[int]] = {request.request_id: [] for request in plan.requests}
-        num_scored: collections.Counter[str] = collections.Counter()
-        for output in (output for outputs in batches for output in outputs):
-            run.output.add(output)
-            generated[output.request_id] += output.token_ids
-            num_scored[output.request_id] += len(output.prompt_logprobs or ())
-        requests = tuple(
-            replace(
-                request,
-                generated_token_ids=tuple(generated[request.request_id]),
-                num_scored_tokens=num_scored[request.request_id],
-            )
-            for request, choice in zip(plan.requests, run.output.choices, strict=True)
-            if choice.finish_reason is None
-        )
+        requests = apply_again(batches, plan, run.output)
         self._spawn(self._record(entry, requests))
 
     def _cut_off(self, live: Live) -> None:

@@ -15,8 +15,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from engine.errors import InvalidRequestError, QueueFullError
-from engine.request import FinishReason, Request, TokenOutput
+from engine.request import MAX_SCORES_PER_OUTPUT, FinishReason, Request, TokenOutput
 from server.completion import CompletionPlan, plan_completion, restore_completion
+from server.encoding import PiecewiseEncoder
 from server.errors import ApiError
 from server.journal import FILE_NAME, Journal, JournalError
 from server.kept import READ_LIMIT, Ask, Entry
@@ -333,6 +334,28 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
         async with started(Kept(tmp_path)) as third:
             assert await third.store.result(third.store.find(entry.completion_id)) == result
             assert third.engine.submitted == []
+
+    run(test())
+
+
+def test_a_restart_within_a_prompt_goes_on_with_the_next_of_its_scores(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"prompt": [97] * 200, "max_tokens": 2, "prompt_logprobs": 1}
+
+    async def test() -> None:
+        async with started(Kept(tmp_path)) as kept:
+            begun = await kept.keep(**fields)
+            await kept.advance(begun, 2)
+        async with started(Kept(tmp_path)) as kept:
+            await asyncio.sleep(0)
+            [request] = kept.engine.submitted
+            assert request.num_scored_tokens == 2 * MAX_SCORES_PER_OUTPUT
+            resumed = kept.store.find(begun.completion_id)
+            await kept.finish(resumed)
+            undisturbed = await kept.keep(**fields)
+            await kept.finish(undisturbed)
+            first, second = await kept.store.result(resumed), await kept.store.result(undisturbed)
+            encode = PiecewiseEncoder(ensure_ascii=True).encode
+            assert encode(first["choices"]) == encode(second["choices"])
 
     run(test())
 
