@@ -19,7 +19,7 @@ from engine.config import DType, EngineConfig
 from engine.decoder import Decoder
 from engine.errors import InvalidConfigurationError
 from engine.fingerprint import digest_of, fingerprint, numeric_causes
-from engine.kv_cache import KVCache, plan_num_blocks
+from engine.kv_cache import KVCache, plan_cache
 from engine.linear import MIN_ROWS, has_onednn
 from engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from engine.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
@@ -70,13 +70,13 @@ class ModelRunner:
             logger.warning("linear: torch has no oneDNN here; products are slower and their bits depend on the batch")
         is_invariant = self.device.type == "cpu" and has_onednn()
         self._model = load_config(config.model_dir)
-        max_model_len = _choose_max_model_len(config, self._model.max_position)
+        _check_max_model_len(config, self._model.max_position)
         backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
         checkpoint = Checkpoint(config.model_dir, self._model)
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
-            num_blocks = plan_num_blocks(config, self._model, max_model_len, dtype, self.device)
+            num_blocks, max_model_len = plan_cache(config, self._model, dtype, self.device)
             self._decoder.set_max_model_len(max_model_len)
             self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
         _log_cache(self._cache, num_blocks, config.block_size, max_model_len)
@@ -199,14 +199,11 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if any(_cpu_bf16_features()) else torch.float32
 
 
-def _choose_max_model_len(config: EngineConfig, max_position: int) -> int:
-    if config.max_model_len is None:
-        return max_position
-    if config.max_model_len > max_position:
+def _check_max_model_len(config: EngineConfig, max_position: int) -> None:
+    if config.max_model_len is not None and config.max_model_len > max_position:
         raise InvalidConfigurationError(
             f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
         )
-    return config.max_model_len
 
 
 def _cpu_bf16_features() -> tuple[bool, bool]:

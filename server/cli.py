@@ -113,8 +113,16 @@ def _build_parser() -> CommandParser:
 
 def _convert(options: argparse.Namespace) -> int:
     from weights.convert import convert
+    from weights.errors import TokenizerError
+    from weights.tokenizer import Tokenizer
 
     convert(options.SOURCE, options.TARGET, options.tokenizer)
+    try:
+        Tokenizer.of_model(options.TARGET)
+    except TokenizerError as error:
+        raise CommandError(
+            f"{options.TARGET} is written, but cannot be served: {error}; copy the right tokenizer's files into it"
+        ) from error
     print(f"{options.TARGET} can be served: gptserve serve {options.TARGET}")
     return 0
 

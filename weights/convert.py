@@ -25,7 +25,8 @@ def convert(source: Path, target: Path, tokenizer: Path | None = None) -> None:
     """Write the model `source`, a torch file or a folder of them, as a new folder `target`.
 
     A training checkpoint of nanoGPT carries its configuration; any other file needs config.json beside it. The JSON
-    files beside it are copied, and the tokenizer's from the folder `tokenizer` if given. Raises WeightsError.
+    files beside it are copied, and the tokenizer's from the folder `tokenizer` if given. The configuration and the
+    names, shapes and dtypes of all tensors are checked. Raises WeightsError, and then leaves no folder.
     """
     files = _find_files(source)
     if target.exists():
@@ -44,10 +45,17 @@ def convert(source: Path, target: Path, tokenizer: Path | None = None) -> None:
             (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         for folder in (files[0].parent, *([tokenizer] if tokenizer else [])):
             _copy_companions(folder, target)
-        load_config(target)
+        _check(target)
     except BaseException:
         shutil.rmtree(target)
         raise
+
+
+def _check(folder: Path) -> None:
+    """Raise WeightsError unless the engine would load the folder's configuration and weights."""
+    from weights.checkpoint import Checkpoint  # it imports torch
+
+    Checkpoint(folder, load_config(folder))
 
 
 def _find_files(source: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Where a model comes from: the embedded one, a folder, or a hub id fetched into the hub cache.
 
-Knows nothing of what the files say. huggingface_hub reads its own settings (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE) and is imported only when a hub id is asked for. Called by the command line, the server and engine.LLM.
+Of what the files say it asks only whether such a model is served at all. huggingface_hub reads its own settings
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and is imported only when a hub id is asked for. Called by the command
+line, the server and engine.LLM.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weights.errors import ModelNotFoundError, UnsafeCheckpointError, shown
+from weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError, shown
+from weights.families import open_config
 
 EMBEDDED_MODEL = "storyteller"
 
@@ -27,19 +29,33 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 def resolve_model(model: str | None, revision: str | None = None) -> Path:
-    """Return the folder of the model, downloading a hub id first; None is the embedded model.
+    """Return the folder of the model, downloading a hub id first; None and EMBEDDED_MODEL are the embedded model.
 
-    An existing folder wins over a hub id of the same name. Raises ModelNotFoundError or UnsafeCheckpointError.
+    An existing folder wins over the embedded model and over a hub id of the same name. A model that cannot be served is
+    refused here, before its tokenizer and its weights are looked at. Raises a WeightsError.
     """
-    return _local_folder(model, revision) or _fetch_model(str(model), revision)
+    folder = _local_folder(model, revision)
+    if folder is None:
+        return _fetch_model(str(model), revision)
+    names = _file_names(folder)
+    if "config.json" in names:
+        open_config(folder)
+    if names:
+        require_safetensors(names, str(folder))
+    return folder
 
 
 def resolve_config(model: str | None, revision: str | None = None) -> Path:
     """Return a folder with the model's config.json; of a hub id nothing else need be downloaded.
 
-    Raises ModelNotFoundError.
+    Raises ModelNotFoundError or UnsupportedModelError.
     """
-    return _local_folder(model, revision) or _fetch(str(model), revision, CONFIG_FILES)
+    folder = _local_folder(model, revision)
+    if folder is None:
+        return _fetch(str(model), revision, CONFIG_FILES)
+    if "config.json" not in (names := _file_names(folder)):
+        _refuse_gguf(names, str(folder))
+    return folder
 
 
 def model_name(model: str | None) -> str:
@@ -60,6 +76,7 @@ def _local_folder(model: str | None, revision: str | None) -> Path | None:
             raise ModelNotFoundError(f"revision must not be given with a folder, got {shown(revision)} for {folder}")
         return folder
     if folder.exists():
+        _refuse_gguf([folder.name], str(folder.parent))
         raise ModelNotFoundError(f"model must be a folder or a hub id, got the file {folder}")
     if model is None or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(f"model must be an existing folder or a hub id, got {shown(str(folder))}")
@@ -68,11 +85,13 @@ def _local_folder(model: str | None, revision: str | None) -> Path | None:
 
 def _as_folder(model: str | None) -> Path:
     """Return the path `model` means; raise ModelNotFoundError for a text that cannot be one."""
+    embedded = Path(__file__).with_name(EMBEDDED_MODEL)
     if model is None:
-        return Path(__file__).with_name(EMBEDDED_MODEL)
+        return embedded
     try:
         folder = Path(model).expanduser()
-        folder.exists()
+        if not folder.exists() and model == EMBEDDED_MODEL:
+            return embedded
     except (OSError, RuntimeError, ValueError) as fault:  # too long, a null byte, ~ of nobody
         raise ModelNotFoundError(
             f"model must be a folder or a hub id, got {shown(model)}: {shown(str(fault))}"
@@ -81,10 +100,11 @@ def _as_folder(model: str | None) -> Path:
 
 
 def require_safetensors(file_names: Iterable[str], where: str) -> None:
-    """Raise UnsafeCheckpointError when only pickles are among the names, ModelNotFoundError when no weights are."""
+    """Raise a WeightsError unless safetensors are among the names; it says which other format is there, if one is."""
     names = sorted(file_names)
     if any(name.endswith(".safetensors") for name in names):
         return
+    _refuse_gguf(names, where)
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if not pickles:
         raise ModelNotFoundError(f"{where} holds no *.safetensors file")
@@ -94,8 +114,27 @@ def require_safetensors(file_names: Iterable[str], where: str) -> None:
     )
 
 
+def _refuse_gguf(names: Iterable[str], where: str) -> None:
+    """Raise UnsupportedModelError if a GGUF file is among the names."""
+    found = sorted(name for name in names if name.lower().endswith(".gguf"))
+    if found:
+        raise UnsupportedModelError(
+            f"{where} holds GGUF ({shown(found[0])}), and gptserve reads safetensors; use the original checkpoint that "
+            "the GGUF file was made from"
+        )
+
+
+def _file_names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir() if path.is_file()]
+    except OSError as fault:
+        raise ModelNotFoundError(f"{folder} could not be read: {fault.strerror}") from fault
+
+
 def _fetch_model(repo_id: str, revision: str | None) -> Path:
     folder = _fetch(repo_id, revision, HUB_ALLOWED)
+    if (folder / "config.json").is_file():
+        open_config(folder)
     names = [path.name for path in folder.glob("*.safetensors")]
     if not names:
         names = _ask_hub(repo_id, revision, lambda hub: hub.list_repo_files(repo_id, revision=revision))

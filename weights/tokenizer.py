@@ -52,7 +52,8 @@ class Tokenizer:
     @classmethod
     def of_model(cls, folder: Path) -> Tokenizer:
         """Open the tokenizer of a model folder whose config.json says that the model knows all its ids."""
-        tokenizer, limit = cls.open(folder), load_config(folder).vocab_size
+        limit = load_config(folder).vocab_size  # first: a model that is not served needs no tokenizer
+        tokenizer = cls.open(folder)
         if tokenizer.vocab_size > limit:
             raise TokenizerError(
                 f"{folder}: the tokenizer's ids must be below config.json's vocab_size {limit}, "

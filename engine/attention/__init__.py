@@ -89,13 +89,13 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the named backend, or for "auto" the fastest that can compute this model on this device.
 
-    Raises InvalidConfigurationError when the one named cannot. "auto" on a CPU warns when it is not the kernel: the
-    result is right but slower.
+    Raises InvalidConfigurationError when the one named cannot. "auto" warns when it takes the reference: the result is
+    right but slower.
     """
     from engine.attention.cpu import SUPPORTED_DTYPES, CpuAttention
     from engine.attention.reference import ReferenceAttention
 
-    if name == "reference" or (name == "auto" and device.type != "cpu"):
+    if name == "reference":
         return ReferenceAttention()
     if device.type != "cpu":
         obstacle = f"the device is {device}"
@@ -107,5 +107,12 @@ def choose_backend(
         return CpuAttention()
     if name == "cpu":
         raise InvalidConfigurationError(f"attention_backend 'cpu' cannot be used: {obstacle}")
+    if device.type != "cpu":
+        logger.warning(
+            "attention: 'reference' is used on %s, which computes one sequence after another: only 'cpu' has a kernel, "
+            "so answers are right, but far slower than the device could make them",
+            device.type,
+        )
+        return ReferenceAttention()
     logger.warning("attention: the compiled CPU kernel is not used (%s) but the slower reference", obstacle)
     return ReferenceAttention()

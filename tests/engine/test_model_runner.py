@@ -34,7 +34,6 @@ def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it(
     ("options", "message"),
     [
         ({"dtype": "float16"}, "dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'"),
-        ({"num_blocks": 10**12}, f"num_blocks is {10**12}, but memory for that many could not be allocated"),
         ({"max_model_len": 129}, "max_model_len must be at most the model's context of 128 tokens, got 129"),
     ],
 )
@@ -44,6 +43,31 @@ def test_a_setting_this_model_or_device_cannot_take_is_refused(
     with pytest.raises(InvalidConfigurationError) as caught:
         make_engine(tiny_gpt2, **options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"num_blocks": 10**12}, f"num_blocks {10**12}"), ({"kv_cache_bytes": 2**60}, "kv_cache_bytes")],
+)
+def test_a_cache_larger_than_the_memory_is_refused_with_both_numbers(
+    tiny_gpt2: Path, options: dict[str, Any], asked: str
+) -> None:
+    with pytest.raises(
+        InvalidConfigurationError, match=rf"^{asked} asks for [\d,]+ bytes of KV cache, but only [\d,]+ bytes "
+    ):
+        make_engine(tiny_gpt2, **options)
+
+
+def test_a_context_that_does_not_fit_is_shortened_and_served_to_its_end(
+    tiny_gpt2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(tiny_gpt2, num_blocks=3)
+    assert engine.info.max_model_len == 48
+    assert "max_model_len is 48 tokens instead of the model's context of 128, because num_blocks is 3" in caplog.text
+    assert len(token_ids(run(engine, [make_request("r", [1, 2], max_tokens=46, ignore_eos=True)])["r"])) == 46
+    with pytest.raises(InvalidConfigurationError, match="too small for one sequence of max_model_len 128"):
+        make_engine(tiny_gpt2, num_blocks=3, max_model_len=128)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

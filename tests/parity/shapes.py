@@ -57,6 +57,7 @@ _ROPE_YARN = {
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-1": ("openai-gpt", _GPT2),
+    "GPT-1, untied": ("openai-gpt", {**_GPT2, "tie_word_embeddings": False}),
     "GPT-2": ("gpt2", _GPT2),
     "GPT-2, one layer of one head": ("gpt2", {**_GPT2, "n_layer": 1, "n_head": 1, "n_embd": 16}),
     "GPT-2, head size 24, wide ffn": ("gpt2", {**_GPT2, "n_layer": 3, "n_head": 2, "n_embd": 48, "n_inner": 200}),
@@ -90,6 +91,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "BLOOM": ("bloom", _BLOOM),
     "BLOOM, six heads": ("bloom", {**_BLOOM, "hidden_size": 96, "n_head": 6}),
     "MPT": ("mpt", _MPT),
+    "MPT, untied": ("mpt", {**_MPT, "tie_word_embeddings": False}),
     "MPT, six heads, clipped": (
         "mpt",
         {**_MPT, "d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 0.5}},
@@ -139,6 +141,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "Gemma 3, logits capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 3.0}),
     "gpt-oss, past its window": (
         "gpt_oss",
         {

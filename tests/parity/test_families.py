@@ -121,6 +121,23 @@ def test_logits_equal_those_of_transformers_over_ragged_chunks_and_cached_tokens
     assert difference < 1e-4
 
 
+def test_gemma_3_caps_its_scores_as_transformers_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads attn_logit_softcapping for Gemma 3, but does not hand it to its attention: done here."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    model_type, fields = SHAPES["Gemma 3, past its window"]
+    write_model(tmp_path, model_type, {**fields, "attn_logit_softcapping": 2.0})
+    uncapped = largest_difference(tmp_path, ReferenceAttention())
+    attend = modeling_gemma3.eager_attention_forward
+    monkeypatch.setattr(
+        modeling_gemma3,
+        "eager_attention_forward",
+        lambda module, *args, **options: attend(module, *args, **options, softcap=module.attn_logit_softcapping),
+    )
+
+    assert largest_difference(tmp_path, ReferenceAttention()) < 1e-4 < 1e-2 < uncapped
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: Written) -> None:
     prompts = [[3], [1, 2, 3, 4, 5], list(range(13))]

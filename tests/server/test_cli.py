@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from server.cli import main
+from tests.conftest import MakeGPT2
 
 
 @pytest.fixture
@@ -250,3 +256,64 @@ def test_inspect_prints_tables_or_json(run: Any) -> None:
     assert report["model"] == "storyteller"
     assert report["memory_bytes"] == 2**30
     assert f"{report['num_parameters']:,}" in table
+
+
+def test_inspect_knows_the_embedded_model_by_its_name(run: Any) -> None:
+    assert run("inspect", "storyteller", "--memory", "1GiB") == run("inspect", "--memory", "1GiB")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.json": '{"model_type": "bert"}', "model.safetensors": ""}, "bert is an encoder"),
+        ({"tiny.gguf": ""}, "holds GGUF ('tiny.gguf'), and gptserve reads safetensors"),
+        ({"config.json": '{"model_type": "gpt2"}', "pytorch_model.bin": ""}, "run: gptserve convert FOLDER TARGET"),
+    ],
+)
+def test_serve_says_why_a_model_cannot_be_served_and_asks_for_no_tokenizer(
+    files: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", str(tmp_path), "--port", "0"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.returncode == 1
+    assert expected in done.stderr.splitlines()[-1]
+    assert "tokenizer" not in done.stderr
+
+
+def pickle_weights(model: Path, folder: Path) -> Path:
+    """Make a folder with config.json and pytorch_model.bin, and no tokenizer."""
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    torch.save(load_file(model / "model.safetensors"), folder / "pytorch_model.bin")
+    return folder
+
+
+def test_convert_says_that_a_model_can_be_served_only_where_it_can(
+    run: Any, make_gpt2: MakeGPT2, storyteller: Path, tmp_path: Path
+) -> None:
+    small, fitting = (
+        pickle_weights(make_gpt2(vocab_size=size), tmp_path / str(size))
+        for size in (96, json.loads((storyteller / "config.json").read_text())["vocab_size"])
+    )
+
+    def convert(source: Path, name: str, *options: str) -> tuple[object, str, str]:
+        outcome: tuple[object, str, str] = run("convert", str(source), str(tmp_path / name), *options)
+        return outcome
+
+    status, out, err = convert(small, "bare")
+    assert (status, out) == (1, "")
+    assert f"{tmp_path / 'bare'} is written, but cannot be served: {tmp_path / 'bare'} must hold tokenizer.json" in err
+
+    status, out, err = convert(small, "foreign", "--tokenizer", str(storyteller))
+    assert (status, out) == (1, "")
+    assert "the tokenizer's ids must be below config.json's vocab_size 96" in err
+
+    target = tmp_path / "whole"
+    served = f"{target} can be served: gptserve serve {target}\n"
+    assert convert(fitting, "whole", "--tokenizer", str(storyteller)) == (0, served, "")
+    assert run("complete", "Once", "--local", str(target), "--max-tokens", "2")[0] == 0

@@ -328,7 +328,7 @@ def test_a_taken_port_is_known_before_anything_is_loaded(launch: Any) -> None:
         (("--model", "/no/such/model"), "gptserve: model must be an existing folder or a hub id, got '/no/such/model'"),
         (("--host", "no-such-host.invalid"), "gptserve: cannot listen on no-such-host.invalid port 0: "),
         (("--ssl-keyfile", __file__, "--ssl-certfile", __file__), "ssl-keyfile and ssl-certfile cannot be used"),
-        (("--num-blocks", "1"), "the KV cache is too small for one sequence"),
+        (("--num-blocks", "1", "--max-model-len", "1024"), "the KV cache is too small for one sequence"),
     ],
 )
 def test_a_failing_start_is_one_sentence_and_status_1(flags: tuple[str, ...], expected: str, launch: Any) -> None:

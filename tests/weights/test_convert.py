@@ -106,6 +106,21 @@ def test_a_pickle_that_would_run_code_does_not_and_leaves_nothing(tmp_path: Path
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("fault", ["missing", "misshapen", "mistyped"])
+def test_weights_that_would_not_load_are_told_and_leave_nothing(fault: str, tmp_path: Path) -> None:
+    state = nanogpt_state(bias=False)
+    if fault == "missing":
+        del state["transformer.h.1.ln_2.weight"]
+    elif fault == "misshapen":
+        state["transformer.h.1.ln_2.weight"] = torch.ones(9)
+    else:
+        state["transformer.h.1.ln_2.weight"] = torch.ones(8, dtype=torch.float64)
+    torch.save({"model": state, "model_args": ARGUMENTS}, tmp_path / "ckpt.pt")
+    with pytest.raises(InvalidCheckpointError, match=f"1 {fault} .*h\\.1\\.ln_2\\.weight"):
+        convert(tmp_path / "ckpt.pt", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_file_without_a_configuration_leaves_nothing(tmp_path: Path) -> None:
     torch.save({"wte.weight": torch.zeros(2, 2)}, tmp_path / "weights.pt")
     with pytest.raises(InvalidConfigError, match=r"^config\.json is missing in "):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.weights.hub import Hub, commit_of, serve_hub
-from weights.errors import ModelNotFoundError, UnsafeCheckpointError
-from weights.source import model_name, require_safetensors, resolve_model
+from weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError
+from weights.source import model_name, require_safetensors, resolve_config, resolve_model
 
 WANTED = {
     "config.json": b'{"model_type": "gpt2"}',
@@ -36,7 +36,7 @@ UNWANTED = {
     "original/params.json": b"{}",
     "tf_model.h5": b"tensorflow",
 }
-PINNED = {"config.json": b'{"model_type": "pinned"}', "model.safetensors": b"pinned"}
+PINNED = {"config.json": b'{"model_type": "gpt2", "name": "pinned"}', "model.safetensors": b"pinned"}
 
 # The hub's settings are read when huggingface_hub is imported, so each case is a process of its own.
 RESOLVE = """
@@ -62,8 +62,10 @@ def hub() -> Iterator[Hub]:
     repositories = {
         "someone/good": {"main": WANTED | UNWANTED, "v1": PINNED},
         "plain": {"main": PINNED},
-        "someone/pickle": {"main": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}},
+        "someone/pickle": {"main": {"config.json": b'{"model_type": "gpt2"}', "pytorch_model.bin": b"pickle"}},
         "someone/empty": {"main": {"README.md": b"nothing else"}},
+        "someone/gguf": {"main": {"model-Q4_K_M.gguf": b"GGUF", "README.md": b"quantized"}},
+        "someone/bert": {"main": {"config.json": b'{"model_type": "bert"}', "pytorch_model.bin": b"pickle"}},
         "someone/gated": {"main": PINNED},
     }
     with serve_hub(Hub(repositories, locked={"someone/gated"})) as running:
@@ -128,6 +130,8 @@ def test_fetched_model_is_there_offline_and_without_the_hub(hub: Hub, resolve: R
         ("someone/gated", None, "ModelNotFoundError", "is gated: ask for access on its page, then set HF_TOKEN"),
         ("someone/good", "v9", "ModelNotFoundError", "hub model someone/good has no revision 'v9'"),
         ("someone/empty", None, "ModelNotFoundError", "hub model someone/empty holds no *.safetensors file"),
+        ("someone/gguf", None, "UnsupportedModelError", "hub model someone/gguf holds GGUF ('model-Q4_K_M.gguf')"),
+        ("someone/bert", None, "UnsupportedModelError", "bert is an encoder"),
         ("someone/pickle", None, "UnsafeCheckpointError", "as pickle only ('pytorch_model.bin')"),
         ("a--b", None, "ModelNotFoundError", "hub model a--b could not be fetched"),
     ],
@@ -157,6 +161,61 @@ def test_no_model_is_the_embedded_one() -> None:
     assert model_name(None) == "storyteller"
 
 
+def test_the_embedded_models_own_name_is_the_embedded_one_unless_a_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("storyteller") == resolve_config("storyteller") == resolve_model(None)
+    assert model_name("storyteller") == "storyteller"
+    with pytest.raises(ModelNotFoundError, match="revision must not be given with a folder"):
+        resolve_model("storyteller", "main")
+    (tmp_path / "storyteller").mkdir()
+    assert resolve_model("storyteller") == Path("storyteller")
+
+
+BERT = b'{"model_type": "bert"}'
+GPT2 = b'{"model_type": "gpt2"}'
+AWQ = b'{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}'
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        ({"config.json": BERT, "model.safetensors": b""}, UnsupportedModelError, "bert is an encoder"),
+        ({"config.json": BERT, "pytorch_model.bin": b""}, UnsupportedModelError, "bert is an encoder"),
+        ({"config.json": AWQ, "model.safetensors": b""}, UnsupportedModelError, "quantized by the method 'awq'"),
+        (
+            {"tiny.Q4_0.gguf": b""},
+            UnsupportedModelError,
+            r"holds GGUF \('tiny.Q4_0.gguf'\), and gptserve reads safetensors",
+        ),
+        ({"config.json": GPT2, "tiny.gguf": b""}, UnsupportedModelError, r"holds GGUF .* use the original checkpoint"),
+        ({"config.json": GPT2, "pytorch_model.bin": b""}, UnsafeCheckpointError, "gptserve convert FOLDER TARGET"),
+        ({"ckpt.pt": b""}, UnsafeCheckpointError, "gptserve convert FOLDER TARGET"),
+        ({"config.json": GPT2}, ModelNotFoundError, r"holds no \*\.safetensors file"),
+    ],
+)
+def test_what_cannot_be_served_is_named_before_a_tokenizer_is_missed(
+    files: dict[str, bytes], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=message):
+        resolve_model(str(tmp_path))
+
+
+def test_a_configuration_alone_can_be_inspected_and_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(GPT2)
+    assert resolve_config(str(tmp_path)) == tmp_path
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "tiny.gguf").touch()
+    for resolve in (resolve_config, resolve_model):
+        with pytest.raises(UnsupportedModelError, match="holds GGUF"):
+            resolve(str(tmp_path))
+        with pytest.raises(UnsupportedModelError, match=r"holds GGUF \('tiny\.gguf'\)"):
+            resolve(str(tmp_path / "tiny.gguf"))
+
+
 def test_folder_is_itself_and_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
@@ -176,9 +235,9 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(
 
 
 def test_file_and_folder_with_revision_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelNotFoundError, match="model must be a folder or a hub id, got the file "):
-        resolve_model(str(tmp_path / "model.gguf"))
+        resolve_model(str(tmp_path / "model.safetensors"))
     with pytest.raises(ModelNotFoundError, match="revision must not be given with a folder, got 'main' for "):
         resolve_model(str(tmp_path), "main")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from weights.config import ModelConfig
 from weights.errors import InvalidConfigError, UnsupportedModelError, shown
 from weights.families.bloom import BLOOM
+from weights.families.config_keys import refuse_unread
 from weights.families.family import Family, RawConfig
 from weights.families.gemma import GEMMA2, GEMMA3
 from weights.families.gpt2 import GPT2
@@ -66,6 +67,10 @@ WHY_REFUSED = (
     ),
 )
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files that some tools write instead of a key."""
+
 
 def find_family(model_type: str) -> Family:
     """Return the family; raise UnsupportedModelError, saying why, for any other model_type."""
@@ -79,10 +84,10 @@ def find_family(model_type: str) -> Family:
     raise UnsupportedModelError(f"config.json: model_type {shown(model_type)} is not supported; {supported}")
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """Read config.json and the end-of-text ids of generation_config.json.
+def open_config(folder: Path) -> tuple[RawConfig, Family]:
+    """Return config.json and its family; of its other fields none is read.
 
-    Raises InvalidConfigError naming file, field, rule and value, or UnsupportedModelError.
+    Raises InvalidConfigError, or UnsupportedModelError for a model or for weights of a kind that is not served.
     """
     raw = RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
     model_type = raw.text("model_type")
@@ -91,15 +96,44 @@ def load_config(folder: Path) -> ModelConfig:
             f"{shown(model_type)} brings its own code (config.json: auto_map), which is never run; use a checkpoint in "
             "the format of transformers' own models, if there is one"
         )
-    config = find_family(model_type).read_config(raw)
+    family = find_family(model_type)
+    _refuse_quantized(raw, family, folder)
+    return raw, family
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read config.json and the end-of-text ids of generation_config.json.
+
+    Raises InvalidConfigError naming file, field, rule and value, or UnsupportedModelError.
+    """
+    raw, family = open_config(folder)
+    config = family.read_config(raw)
     eos_token_ids = raw.token_ids("eos_token_id", config.vocab_size)
     generation_path = folder / "generation_config.json"
     if generation_path.exists():
         generation = RawConfig(read_json_object(generation_path, InvalidConfigError), generation_path.name)
         eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
     bos_token_ids = raw.token_ids("bos_token_id", config.vocab_size)
+    refuse_unread(raw, config)
     return replace(
         config,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
     )
+
+
+def _refuse_quantized(raw: RawConfig, family: Family, folder: Path) -> None:
+    """Raise UnsupportedModelError if the weights are quantized in a way that the family cannot read."""
+    methods: dict[str, str | None] = {name: None for name in QUANTIZATION_FILES if (folder / name).is_file()}
+    for key in (key for key in QUANTIZATION_KEYS if key in raw):
+        section = raw.value(key)
+        method = section.get("quant_method") if isinstance(section, dict) else None
+        methods[f"config.json: {key}"] = method if isinstance(method, str) else None
+    for source, method in methods.items():
+        if method not in family.quantizations:
+            how = f"by the method {shown(method)}, which" if method else "in a way that"
+            also = f" or in {', '.join(family.quantizations)}" if family.quantizations else ""
+            raise UnsupportedModelError(
+                f"the weights are quantized {how} gptserve cannot read ({source}); use a checkpoint of this model in "
+                f"fp32, fp16 or bf16{also}"
+            )

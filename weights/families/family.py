@@ -82,6 +82,8 @@ class Family:
     sources: Callable[[ModelConfig], dict[str, Source]]
     prefixes: tuple[str, ...]
     ignored: re.Pattern[str]
+    quantizations: frozenset[str] = frozenset()
+    """The quant_methods whose weights can be read."""
 
 
 def plain_config(
@@ -118,15 +120,31 @@ def read_windows(raw: RawConfig, config: ModelConfig, default: tuple[bool, ...])
 
 
 class RawConfig:
-    """The fields of a JSON configuration; null means absent. Readers raise InvalidConfigError naming the field."""
+    """The fields of a JSON configuration; null means absent. Readers raise InvalidConfigError naming the field.
+
+    It remembers which fields were read: one that was not may change what is computed.
+    """
 
     def __init__(self, values: Mapping[str, object], file_name: str = "config.json") -> None:
         self._values = values
         self._file_name = file_name
+        self._read: set[str] = set()
+        self._sections: dict[str, RawConfig] = {}
+
+    def unread(self) -> dict[str, object]:
+        """Return the fields that nobody read, by name; those of a section that was read as "section: name"."""
+        fields = {name: value for name, value in self._values.items() if name not in self._read}
+        for section_name, section in self._sections.items():
+            fields |= {f"{section_name}: {name}": value for name, value in section.unread().items()}
+        return fields
+
+    def skip(self, *names: str) -> None:
+        """Count fields as read that change nothing here, because of what other fields say."""
+        self._read.update(names)
 
     def size(self, name: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
         """Return an integer in [1, limit]."""
-        value = self._values.get(name)
+        value = self._get(name)
         if value is None and default is not None:
             return default
         if not _is_int(value) or not 1 <= value <= limit:
@@ -135,7 +153,7 @@ class RawConfig:
 
     def positive(self, name: str, *, default: float) -> float:
         """Return a finite number above 0."""
-        value = self._values.get(name)
+        value = self._get(name)
         if value is None:
             return default
         if not _is_positive(value):
@@ -158,20 +176,24 @@ class RawConfig:
 
     def number(self, name: str) -> float | None:
         """Return a finite number above 0, or None where it is absent."""
-        return None if self._values.get(name) is None else self.positive(name, default=1.0)
+        return None if self._get(name) is None else self.positive(name, default=1.0)
+
+    def value(self, name: str) -> object:
+        """Return what stands there, or None."""
+        return self._get(name)
 
     def section(self, name: str) -> RawConfig:
         """Return the fields of an object inside this one; of an absent one, no fields."""
-        value = self._values.get(name)
+        value = self._get(name)
         if value is None:
             value = {}
         if not isinstance(value, dict):
             raise self.error(name, "an object")
-        return RawConfig(value, f"{self._file_name}: {name}")
+        return self._sections.setdefault(name, RawConfig(value, f"{self._file_name}: {name}"))
 
     def strings(self, name: str, choices: Iterable[str], *, length: int) -> tuple[str, ...] | None:
         """Return a list of `length` strings out of `choices`, or None where it is absent."""
-        value = self._values.get(name)
+        value = self._get(name)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != length or not all(entry in choices for entry in value):
@@ -180,14 +202,14 @@ class RawConfig:
 
     def numbers(self, name: str, *, length: int) -> tuple[float, ...]:
         """Return a list of `length` finite numbers above 0."""
-        value = self._values.get(name)
+        value = self._get(name)
         if not isinstance(value, list) or len(value) != length or not all(map(_is_positive, value)):
             raise self.error(name, f"a list of {length} finite numbers above 0")
         return tuple(map(float, value))
 
     def forbid(self, name: str, default: object, why: str) -> None:
         """Raise UnsupportedModelError unless the field is absent or has the value given."""
-        value = self._values.get(name, default)
+        value = self._get(name)
         if value is not None and value != default:
             raise UnsupportedModelError(
                 f"{self._file_name}: {name} must be {json.dumps(default)}, got {shown(value)}: {why}"
@@ -198,7 +220,7 @@ class RawConfig:
 
     def boolean(self, name: str, *, default: bool) -> bool:
         """Return true or false."""
-        value = self._values.get(name)
+        value = self._get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -207,14 +229,14 @@ class RawConfig:
 
     def text(self, name: str) -> str:
         """Return a string that is not empty."""
-        value = self._values.get(name)
+        value = self._get(name)
         if not isinstance(value, str) or not value:
             raise self.error(name, "a string")
         return value
 
     def choice(self, name: str, choices: Mapping[str, T], *, default: str) -> T:
         """Return what `choices` says for the string."""
-        value = self._values.get(name)
+        value = self._get(name)
         if value is None:
             value = default
         if not isinstance(value, str) or value not in choices:
@@ -223,12 +245,16 @@ class RawConfig:
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """Return the token ids in [0, vocab_size): none, one, or a list of them."""
-        value = self._values.get(name)
+        value = self._get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token_id in ids:
             if not _is_int(token_id) or not 0 <= token_id < vocab_size:
                 raise self.error(name, f"token ids in [0, {vocab_size})")
         return tuple(ids)
+
+    def _get(self, name: str) -> object:
+        self._read.add(name)
+        return self._values.get(name)
 
     def error(self, name: str, rule: str) -> InvalidConfigError:
         """Return the error for a field that must be `rule`."""

@@ -12,7 +12,7 @@ from functools import partial
 from weights.config import ModelConfig
 from weights.families.family import ACTIVATIONS, Family, RawConfig, read_windows
 from weights.families.llama import IGNORED, llama_sources, read_llama_config
-from weights.families.rotary import read_rotary
+from weights.families.rotary import read_rotary, usable_context
 
 NORMS = {
     "attn_norm": "input_layernorm",
@@ -29,15 +29,12 @@ def _read_gemma2(raw: RawConfig) -> ModelConfig:
     return replace(
         config,
         attention_windows=read_windows(raw, config, slides),
-        attention_softcap=raw.number("attn_logit_softcapping"),
-        logit_softcap=raw.number("final_logit_softcapping"),
     )
 
 
 def _read_gemma3(raw: RawConfig) -> ModelConfig:
-    raw.forbid("use_bidirectional_attention", False, "a model that reads both ways cannot continue a text")
     config = replace(_read_shared(raw), qk_norm="head")
-    pattern = raw.size("sliding_window_pattern", default=PATTERN)
+    pattern = raw.size("sliding_window_pattern", default=raw.size("_sliding_window_pattern", default=PATTERN))
     slides = tuple((layer + 1) % pattern > 0 for layer in range(config.num_layers))
     windows = read_windows(raw, config, slides)
     by_kind = raw.section("rope_parameters")
@@ -45,24 +42,32 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
     everything = by_kind.section("full_attention") if is_split else raw.section("rope_scaling")
     local = by_kind.section("sliding_attention")
     near = raw.positive("rope_local_base_freq", default=10_000.0)
-    size, context = config.head_size, config.max_position
+    size, context = config.head_size, raw.size("max_position_embeddings")
     wide = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
     narrow = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
     rotaries = tuple(wide if window is None else narrow for window in windows)
-    return replace(config, attention_windows=windows, rotaries=rotaries)
+    return replace(
+        config,
+        max_position=usable_context(raw, context, everything),
+        attention_windows=windows,
+        rotaries=rotaries,
+    )
 
 
 def _read_shared(raw: RawConfig) -> ModelConfig:
+    raw.forbid("use_bidirectional_attention", False, "a model that reads both ways cannot continue a text")
     config = read_llama_config(raw)
     scale = raw.positive("query_pre_attn_scalar", default=256.0) ** -0.5
     return replace(
         config,
         attention_scales=(scale,) * config.num_layers,
+        attention_softcap=raw.number("attn_logit_softcapping"),
         activation=raw.choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"),
         norm_placement="both",
         norm_weight_offset=1.0,
         embed_scale=math.sqrt(config.hidden_size),
         tied_head=raw.boolean("tie_word_embeddings", default=True),
+        logit_softcap=raw.number("final_logit_softcapping"),
     )
 
 

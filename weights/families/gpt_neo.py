@@ -12,15 +12,15 @@ from weights.config import ModelConfig
 from weights.families import layout
 from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 
+KINDS = ("global", "local")
+
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     config = plain_config(
         raw, width="hidden_size", layers="num_layers", heads="num_heads", context="max_position_embeddings"
     )
-    kinds = raw.strings("attention_layers", ("global", "local"), length=config.num_layers)
+    kinds = _layer_kinds(raw, config.num_layers)
     window = raw.size("window_size", default=256)
-    if kinds is None:
-        raise raw.error("attention_layers", f"a list of {config.num_layers}")
     return replace(
         config,
         attention_scales=(1.0,) * config.num_layers,
@@ -31,6 +31,31 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
         tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
+
+
+def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
+    """Return "global" or "local" per layer: attention_layers, or the shorter attention_types, which must agree.
+
+    attention_types is a list such as [[["global", "local"], 6]]: these two kinds of layer, six times over.
+    """
+    kinds = raw.strings("attention_layers", KINDS, length=num_layers)
+    runs = raw.value("attention_types")
+    if runs is None:
+        if kinds is None:
+            raise raw.error("attention_layers", f"a list of {num_layers}")
+        return kinds
+    expanded: list[object] = []
+    for run in runs if isinstance(runs, list) else [runs]:
+        match run:
+            case [list(pattern), int(times)] if 0 <= len(pattern) * times <= num_layers - len(expanded):
+                expanded += pattern * times
+            case _:
+                raise raw.error("attention_types", f"a list of [kinds, how many times] for {num_layers} layers")
+    if len(expanded) < num_layers or not all(kind in KINDS for kind in expanded):
+        raise raw.error("attention_types", f"a list of [kinds, how many times] for {num_layers} layers")
+    if kinds is not None and list(kinds) != expanded:
+        raise raw.error("attention_types", "the same as attention_layers")
+    return tuple(map(str, expanded))
 
 
 def _sources(config: ModelConfig) -> dict[str, Source]:

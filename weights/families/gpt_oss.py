@@ -52,5 +52,10 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
 
 
 GPT_OSS = Family(
-    model_type="gpt_oss", read_config=_read_config, sources=_sources, prefixes=("model.",), ignored=IGNORED
+    model_type="gpt_oss",
+    read_config=_read_config,
+    sources=_sources,
+    prefixes=("model.",),
+    ignored=IGNORED,
+    quantizations=frozenset(("mxfp4",)),
 )

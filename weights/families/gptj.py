@@ -11,14 +11,17 @@ from dataclasses import replace
 from weights.config import ModelConfig
 from weights.families import layout
 from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
-from weights.families.rotary import read_rotary
+from weights.families.rotary import read_rotary, usable_context
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.forbid("rotary", True, "no published GPT-J has learned positions")
+    raw.forbid("scale_attn_weights", True, "scores are scaled")
     config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
     rotated = raw.size("rotary_dim", default=64, limit=config.head_size)
     return replace(
         config,
+        max_position=usable_context(raw, config.max_position),
         ffn_size=raw.size("n_inner", default=config.ffn_size),
         qkv_bias=False,
         attn_out_bias=False,

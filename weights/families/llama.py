@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from weights.config import ModelConfig
 from weights.families import layout
 from weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig, Source
-from weights.families.rotary import read_rotary
+from weights.families.rotary import read_rotary, usable_context
 
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 IGNORED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight")
@@ -33,7 +33,7 @@ def read_llama_config(raw: RawConfig) -> ModelConfig:
         vocab_size=raw.size("vocab_size"),
         hidden_size=raw.size("hidden_size"),
         num_layers=num_layers,
-        max_position=max_position,
+        max_position=usable_context(raw, max_position),
         num_heads=num_heads,
         num_kv_heads=raw.kv_heads(num_heads),
         head_size=head_size,

@@ -14,7 +14,7 @@ from weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     config = read_llama_config(raw)
-    slides = ("sliding_window" in raw,) * config.num_layers
+    slides = (raw.value("sliding_window") is not None,) * config.num_layers
     return replace(config, attention_windows=read_windows(raw, config, slides))
 
 

@@ -24,6 +24,9 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     attention.forbid("attn_type", "multihead_attention", "one projection with as many key as query heads is read")
     raw.forbid("no_bias", True, "the hub's format has no biases")
     raw.forbid("logit_scale", None, "no published MPT has it")
+    raw.forbid("expansion_ratio", 4, "the hub's format has a feed-forward of four times the width")
+    raw.choice("norm_type", dict.fromkeys(("layernorm", "low_precision_layernorm")), default="layernorm")
+    raw.skip("learned_pos_emb")  # positions are ALiBi's
     config = plain_config(
         raw, width="d_model", layers="n_layers", heads="n_heads", context="max_seq_len", default_context=2048
     )
@@ -39,6 +42,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         ffn_bias=False,
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
         norm_bias=False,
+        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
@@ -60,7 +64,7 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
         sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}norm_2")
         sources |= layout.linear(f"{block}ffn_up", [(f"{stored}ffn.up_proj", ffn)], hidden, bias=False)
         sources |= layout.linear(f"{block}ffn_down", [(f"{stored}ffn.down_proj", hidden)], ffn, bias=False)
-    return sources | layout.norm(config, "final_norm", "norm_f")
+    return sources | layout.norm(config, "final_norm", "norm_f") | layout.head(config, "lm_head")
 
 
 MPT = Family(

@@ -15,6 +15,7 @@ from weights.families.family import Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.forbid("tie_word_embeddings", True, "nanoGPT's head is its embedding")
     has_bias = raw.boolean("bias", default=True)
     return replace(
         plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="block_size"),

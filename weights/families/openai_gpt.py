@@ -19,6 +19,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         # What its files call "gelu" is the approximation with tanh.
         activation=raw.choice("afn", {**ACTIVATIONS, "gelu": "gelu_tanh"}, default="gelu"),
         norm_placement="sum",
+        tied_head=raw.boolean("tie_word_embeddings", default=True),
         norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
     )
 
@@ -35,7 +36,7 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
         sources |= layout.conv1d(f"{block}ffn_up", f"{stored}mlp.c_fc", hidden, ffn)
         sources |= layout.conv1d(f"{block}ffn_down", f"{stored}mlp.c_proj", ffn, hidden)
         sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
-    return sources
+    return sources | layout.head(config, "lm_head")
 
 
 OPENAI_GPT = Family(

@@ -17,6 +17,8 @@ UNUSED_POSITIONS = 2
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("_remove_final_layer_norm", False, "convert it with a current transformers first")
+    raw.forbid("learned_embeddings", True, "no published OPT has other positions")
+    raw.forbid("scale_embeddings", False, "no published OPT has them")
     config = plain_config(
         raw,
         width="hidden_size",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from weights.config import ModelConfig
 from weights.families import layout
 from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
-from weights.families.rotary import read_rotary
+from weights.families.rotary import read_rotary, usable_context
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -26,6 +26,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     rotary = read_rotary(raw, config.head_size, config.max_position, fraction=0.5)
     return replace(
         config,
+        max_position=usable_context(raw, config.max_position),
         num_kv_heads=raw.kv_heads(config.num_heads),
         ffn_size=raw.size("intermediate_size"),
         position=None,

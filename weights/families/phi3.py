@@ -11,15 +11,12 @@ from functools import partial
 from weights.config import ModelConfig
 from weights.families.family import Family, RawConfig, read_windows
 from weights.families.llama import IGNORED, llama_sources, read_llama_config
-from weights.families.rotary import original_context
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     config = read_llama_config(raw)
-    slides = ("sliding_window" in raw,) * config.num_layers
-    windows = read_windows(raw, config, slides)
-    # Beyond the original context the long-context models turn every key by other frequencies, the cached ones too.
-    return replace(config, attention_windows=windows, max_position=min(config.max_position, original_context(raw)))
+    slides = (raw.value("sliding_window") is not None,) * config.num_layers
+    return replace(config, attention_windows=read_windows(raw, config, slides))
 
 
 PHI3 = Family(

@@ -14,7 +14,8 @@ from weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 def _read_qwen2(raw: RawConfig) -> ModelConfig:
     config = replace(read_llama_config(raw), qkv_bias=True, attn_out_bias=False)
-    return replace(config, attention_windows=_windows(raw, config))
+    max_position = min(config.max_position, _first_chunk(raw, config.max_position))
+    return replace(config, attention_windows=_windows(raw, config), max_position=max_position)
 
 
 def _read_qwen3(raw: RawConfig) -> ModelConfig:
@@ -22,8 +23,18 @@ def _read_qwen3(raw: RawConfig) -> ModelConfig:
     return replace(config, attention_windows=_windows(raw, config))
 
 
+def _first_chunk(raw: RawConfig, max_position: int) -> int:
+    """Return the context within which dual chunk attention (Qwen2.5-1M) is plain attention."""
+    section = raw.section("dual_chunk_attention_config")
+    chunk = section.size("chunk_size", default=max_position)
+    local = section.size("local_size", default=0, limit=chunk - 1)
+    section.skip("original_max_position_embeddings")
+    return chunk - local
+
+
 def _windows(raw: RawConfig, config: ModelConfig) -> tuple[int | None, ...]:
     if not raw.boolean("use_sliding_window", default=False):
+        raw.skip("sliding_window", "max_window_layers", "layer_types")
         return (None,) * config.num_layers
     first = raw.size("max_window_layers", default=28)
     return read_windows(raw, config, tuple(layer >= first for layer in range(config.num_layers)))

@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 from weights.config import Rotary
 from weights.errors import UnsupportedModelError, shown
-from weights.families.family import RawConfig
+from weights.families.family import MAX_SIZE, RawConfig
 
 Frequencies = tuple[float, ...]
 
 _ORIGINAL = "original_max_position_embeddings"
+_UNUSED = ("finetuned", "mrope_section")
+"""How the model was made, and a text's share in positions of images, whose three numbers are one for text."""
 
 
 def read_rotary(
@@ -43,6 +45,7 @@ def read_rotary(
         raise scaling.error("partial_rotary_factor", f"a share of {head_size} dimensions, at least 2")
     plain = tuple(theta ** (-i / num_pairs) for i in range(num_pairs))
     kind = _kind(scaling)
+    scaling.skip(*_UNUSED)
     if kind not in _SCALINGS:
         raise UnsupportedModelError(f"config.json: rope_type must be one of {', '.join(_SCALINGS)}, got {shown(kind)}")
     context = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
@@ -51,24 +54,47 @@ def read_rotary(
     return _SCALINGS[kind](scaling, plain, theta, context, max_position / context)
 
 
-def original_context(raw: RawConfig) -> int:
-    """Return the longest context whose frequencies do not depend on the text's length."""
-    scaling, longest = _scaling(raw), raw.size("max_position_embeddings")
-    if _SCALINGS.get(_kind(scaling)) is not _longrope:
-        return longest
-    return raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=longest))
+def usable_context(raw: RawConfig, max_position: int, scaling: RawConfig | None = None) -> int:
+    """Return the longest context that the frequencies are made for; `max_position` is what the file calls it.
+
+    With LongRoPE it is the original one: beyond it every key turns by other frequencies, those already cached too.
+    With YaRN it is `factor` times the original one, as in vLLM: many files (Qwen2.5's and Qwen3's, as their cards ask
+    for it) keep the max_position_embeddings of the model before it was stretched.
+    """
+    scaling = scaling or _scaling(raw)
+    original = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
+    scale = _SCALINGS.get(_kind(scaling))
+    if scale is _longrope:
+        return min(max_position, original)
+    if scale is not _yarn:
+        return max_position
+    context = original * scaling.positive("factor", default=max_position / original)
+    if not 1 <= context <= MAX_SIZE:
+        raise scaling.error("factor", f"such that factor * {original} tokens are in [1, {MAX_SIZE}]")
+    return int(context)
 
 
 def _scaling(raw: RawConfig) -> RawConfig:
-    return raw.section("rope_parameters" if "rope_parameters" in raw else "rope_scaling")
+    if "rope_parameters" not in raw:
+        return raw.section("rope_scaling")
+    section = raw.section("rope_parameters")
+    # transformers writes the one and still takes the other, so a file may have both.
+    parameters, older = raw.value("rope_parameters"), raw.value("rope_scaling")
+    if isinstance(parameters, dict) and isinstance(older, dict) and not older.items() <= parameters.items():
+        raise UnsupportedModelError(
+            f"config.json: rope_scaling must say the same as rope_parameters or be absent, got {shown(older)}"
+        )
+    return section
 
 
 def _kind(scaling: RawConfig) -> str:
-    return next((scaling.text(name) for name in ("rope_type", "type") if name in scaling), "default")
+    kinds = [scaling.text(name) for name in ("rope_type", "type") if name in scaling]
+    return kinds[0] if kinds else "default"
 
 
 def _plain(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
     """Nothing stretched. "dynamic" would stretch beyond max_position only, and nothing goes there."""
+    scaling.skip("factor")
     return Rotary(plain)
 
 
@@ -108,9 +134,8 @@ def _yarn(scaling: RawConfig, plain: Frequencies, theta: float, context: int, st
     if first == last:
         last += 0.001
     shares = [min(1.0, max(0.0, (i - first) / (last - first))) for i in range(len(plain))]
-    scale = scaling.number("attention_factor")
+    scale, m, all_dims = (scaling.number(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if scale is None:
-        m, all_dims = scaling.number("mscale"), scaling.number("mscale_all_dim")
         scale = _yarn_scale(factor, m) / _yarn_scale(factor, all_dims) if m and all_dims else _yarn_scale(factor)
     return Rotary(tuple((1 - s) * f + s * f / factor for f, s in zip(plain, shares, strict=True)), scale)
 
@@ -125,6 +150,7 @@ def _longrope(scaling: RawConfig, plain: Frequencies, theta: float, context: int
     Beyond it every key would turn by other frequencies, those already cached too: max_position must end there.
     """
     short = scaling.numbers("short_factor", length=len(plain))
+    scaling.skip("long_factor")
     factor = scaling.positive("factor", default=stretch)
     default = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
     scale = scaling.positive("attention_factor", default=default)

@@ -45,11 +45,19 @@ def test_auto_warns_when_the_library_is_missing(
     assert "its library is missing" in caplog.text
 
 
-def test_reference_is_taken_without_a_word_where_it_is_named_or_there_is_no_kernel(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")])
+def test_reference_is_taken_without_a_word_where_it_is_named(
+    device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose_backend("reference", CPU, torch.float32, 64).name == "reference"
-    assert choose_backend("auto", torch.device("cuda"), torch.float16, 64).name == "reference"
+    assert choose_backend("reference", device, torch.float32, 64).name == "reference"
+    assert not caplog.records
+
+
+def test_auto_warns_on_a_gpu_that_the_slow_reference_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 64).name == "reference"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'reference' is used on cuda" in record.getMessage()
+    assert "only 'cpu' has a kernel" in record.getMessage()
     with pytest.raises(InvalidConfigurationError, match="the device is cuda"):
         choose_backend("cpu", torch.device("cuda"), torch.float32, 64)
-    assert not caplog.records

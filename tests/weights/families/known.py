@@ -82,7 +82,8 @@ def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 KNOWN: dict[str, tuple[dict[str, Any], int]] = {
     "GPT-1 117M": (
-        gpt2(768, 12, 12, 512) | {"model_type": "openai-gpt", "vocab_size": 40478, "afn": "gelu"},
+        {name: value for name, value in gpt2(768, 12, 12, 512).items() if name != "activation_function"}
+        | {"model_type": "openai-gpt", "vocab_size": 40478, "afn": "gelu"},
         116_534_784,
     ),
     "GPT-2 124M": (gpt2(768, 12, 12), 124_439_808),

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parity.shapes import SHAPES
+from tests.weights.families.known import KNOWN
 from weights.config import ModelConfig
 from weights.errors import InvalidConfigError, UnsupportedModelError, WeightsError
 from weights.families import FAMILIES, find_family, load_config
@@ -55,6 +56,54 @@ def test_a_model_with_code_of_its_own_is_refused_and_one_that_is_known_is_served
     with pytest.raises(UnsupportedModelError, match=r"^'chatglm' brings its own code .* which is never run; use"):
         load(tmp_path, model_type="chatglm", auto_map=code)
     assert load(tmp_path, auto_map=code).model_type == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("quantization_config", {"quant_method": "awq", "bits": 4}, "by the method 'awq', which gptserve cannot read"),
+        ("quantization_config", {"quant_method": "mxfp4"}, "by the method 'mxfp4', which gptserve cannot read"),
+        (
+            "quantization_config",
+            {"load_in_8bit": True},
+            "in a way that gptserve cannot read (config.json: quantization_config",
+        ),
+        (
+            "quantization",
+            {"group_size": 64, "bits": 4},
+            "in a way that gptserve cannot read (config.json: quantization)",
+        ),
+        ("compression_config", {"quant_method": "compressed-tensors"}, "by the method 'compressed-tensors'"),
+        ("quantization_config", 3, "in a way that gptserve cannot read"),
+        ("quantization_config", {"quant_method": ["x"]}, "in a way that gptserve cannot read"),
+    ],
+)
+def test_quantized_weights_are_named_with_what_to_use_instead(
+    key: str, value: object, named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(tmp_path, **{key: value})
+    assert str(caught.value).startswith("the weights are quantized " + named)
+    assert str(caught.value).endswith("; use a checkpoint of this model in fp32, fp16 or bf16")
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_quantized_weights_are_known_by_the_file_beside_them(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        UnsupportedModelError, match=rf"in a way that gptserve cannot read \({name}\); use a checkpoint"
+    ):
+        load(tmp_path)
+
+
+def test_gpt_oss_is_read_in_its_own_quantization_and_in_no_other(tmp_path: Path) -> None:
+    raw = KNOWN["gpt-oss-20b"][0]
+    assert raw["quantization_config"]["quant_method"] == "mxfp4"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path).model_type == "gpt_oss"
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(UnsupportedModelError, match=r"'bitsandbytes', which .* in fp32, fp16 or bf16 or in mxfp4$"):
+        load_config(tmp_path)
 
 
 def test_end_of_text_ids_of_both_files_are_joined(tmp_path: Path) -> None:
@@ -148,6 +197,71 @@ def test_a_choice_that_is_not_computed_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModelError, match=rf"^config\.json: .*{re.escape(message)}"):
         load_config(tmp_path)
+
+
+def test_the_context_is_the_one_that_yarn_stretches_to(tmp_path: Path) -> None:
+    qwen, gpt_oss = KNOWN["qwen2.5-0.5b"][0], KNOWN["gpt-oss-20b"][0]
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    for raw, context in ((qwen, 32_768), (qwen | {"rope_scaling": yarn}, 131_072), (gpt_oss, 131_072)):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert load_config(tmp_path).max_position == context
+
+
+def test_a_longrope_model_of_any_family_ends_at_its_original_context(tmp_path: Path) -> None:
+    raw = KNOWN["tinyllama"][0] | {"max_position_embeddings": 8192}
+    raw["rope_scaling"] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 2048,
+        "short_factor": [1.0] * 32,
+        "long_factor": [4.0] * 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path).max_position == 2048
+
+
+def test_a_qwen_of_a_million_tokens_ends_where_its_attention_is_no_longer_plain(tmp_path: Path) -> None:
+    chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144}
+    raw = KNOWN["qwen2.5-0.5b"][0] | {"max_position_embeddings": 1_010_000, "dual_chunk_attention_config": chunks}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path).max_position == 253_952
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"attention_layers": ["local", "global"]}, (256, None)),
+        ({"attention_types": [[["global", "local"], 1]]}, (None, 256)),
+        ({"attention_types": [[["local"], 1], [["global"], 1]], "attention_layers": ["local", "global"]}, (256, None)),
+    ],
+)
+def test_gpt_neos_layers_are_read_in_either_form(
+    fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    assert load_neo(tmp_path, **fields).attention_windows == windows
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"attention_types": 3},
+        {"attention_types": [3]},
+        {"attention_types": [[["global"], 1]]},
+        {"attention_types": [[["global"], 3]]},
+        {"attention_types": [[["global"], 10**9], [["local"], 10**9]]},
+        {"attention_types": [[["sideways"], 2]]},
+        {"attention_types": [[["global"], 2]], "attention_layers": ["local", "global"]},
+    ],
+)
+def test_gpt_neos_layers_must_be_as_many_as_there_are_and_agree(fields: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^config\.json: attention_(types|layers) must be "):
+        load_neo(tmp_path, **fields)
+
+
+def load_neo(folder: Path, **fields: Any) -> ModelConfig:
+    sizes = {"vocab_size": 50, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 16}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt_neo", **sizes, **fields}))
+    return load_config(folder)
 
 
 def test_bloom_is_read_under_its_older_names(tmp_path: Path) -> None:

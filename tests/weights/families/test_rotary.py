@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weights.errors import InvalidConfigError, UnsupportedModelError
 from weights.families.family import RawConfig
-from weights.families.rotary import original_context, read_rotary
+from weights.families.rotary import read_rotary, usable_context
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: list[dict[str, Any]] = [
@@ -58,8 +58,50 @@ def test_longrope_has_its_short_factors_and_ends_where_they_do() -> None:
 
     torch.testing.assert_close(torch.tensor(rotary.inv_freqs), expected, rtol=1e-5, atol=0)
     assert rotary.scale == pytest.approx(scale)
-    assert original_context(RawConfig(fields)) == 128
-    assert original_context(RawConfig({"max_position_embeddings": 2048})) == 2048
+    assert usable_context(RawConfig(fields), 2048) == 128
+    assert usable_context(RawConfig({}), 2048) == 2048
+
+
+@pytest.mark.parametrize(
+    ("max_position", "scaling", "longest"),
+    [
+        # gpt-oss: max_position_embeddings is the stretched context already.
+        (131_072, {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, 131_072),
+        # Qwen2.5 and Qwen3 with the section that their cards ask to add: it is not.
+        (32_768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        (40_960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        # Yarn-Mistral-7b-128k
+        (
+            32_768,
+            {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192, "finetuned": True},
+            131_072,
+        ),
+        (32_768, {"rope_type": "yarn", "factor": 4.0}, 131_072),
+        (32_768, {"rope_type": "yarn", "original_max_position_embeddings": 8192}, 32_768),
+        (16_384, {"rope_type": "linear", "factor": 4.0}, 16_384),
+        (131_072, {"rope_type": "llama3", **LLAMA3}, 131_072),
+    ],
+)
+def test_a_yarn_model_has_factor_times_its_original_context(
+    max_position: int, scaling: dict[str, Any], longest: int
+) -> None:
+    assert usable_context(RawConfig({"rope_scaling": scaling}), max_position) == longest
+    assert usable_context(RawConfig({"rope_parameters": scaling}), max_position) == longest
+
+
+def test_a_yarn_factor_beyond_any_context_is_refused() -> None:
+    raw = RawConfig({"rope_scaling": {"type": "yarn", "factor": 1e300}})
+    with pytest.raises(
+        InvalidConfigError, match=r"factor must be such that factor \* 2048 tokens are in .*, got 1e\+300"
+    ):
+        usable_context(raw, 2048)
+
+
+def test_rope_scaling_beside_rope_parameters_must_say_the_same() -> None:
+    section = {"rope_type": "linear", "factor": 4.0}
+    assert read(rope_parameters={**section, "rope_theta": 10_000.0}, rope_scaling=section) == read(rope_scaling=section)
+    with pytest.raises(UnsupportedModelError, match="rope_scaling must say the same as rope_parameters"):
+        read(rope_parameters={**section, "factor": 2.0}, rope_scaling=section)
 
 
 def test_dynamic_scaling_changes_nothing_within_the_context() -> None:

@@ -1,0 +1,220 @@
+"""A key that nobody reads and that may change numbers is refused by name; real configurations are not."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.weights.families.known import KNOWN
+from weights.config import ModelConfig
+from weights.errors import UnsupportedModelError
+from weights.families import FAMILIES, load_config
+from weights.families.config_keys import NAMES, PATTERN, SIZES
+from weights.families.family import RawConfig
+
+OF_TRANSFORMERS = sorted(FAMILIES.keys() - {"nanogpt"})
+LLAMA = KNOWN["Llama 3 8B"][0]
+QWEN = KNOWN["qwen2.5-0.5b"][0]
+
+OF_OTHER_CLASSES = {"get_text_config", "is_encoder_decoder", "mm_tokens_per_image", "text_config", "vision_config"}
+"""Fields of other classes of a family's file: Gemma 3 with images, encoder-decoders."""
+
+# As they are found in files on the hub, beside the fields of their families.
+EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every field of transformers 4": (
+        LLAMA,
+        {
+            **{"return_dict": True, "output_hidden_states": False, "torchscript": False, "torch_dtype": "bfloat16"},
+            **{"use_bfloat16": False, "tf_legacy_loss": False, "pruned_heads": {}, "chunk_size_feed_forward": 0},
+            **{"is_encoder_decoder": False, "is_decoder": False, "cross_attention_hidden_size": None},
+            **{"add_cross_attention": False, "tie_encoder_decoder": False, "max_length": 20, "min_length": 0},
+            **{"do_sample": True, "num_beams": 1, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "typical_p": 1.0},
+            **{"repetition_penalty": 1.1, "length_penalty": 1.0, "bad_words_ids": None, "num_return_sequences": 1},
+            **{"architectures": ["LlamaForCausalLM"], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+            **{"tokenizer_class": "LlamaTokenizer", "prefix": None, "task_specific_params": {"x": 1}},
+            **{"_name_or_path": "meta-llama/Meta-Llama-3-8B", "transformers_version": "4.40.0", "use_cache": True},
+            **{"attention_bias": False, "attention_dropout": 0.1, "initializer_range": 0.02, "pretraining_tp": 1},
+            **{"bos_token_id": 128000, "pad_token_id": 128001, "_attn_implementation_autoset": True},
+        },
+    ),
+    "a fine-tune by unsloth": (LLAMA, {"unsloth_fixed": True, "unsloth_version": "2025.8.1", "mlp_bias": False}),
+    "for a browser": (LLAMA, {"transformers.js_config": {"dtype": {"q4": "x"}}, "head_dim": 128}),
+    "an early Llama": (LLAMA, {"max_sequence_length": 2048, "pad_token_id": -1, "rope_interleaved": False}),
+    "Qwen2.5 written by transformers 5": (
+        QWEN,
+        {
+            "dtype": "bfloat16",
+            "layer_types": ["full_attention"] * 24,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+            "use_sliding_window": False,
+        },
+    ),
+    "the text part of a Qwen2.5-VL": (
+        QWEN,
+        {"rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}},
+    ),
+    "a Qwen2.5-1M": (
+        QWEN,
+        {
+            "dual_chunk_attention_config": {
+                "chunk_size": 262_144,
+                "local_size": 8192,
+                "original_max_position_embeddings": 1,
+            }
+        },
+    ),
+    "GPT-2": (
+        KNOWN["GPT-2 124M"][0],
+        {
+            **{"n_ctx": 1024, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "n_inner": None},
+            **{"summary_activation": None, "summary_proj_to_labels": True, "summary_type": "cls_index"},
+            **{"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "_num_labels": 1},
+            **{"reorder_and_upcast_attn": True, "gradient_checkpointing": False, "output_past": True},
+        },
+    ),
+    "GPT-1": (KNOWN["GPT-1 117M"][0], {"n_ctx": 512, "n_special": 0, "predict_special_tokens": True}),
+    "GPT-J": (KNOWN["gpt-j-6b"][0], {"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False}),
+    "BLOOM": (
+        KNOWN["bloom-560m"][0],
+        {
+            **{"attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True},
+            **{"skip_bias_add": True, "skip_bias_add_qkv": False, "pretraining_tp": 2, "slow_but_exact": False},
+            **{"unk_token_id": 0, "hidden_dropout": 0.0},
+        },
+    ),
+    "StarCoder": (
+        KNOWN["starcoder"][0],
+        {"scale_attention_softmax_in_fp32": True, "pad_key_length": True, "pre_allocate_kv_cache": False},
+    ),
+    "Galactica": (KNOWN["opt-125m"][0], {"learned_embeddings": True, "scale_embeddings": False, "layerdrop": 0.0}),
+    "MPT": (
+        KNOWN["mpt-7b"][0],
+        {
+            "init_config": {"init_std": 0.02},
+            "init_device": "cpu",
+            "tokenizer_name": "x",
+            "verbose": 0,
+            "fc_type": "torch",
+        },
+    ),
+    "Phi-4-mini": (KNOWN["phi-3-mini-4k"][0], {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+    "Gemma 3": (KNOWN["gemma-3-1b"][0], {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
+    "gpt-oss": (
+        KNOWN["gpt-oss-20b"][0],
+        {
+            **{"experts_per_token": 4, "initial_context_length": 4096, "output_router_logits": False},
+            **{"router_aux_loss_coef": 0.9, "hidden_act": "silu", "attention_dropout": 0.0},
+        },
+    ),
+}
+
+
+def load(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_config(folder)
+
+
+def default_config(model_type: str, *, use_diff: bool = False) -> dict[str, Any]:
+    """What transformers writes for a model of its default size."""
+    from transformers import AutoConfig
+
+    raw: dict[str, Any] = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=use_diff))
+    return raw
+
+
+@pytest.mark.parametrize("use_diff", [True, False])
+@pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
+def test_what_transformers_writes_is_accepted(model_type: str, use_diff: bool, tmp_path: Path) -> None:
+    load(tmp_path, default_config(model_type, use_diff=use_diff))
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_what_is_found_on_the_hub_is_accepted(name: str, tmp_path: Path) -> None:
+    raw, extra = EXTRAS[name]
+    load(tmp_path, raw | extra)
+
+
+@pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
+def test_every_field_that_transformers_computes_with_is_read_or_known(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    module = type(AutoConfig.for_model(model_type)).__module__.replace(".configuration_", ".modeling_")
+    path = importlib.import_module(module).__file__
+    assert path is not None
+    fields = set(re.findall(r"config\.(\w+)", Path(path).read_text(encoding="utf-8")))
+    raw = RawConfig(dict.fromkeys(fields) | default_config(model_type))
+
+    FAMILIES[model_type].read_config(raw)
+
+    known = NAMES | SIZES.keys() | OF_OTHER_CLASSES
+    unread = fields & {name.rpartition(": ")[2] for name in raw.unread()}
+    assert {name for name in unread if not PATTERN.fullmatch(name)} <= known
+
+
+@pytest.mark.parametrize("model_type", [*OF_TRANSFORMERS, "nanogpt"])
+def test_an_unknown_key_is_refused_by_name_with_its_value(model_type: str, tmp_path: Path) -> None:
+    raw = (
+        {"model_type": "nanogpt", "n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 9}
+        if model_type == "nanogpt"
+        else default_config(model_type)
+    )
+    load(tmp_path, raw)
+    for value in (3, 0.5, True, "on", [1], {"a": 1}):
+        with pytest.raises(UnsupportedModelError) as caught:
+            load(tmp_path, raw | {"residual_multiplier": value})
+        assert str(caught.value) == (
+            f"config.json sets `residual_multiplier` to {value!r}, which gptserve does not know and which may "
+            "change what is computed; remove it from the file if you know that it changes nothing"
+        )
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 1, 0.0, 1.0, "", [], {}])
+def test_an_unknown_key_that_is_off_is_accepted(value: object, tmp_path: Path) -> None:
+    load(tmp_path, LLAMA | {"residual_multiplier": value})
+
+
+def test_an_unknown_key_in_a_section_is_refused_by_name(tmp_path: Path) -> None:
+    raw = copy.deepcopy(KNOWN["gpt-oss-20b"][0])
+    raw["rope_scaling"]["attn_factor"] = 2.0
+    with pytest.raises(UnsupportedModelError, match=r"^config\.json sets `rope_scaling: attn_factor` to 2\.0, which"):
+        load(tmp_path, raw)
+
+
+def test_many_unknown_keys_are_counted_not_listed(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"`a1` to 2, `a2` to 2, `a3` to 2, \.\.\., which"):
+        load(tmp_path, LLAMA | {f"a{i}": 2 for i in range(1, 6)})
+
+
+def test_a_size_under_another_name_must_be_the_same(tmp_path: Path) -> None:
+    gpt2 = KNOWN["GPT-2 124M"][0]
+    load(tmp_path, gpt2 | {"hidden_size": 768, "num_hidden_layers": 12, "num_key_value_heads": 12, "head_dim": 64})
+    with pytest.raises(UnsupportedModelError, match="sets `num_key_value_heads` to 4, which"):
+        load(tmp_path, gpt2 | {"num_key_value_heads": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("gpt-j-6b", "scale_attn_weights", False, "scale_attn_weights must be true, got False"),
+        ("gpt-j-6b", "rotary", False, "rotary must be true, got False"),
+        ("opt-125m", "scale_embeddings", True, "scale_embeddings must be false, got True"),
+        ("mpt-7b", "expansion_ratio", 2, "expansion_ratio must be 4, got 2"),
+        ("bloom-560m", "n_inner", 2048, "sets `n_inner` to 2048"),
+        ("gemma-2-2b", "use_bidirectional_attention", True, "use_bidirectional_attention must be false, got True"),
+        ("tinyllama", "rope_interleaved", True, "sets `rope_interleaved` to True"),
+        ("qwen2.5-0.5b", "use_mrope", True, "sets `use_mrope` to True"),
+        ("GPT-2 124M", "pruned_heads", {"0": [1]}, "sets `pruned_heads` to {'0': [1]}"),
+    ],
+)
+def test_a_real_key_that_changes_numbers_is_refused(
+    name: str, field: str, value: object, message: str, tmp_path: Path
+) -> None:
+    load(tmp_path, KNOWN[name][0])
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
+        load(tmp_path, KNOWN[name][0] | {field: value})

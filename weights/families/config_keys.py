@@ -1,0 +1,100 @@
+"""Which keys of config.json change nothing in inference; a key that nobody read and that is not one of them is refused.
+
+A family reads what it computes by. Wrong numbers are worse than a refusal, so an unknown key may only have a value that
+usually means "off". Called by `load_config` once a family has read its configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from weights.config import ModelConfig
+from weights.errors import UnsupportedModelError, shown
+from weights.families.family import RawConfig
+
+NUM_SHOWN = 3
+
+NAMES = frozenset(
+    (
+        # what the files are and where they come from
+        *("_commit_hash", "_name_or_path", "architectures", "auto_map", "base_model", "custom_pipelines", "language"),
+        *("library_name", "license", "model_name", "name_or_path", "tags", "transformers.js_config"),
+        *("transformers_version", "is_composition", "is_llama_config"),
+        # the tokenizer's
+        *("model_max_length", "padding_side", "prefix", "tokenizer_class", "tokenizer_model_max_length"),
+        *("tokenizer_name", "tokenizer_padding_side", "use_fast"),
+        # the context in other words: how long a text may be, not what is computed
+        *("initial_context_length", "max_seq_len", "max_seq_length", "max_sequence_length", "n_ctx", "seq_length"),
+        # dtype, order of summation and kernel: rounding at most, and the softmax is always in fp32 here
+        *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
+        *("_flash_attn_2_enabled", "attention_softmax_in_fp32", "attn_impl", "attn_implementation"),
+        *("bias_dropout_fusion", "chunk_size_feed_forward", "dtype", "fc_type", "flash_attention"),
+        *("masked_softmax_fusion", "offset_alibi", "pretraining_tp", "reorder_and_upcast_attn"),
+        *("scale_attention_softmax_in_fp32", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "torch_dtype"),
+        *("torchscript", "use_bfloat16", "use_flash_attention", "use_flash_attention_2", "use_flash_attn", "use_sdpa"),
+        # caches and what a call returns
+        *("cache_implementation", "inference_runner", "keys_to_ignore_at_inference", "max_batch_size"),
+        *("output_attentions", "output_hidden_states", "output_past", "output_router_logits", "output_scores"),
+        *("pad_key_length", "pre_allocate_kv_cache", "return_dict", "return_dict_in_generate", "use_cache"),
+        *("use_return_dict", "validate_runner_input"),
+        # training
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "init_config", "init_device", "init_std"),
+        *("initializer_range", "neftune_noise_alpha", "router_aux_loss_coef", "use_gradient_checkpointing", "verbose"),
+        # heads and tasks other than the next token
+        *("_num_labels", "finetuning_task", "id2label", "is_decoder", "label2id", "n_special", "num_labels"),
+        *("predict_special_tokens", "problem_type", "task_specific_params"),
+        # defaults of generation, which a request gives here
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
+        *("encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+        *("generation_config", "length_penalty", "max_length", "max_new_tokens", "min_length", "min_new_tokens"),
+        *("min_p", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "penalty_alpha"),
+        *("remove_invalid_values", "renormalize_logits", "repetition_penalty", "suppress_tokens", "temperature"),
+        *("top_k", "top_p", "typical_p"),
+    )
+)
+PATTERN = re.compile(r".*_token_ids?|.*dropout.*|.*pdrop|.*layerdrop|summary_.*|unsloth_.*")
+"""Ids of special tokens, what only training and classification use, and notes of other libraries."""
+
+SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
+    **dict.fromkeys(("d_model", "hidden_size", "n_embd", "n_embed"), lambda config: config.hidden_size),
+    **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers", "num_layers"), lambda config: config.num_layers),
+    **dict.fromkeys(
+        ("attention_heads", "n_head", "n_heads", "num_attention_heads", "num_heads"), lambda config: config.num_heads
+    ),
+    **dict.fromkeys(("kv_n_heads", "num_key_value_heads"), lambda config: config.num_kv_heads),
+    **dict.fromkeys(("ffn_dim", "intermediate_size", "n_inner"), lambda config: config.ffn_size),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), lambda config: config.max_position),
+    "head_dim": lambda config: config.head_size,
+    "experts_per_token": lambda config: config.experts and config.experts.num_active,
+}
+"""A size under another family's name, which must be the same."""
+
+
+def refuse_unread(raw: RawConfig, config: ModelConfig) -> None:
+    """Raise UnsupportedModelError, naming the keys, if one that nobody read may change what is computed."""
+    unknown = [
+        f"`{name}` to {shown(value)}"
+        for name, value in raw.unread().items()
+        if not _changes_nothing(name.rpartition(": ")[2], value, config)
+    ]
+    if unknown:
+        more = ", ..." if len(unknown) > NUM_SHOWN else ""
+        raise UnsupportedModelError(
+            f"config.json sets {', '.join(unknown[:NUM_SHOWN])}{more}, which gptserve does not know and which may "
+            "change what is computed; remove it from the file if you know that it changes nothing"
+        )
+
+
+def _changes_nothing(name: str, value: object, config: ModelConfig) -> bool:
+    return (
+        _is_neutral(value)
+        or name in NAMES
+        or PATTERN.fullmatch(name) is not None
+        or (name in SIZES and value == SIZES[name](config))
+    )
+
+
+def _is_neutral(value: object) -> bool:
+    """Return whether a value usually means that something is off: a factor of 1 is one, true is none."""
+    return value is None or value is False or value in ("", [], {}) or (value in (0, 1) and value is not True)
