@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 import uvicorn
 
 from server.app import AppOptions, create_app
+from server.connections import Connections
+from server.http_server import HttpServer
 from server.journal import Journal
 from server.protocol import BoundedHttpProtocol
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -69,16 +73,33 @@ class Api:
 
 
 class LiveServer(Api):
-    """The same behind uvicorn, as the command line runs it, in a thread."""
+    """The same behind our HttpServer, as the command line runs it, in a thread."""
 
     def __init__(
-        self, engine: FakeEngineClient, protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol, **options: Any
+        self,
+        engine: FakeEngineClient,
+        protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
+        max_connections: int = 100,
+        write_limit_s: float = 30.0,
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(engine, **options)
         config = uvicorn.Config(
-            self.app, host="127.0.0.1", port=0, loop="uvloop", http=protocol, lifespan="off", log_config=None
+            self.app, loop="uvloop", http=protocol, ws="none", lifespan="off", log_config=None, server_header=False
         )
-        self.server = uvicorn.Server(config)
+        self.connections = Connections(max_connections)
+        self.app.state.metrics.watch_connections(self.connections)
+        self.server = HttpServer(
+            config,
+            MODEL,
+            self.app.state.lifecycle,
+            self.app.state.store,
+            self.connections,
+            write_limit_s=write_limit_s,
+            tls=tls,
+        )
+        self._socket = socket.create_server(("127.0.0.1", 0))
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -88,7 +109,7 @@ class LiveServer(Api):
 
     @property
     def port(self) -> int:
-        port: int = self.server.servers[0].sockets[0].getsockname()[1]
+        port: int = self._socket.getsockname()[1]
         return port
 
     @contextlib.contextmanager
@@ -112,7 +133,7 @@ class LiveServer(Api):
 
             self.server.startup = announce  # type: ignore[method-assign]
             await self.app.state.store.start()
-            await self.server.serve()
+            await self.server.serve([self._socket])
             await self.engine.close()
             await self.app.state.store.settle()
             await self.journal.close()
