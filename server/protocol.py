@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol with limits on all that a connection can make us hold, and with our envelope of errors.
 
 uvicorn limits neither the size of a head nor how long it may take, takes the trailers of a body for headers, queues
-pipelined requests without end, forgets a connection whose body never ends once it is answered, and waits for ever for a
-client that does not read. Bodies that are read are body.py's affair. `http_server.py` makes one for each connection.
+pipelined requests without end and tells only the last of them that its client has gone, forgets a connection whose
+body never ends once it is answered, and waits for ever for a client that does not read. Bodies that are read are
+body.py's affair. `http_server.py` makes one for each connection.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from server.connections import Connections
@@ -57,6 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unreported = 0
         self._has_reported = False
         self._num_unread = 0
+        self._running: RequestResponseCycle | None = None  # the oldest of the pipeline; `cycle` is the newest
         self._error: ApiError | None = None  # why a callback stopped the parser
         self._wait: asyncio.TimerHandle | None = None
         self._unwritten: tuple[float, int] | None = None  # when so many bytes were left, for a client to take
@@ -69,6 +71,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._connections.remove(self)
 
     def data_received(self, data: bytes) -> None:
@@ -144,6 +149,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Say nothing: an upgrade that is not taken up is a plain request (RFC 9110, section 7.8)."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _count(self, num_bytes: int) -> None:
         """Count bytes that were parsed, and refuse what exceeds a limit."""

@@ -112,6 +112,16 @@ class LiveServer(Api):
         port: int = self._socket.getsockname()[1]
         return port
 
+    def wait_until_idle(self) -> None:
+        """Block until no completion is in flight, which is all that a drain waits for."""
+        asyncio.run_coroutine_threadsafe(self.app.state.lifecycle.wait_idle(), self._loop).result(20)
+
+    def metric(self, name: str) -> float:
+        """Return the value of a metric without labels of its own."""
+        lines = httpx.get(self.url + "/metrics", timeout=20, headers={"connection": "close"}).text.splitlines()
+        [line] = [line for line in lines if line.startswith(f"{name}{{")]
+        return float(line.split()[-1])
+
     @contextlib.contextmanager
     def running(self) -> Iterator[LiveServer]:
         self._thread.start()
@@ -125,6 +135,7 @@ class LiveServer(Api):
 
     def _run(self) -> None:
         async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
             startup = self.server.startup
 
             async def announce(*arguments: Any, **options: Any) -> None:
