@@ -2,8 +2,8 @@
 
     python -m bench.flood [--attacks trailers idle ...] [--connections 64] [--seconds 5] [--max-mb 64]
 
-Every attack has a server of its own on 127.0.0.1 and an end: so many connections for so many seconds, each sending at
-most so many megabytes. Meanwhile an innocent client asks for /health on new connections and another one streams.
+Every attack has a server of its own on 127.0.0.1 and an end: so many connections at once, made again when they are
+closed, for so many seconds and with at most so many megabytes each. Meanwhile an innocent client asks for /health on new connections and another one streams.
 Prints a row an attack and one JSON line.
 """
 
@@ -18,15 +18,13 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-
-from bench.serving import free_port
 
 LIMIT_S = 60.0
 MAX_GROWTH_BYTES = 4 * 2**30  # an attack that comes so far is ended: the machine has other uses
@@ -131,6 +129,8 @@ async def suffer(name: str, args: argparse.Namespace) -> Finding:
 @contextlib.contextmanager
 def server() -> Iterator[tuple[psutil.Popen, int]]:
     """Run `gptserve serve` with the embedded model."""
+    from bench.serving import free_port  # it imports torch, which the attacker would wait for
+
     port = free_port()
     command = [Path(sys.executable).with_name("gptserve"), "serve", "--port", str(port), "--device", "cpu"]
     process = psutil.Popen([*command, "--num-threads", "1", "--log-level", "error"], start_new_session=True)
@@ -178,27 +178,41 @@ def attack(sender: Any, name: str, port: int, num_connections: int, seconds: flo
         sent = await asyncio.gather(
             *(occupy(chosen, port, deadline, max_bytes) for _ in range(num_connections * chosen.times))
         )
-        return sum(n is not None for n in sent), sum(n or 0 for n in sent) / 10**6
+        return sum(number for number, _ in sent), sum(num_bytes for _, num_bytes in sent) / 10**6
 
     sender.send(asyncio.run(run()))
 
 
-async def occupy(chosen: Attack, port: int, deadline: float, max_bytes: int) -> int | None:
-    """Be one connection; return the bytes it could send, or None if it was never made."""
-    num_sent = None
+async def occupy(chosen: Attack, port: int, deadline: float, max_bytes: int) -> tuple[int, int]:
+    """Be one connection, and another as soon as it is closed; return how many that were and the bytes they sent."""
+    num_connections = num_sent = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline - time.monotonic()):
+            while num_sent < max_bytes:
+                with contextlib.suppress(OSError):
+                    async with connection(port) as send:
+                        num_connections += 1
+                        num_sent += await send(chosen.opening)
+                        while num_sent < max_bytes and chosen.repeated:
+                            num_sent += await send(chosen.repeated)
+                        await asyncio.sleep(deadline - time.monotonic())
+                await asyncio.sleep(0.01)
+    return num_connections, num_sent
+
+
+@contextlib.asynccontextmanager
+async def connection(port: int) -> AsyncIterator[Callable[[bytes], Awaitable[int]]]:
     loop = asyncio.get_running_loop()
-    with socket.socket() as client, contextlib.suppress(OSError, TimeoutError):
+    with socket.socket() as client:
         client.setblocking(False)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NOBODY_READS)
-        async with asyncio.timeout(deadline - time.monotonic()):
-            await loop.sock_connect(client, ("127.0.0.1", port))
-            await loop.sock_sendall(client, chosen.opening)
-            num_sent = len(chosen.opening)
-            while num_sent < max_bytes and chosen.repeated:
-                await loop.sock_sendall(client, chosen.repeated)
-                num_sent += len(chosen.repeated)
-            await asyncio.sleep(deadline - time.monotonic())
-    return num_sent
+        await loop.sock_connect(client, ("127.0.0.1", port))
+
+        async def send(data: bytes) -> int:
+            await loop.sock_sendall(client, data)
+            return len(data)
+
+        yield send
 
 
 async def ask_for_health(url: str, finding: Finding, done: asyncio.Event) -> None:

@@ -49,6 +49,11 @@ class Connections:
         return len(self._idle) + len(self._busy)
 
     @property
+    def num_busy(self) -> int:
+        """How many have a request under way."""
+        return len(self._busy)
+
+    @property
     def num_idle(self) -> int:
         """How many have no request under way."""
         return len(self._idle)

@@ -36,6 +36,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     max_head_bytes = 64 * 1024  # eight times nginx's default; a request here needs a few hundred bytes
     max_head_fields = 128  # Apache takes 100; each costs some hundred bytes more than it has
+    max_body_parts = 8 * 1024  # chunks, or what of one comes in a slice; each costs a microsecond whatever its size
     max_unread_bytes = 256 * 1024  # of a body after its answer, as in Go's net/http; then the connection is closed
     max_pipelined = 32  # requests that wait for the one before them; few clients send even one
     wait_limit_s = 30.0
@@ -58,6 +59,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unreported = 0
         self._has_reported = False
         self._num_unread = 0
+        self._num_body_parts = 0
         self._running: RequestResponseCycle | None = None  # the oldest of the pipeline; `cycle` is the newest
         self._error: ApiError | None = None  # why a callback stopped the parser
         self._wait: asyncio.TimerHandle | None = None
@@ -102,13 +104,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= self.max_pipelined:
             message = f"at most {self.max_pipelined} requests may wait for the one before them"
             self._stop(ApiError(400, message, code="too_many_pipelined"))
-        self._part, self._has_reported, self._num_unread = "body", True, 0
+        self._part, self._has_reported = "body", True
+        self._num_unread = self._num_body_parts = 0
         self._end_wait()
         self._connections.set_busy(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._has_reported = True
+        self._num_body_parts += 1
+        if self._num_body_parts > self.max_body_parts:
+            self._stop(
+                ApiError(400, f"a body may come in at most {self.max_body_parts} chunks", code="too_many_chunks")
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -198,11 +198,21 @@ def test_a_client_that_hangs_up_ends_the_first_request_of_its_pipeline(serve: Ca
     server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
 
 
-def test_a_body_that_nobody_reads_is_bounded(serve: Callable[..., LiveServer]) -> None:
+@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"4000\r\n" + b"x" * 0x4000 + b"\r\n"], ids=["tiny", "large"])
+def test_a_body_that_nobody_reads_is_bounded(serve: Callable[..., LiveServer], chunk: bytes) -> None:
     server = serve(FakeEngineClient(), protocol=Patient)
     head = b"POST /nowhere HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
-    answer = exchange(server, [head, *[b"1\r\nx\r\n" * 1000] * 4000])
+    answer = exchange(server, [head, *[chunk * (ONE_MEGABYTE // len(chunk))] * 64])
     assert answer == b"" or answer.startswith(b"HTTP/1.1 404 ")  # the reset may take the answer along
+
+
+@pytest.mark.parametrize(("num_chunks", "is_taken"), [(8000, True), (9000, False)])
+def test_the_chunks_of_a_body_are_bounded(serve: Callable[..., LiveServer], num_chunks: int, is_taken: bool) -> None:
+    server = serve(FakeEngineClient(), protocol=Patient)
+    spaces = b"1\r\n \r\n" * num_chunks
+    answer = exchange(server, [CHUNKED + b"connection: close\r\n\r\n" + spaces + CHUNK, b"0\r\n\r\n"])
+    assert answer.startswith(b"HTTP/1.1 200 ") is is_taken
+    assert len(server.engine.submitted) == is_taken
 
 
 @contextlib.contextmanager
