@@ -3,7 +3,8 @@
     python -m bench.flood [--attacks trailers idle ...] [--connections 64] [--seconds 5] [--max-mb 64]
 
 Every attack has a server of its own on 127.0.0.1 and an end: so many connections at once, made again when they are
-closed, for so many seconds and with at most so many megabytes each. Meanwhile an innocent client asks for /health on new connections and another one streams.
+closed, for so many seconds and with at most so many megabytes each. Meanwhile an innocent client asks for /health on
+new connections and another one streams.
 Prints a row an attack and one JSON line.
 """
 
