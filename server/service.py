@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.client import EngineClient, TokenStream
 from engine.errors import EngineError
 from engine.request import Request
+from server.body import IncomingBodies
 from server.errors import ApiError, show, to_api_error, unavailable
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
@@ -68,6 +69,7 @@ class Service:
     options: AppOptions
     lifecycle: Lifecycle
     metrics: Metrics
+    bodies: IncomingBodies = field(default_factory=IncomingBodies)
 
     def admit(self) -> None:
         """Raise ApiError unless a completion may start now."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Callable
@@ -138,3 +139,21 @@ def test_a_body_that_would_take_long_to_parse_is_refused_before(api: Api, body: 
 )
 def test_what_a_model_can_be_asked_is_not_too_complex(body: bytes) -> None:
     assert parse_json_object(body).keys() >= {"prompt"}
+
+
+def test_bodies_that_arrive_at_once_are_bounded_and_the_slowest_gives_way(
+    serve: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.body.MAX_INCOMING_BYTES", 30 * LIMIT)
+    server = serve(FakeEngineClient(), max_body_bytes=10 * LIMIT)
+    head = HEAD + b"content-length: %d\r\n\r\n" % (10 * LIMIT)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20)) for _ in range(5)]
+        for client in clients:
+            client.sendall(head + b" " * (9 * LIMIT))
+        answers = [client.recv(65536) for client in clients[:2]]
+        assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
+        assert all(b'"code":"too_many_bodies"' in answer for answer in answers)
+        assert httpx.post(server.url + "/v1/completions", json={"prompt": "x"}, timeout=20).status_code == 200
+        clients[-1].sendall(fits(LIMIT))
+        assert clients[-1].recv(65536).startswith(b"HTTP/1.1 200 ")
