@@ -30,10 +30,10 @@ class Peer(Protocol):
 class Connections:
     """The connections of one server: at most `limit`, and at most half of that idle.
 
-    A connection is busy from the end of a request's head until the system has taken all of the answer; otherwise it is
-    idle: its TLS or its head is not complete, or it is kept alive. Where keys are required, a stranger's connections
-    are idle, for a request without a key is answered at once and its body is not read. Idle ones make room for new
-    ones, the longest idle first; when all are busy, new ones are refused.
+    A connection is busy from the end of a request until the system has taken all of the answer; otherwise it is idle:
+    its TLS or its request is not complete, or it is kept alive. A stranger without a key can hardly be anything else:
+    a complete request without one is answered at once. Idle ones make room for new ones, the longest idle first; when
+    all are busy, new ones are refused.
     """
 
     def __init__(self, limit: int) -> None:

@@ -157,7 +157,8 @@ class Listener:
     def _begin(self, accepted: socket.socket, address: str) -> None:
         """Give a connection its transport and protocol; until its TLS stands, it is idle."""
         accepted.setblocking(False)
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        with contextlib.suppress(OSError):  # the client may have gone already
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         limit_s = None if self._tls is None else TLS_LIMIT_S
         connecting = self._loop.connect_accepted_socket(
             self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s

@@ -107,7 +107,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._part, self._has_reported = "body", True
         self._num_unread = self._num_body_parts = 0
         self._end_wait()
-        self._connections.set_busy(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -122,6 +121,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._part = "nothing"
         super().on_message_complete()
+        if self._is_answering():
+            self._connections.set_busy(self)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

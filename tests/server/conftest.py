@@ -79,8 +79,8 @@ class LiveServer(Api):
         self,
         engine: FakeEngineClient,
         protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
-        max_connections: int = 100,
-        write_limit_s: float = 30.0,
+        max_connections: int = 1024,
+        write_limit_s: float = 3600.0,
         tls: ssl.SSLContext | None = None,
         **options: Any,
     ) -> None:

@@ -78,6 +78,17 @@ def test_idle_connections_make_room_and_streams_go_on(serve: Callable[..., LiveS
         assert server.metric("gptserve_connections") <= 6
 
 
+def test_a_request_whose_body_does_not_end_makes_room(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(), max_connections=2)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+    for _ in range(5):
+        with connect(server) as slow:
+            slow.sendall(head + b"{")
+            assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+            with contextlib.suppress(ConnectionResetError):
+                assert slow.recv(1) == b""
+
+
 def test_a_connection_that_has_its_answer_is_idle(serve: Callable[..., LiveServer]) -> None:
     server = serve(FakeEngineClient(), max_connections=2)
     with connect(server) as kept_alive:
