@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from server.connections import Connections
 from server.errors import unavailable
@@ -40,22 +42,35 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: FastAPI,
         model_name: str,
-        lifecycle: Lifecycle,
-        store: CompletionStore,
         connections: Connections,
         *,
         write_limit_s: float,
+        stop_limit_s: float,
         tls: ssl.SSLContext | None = None,
+        protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(stop_limit_s),
+        )
+        config.load()
         super().__init__(config)
-        self.lifecycle = lifecycle
-        self.store = store
+        self.lifecycle: Lifecycle = app.state.lifecycle
+        self.store: CompletionStore = app.state.store
         self._model_name = model_name
         self._connections = connections
+        self._protocol = protocol
         self._write_limit_s = write_limit_s
         self._tls = tls
+        app.state.metrics.watch_connections(connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -90,11 +105,9 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _make_protocol(self) -> BoundedHttpProtocol:
-        protocol_class: Any = self.config.http_protocol_class
-        protocol: BoundedHttpProtocol = protocol_class(
+        return self._protocol(
             self.config, self.server_state, {}, connections=self._connections, write_limit_s=self._write_limit_s
         )
-        return protocol
 
 
 class Listener:

@@ -76,6 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+        self.pipeline.clear()  # its cycles refer to this object, and it to them
         self._connections.remove(self)
 
     def data_received(self, data: bytes) -> None:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
 
 from engine.client import EngineClient
@@ -110,7 +109,6 @@ class ServingProcess:
         from server.app import AppOptions, create_app
         from server.connections import Connections, affordable_connections
         from server.http_server import HttpServer
-        from server.protocol import BoundedHttpProtocol
         from server.tls import load_tls
         from weights.chat import load_chat_template
         from weights.tokenizer import Tokenizer
@@ -126,29 +124,17 @@ class ServingProcess:
             max_results=settings.max_results,
         )
         app = create_app(self._engine, Tokenizer.of_model(self._folder), options, self._journal)
-        config = uvicorn.Config(
-            app,
-            http=BoundedHttpProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S,
-        )
         try:
             connections = Connections(affordable_connections(settings.max_connections))
             tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)
         except ValueError as error:
             raise StartError(str(error)) from error
-        app.state.metrics.watch_connections(connections)
         return HttpServer(
-            config,
+            app,
             options.model_name,
-            app.state.lifecycle,
-            app.state.store,
             connections,
             write_limit_s=settings.write_timeout_s,
+            stop_limit_s=LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S,
             tls=tls,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+import uvloop
 
 from server.app import AppOptions, create_app
 from server.connections import Connections
@@ -85,19 +85,15 @@ class LiveServer(Api):
         **options: Any,
     ) -> None:
         super().__init__(engine, **options)
-        config = uvicorn.Config(
-            self.app, loop="uvloop", http=protocol, ws="none", lifespan="off", log_config=None, server_header=False
-        )
         self.connections = Connections(max_connections)
-        self.app.state.metrics.watch_connections(self.connections)
         self.server = HttpServer(
-            config,
+            self.app,
             MODEL,
-            self.app.state.lifecycle,
-            self.app.state.store,
             self.connections,
             write_limit_s=write_limit_s,
+            stop_limit_s=20,
             tls=tls,
+            protocol=protocol,
         )
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._listening = threading.Event()
@@ -149,7 +145,7 @@ class LiveServer(Api):
             await self.app.state.store.settle()
             await self.journal.close()
 
-        with asyncio.Runner(loop_factory=self.server.config.get_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve())
 
 
