@@ -39,7 +39,7 @@ from server.store import CompletionStore
 def create_app(
     engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, journal: Journal | None = None
 ) -> FastAPI:
-    """Return the application; the engine may be started later. `app.state` has the lifecycle and the store.
+    """Return the application; the engine may be started later. `app.state` has the lifecycle, the store, the metrics.
 
     Without a journal what is kept is kept in memory.
     """
@@ -62,6 +62,7 @@ def create_app(
     )
     app.state.lifecycle = service.lifecycle
     app.state.store = store
+    app.state.metrics = metrics
     for make_router in (completions_router, chat_router, results_router):
         app.include_router(make_router(service, store))
     for make_plain_router in (models_router, operations_router):

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
+import time
 from datetime import UTC, datetime
 
 from engine.config import EngineConfig
 from engine.loop import StepEngine, load_engine
 from server.settings import LogFormat, LogLevel
+
+RARE_INTERVAL_S = 60.0
 
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
@@ -49,6 +53,25 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class RareWarning:
+    """A warning about what strangers can bring about: the first at once, then one a minute that counts the others."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._num_silent = 0
+        self._due_at = -math.inf
+
+    def log(self, message: str) -> None:
+        """Log `message`, or count it."""
+        now = time.monotonic()
+        if now < self._due_at:
+            self._num_silent += 1
+            return
+        since = f" ({self._num_silent} times more since it was last said)" if self._num_silent else ""
+        self._logger.warning("%s%s", message, since)
+        self._num_silent, self._due_at = 0, now + RARE_INTERVAL_S
 
 
 def configure_logging(log_format: LogFormat, level: LogLevel) -> None:

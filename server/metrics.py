@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
 from engine.errors import DeathKind
+from server.connections import Connections
 from server.schemas import KeptStatus
 
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -78,6 +79,10 @@ class Metrics:
         """Show how many completions are kept, by status, as `counts` says."""
         self._registry.register(_KeptCollector(counts, self._model_name))
 
+    def watch_connections(self, connections: Connections) -> None:
+        """Show how many connections there are, and how many there was no room for."""
+        self._registry.register(_ConnectionCollector(connections, self._model_name))
+
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -138,3 +143,26 @@ class _KeptCollector(Collector):
         for status in get_args(KeptStatus):
             family.add_metric((self._model_name, status), counts.get(status, 0))
         yield family
+
+
+class _ConnectionCollector(Collector):
+    def __init__(self, connections: Connections, model_name: str) -> None:
+        self._connections = connections
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        connections, label = self._connections, ("model_name",)
+        for stem, text, value in (
+            ("connections", "Open connections", len(connections)),
+            ("idle_connections", "Open connections without a request", connections.num_idle),
+        ):
+            gauge = GaugeMetricFamily(f"gptserve_{stem}", text, labels=label)
+            gauge.add_metric((self._model_name,), value)
+            yield gauge
+        for stem, text, value in (
+            ("connections_refused", "Connections refused because all were busy", connections.num_refused),
+            ("connections_closed_idle", "Idle connections closed to make room", connections.num_closed_idle),
+        ):
+            counter = CounterMetricFamily(f"gptserve_{stem}", text, labels=label)
+            counter.add_metric((self._model_name,), value)
+            yield counter

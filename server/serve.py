@@ -11,13 +11,12 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
 
 from engine.client import EngineClient
@@ -25,13 +24,12 @@ from engine.process_client import ProcessClient
 from engine.supervisor import Supervisor
 from engine.thread_client import ThreadClient
 from server.journal import Journal, JournalError
-from server.lifecycle import Lifecycle
 from server.logs import load_logging_engine
 from server.settings import ServerSettings
 from weights.source import model_name, resolve_model
 
 if TYPE_CHECKING:
-    from server.store import CompletionStore  # it imports the web framework
+    from server.http_server import HttpServer  # it imports the web framework
 
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1  # not 0, or whoever is to restart us would not
@@ -109,7 +107,9 @@ class ServingProcess:
     def _build_server(self) -> HttpServer:
         """Import the web framework and open the tokenizer, in a thread: it takes as long as loading a small model."""
         from server.app import AppOptions, create_app
-        from server.protocol import BoundedHttpProtocol
+        from server.connections import Connections, affordable_connections
+        from server.http_server import HttpServer
+        from server.tls import load_tls
         from weights.chat import load_chat_template
         from weights.tokenizer import Tokenizer
 
@@ -124,23 +124,19 @@ class ServingProcess:
             max_results=settings.max_results,
         )
         app = create_app(self._engine, Tokenizer.of_model(self._folder), options, self._journal)
-        config = uvicorn.Config(
-            app,
-            http=BoundedHttpProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S,
-            ssl_keyfile=settings.ssl_keyfile,
-            ssl_certfile=settings.ssl_certfile,
-        )
         try:
-            config.load()
-        except OSError as error:
-            raise StartError(f"ssl-keyfile and ssl-certfile cannot be used: {error.strerror}") from error
-        return HttpServer(config, options.model_name, app.state.lifecycle, app.state.store)
+            connections = Connections(affordable_connections(settings.max_connections))
+            tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)
+        except ValueError as error:
+            raise StartError(str(error)) from error
+        return HttpServer(
+            app,
+            options.model_name,
+            connections,
+            write_limit_s=settings.write_timeout_s,
+            stop_limit_s=LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S,
+            tls=tls,
+        )
 
     async def _serve(self, server: HttpServer) -> int:
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
@@ -173,38 +169,6 @@ class ServingProcess:
                 await _first(lifecycle.wait_idle(), self._told_twice.wait(), self._engine.wait_until_dead())
         if lifecycle.num_active:
             logger.warning("%d completions are cut off", lifecycle.num_active)
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn on a socket that is bound already, with the signals left to ServingProcess."""
-
-    def __init__(self, config: uvicorn.Config, model_name: str, lifecycle: Lifecycle, store: CompletionStore) -> None:
-        super().__init__(config)
-        self._model_name = model_name
-        self.lifecycle = lifecycle
-        self.store = store
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
-
-    def hang_up(self, why: str) -> None:
-        """Drop every connection; each request then ends as one whose client has gone, and uvicorn with the last."""
-        connections = list(self.server_state.connections)
-        logger.warning("hanging up on %d clients: %s", len(connections), why)
-        for connection in connections:
-            connection.transport.abort()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say where."""
-        await super().startup(sockets)
-        assert sockets is not None
-        host, port = sockets[0].getsockname()[:2]
-        scheme = "https" if self.config.is_ssl else "http"
-        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        body = '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}'
-        logger.info("%s ready on %s  (try: curl -N %s/v1/completions --json '%s')", self._model_name, url, url, body)
 
 
 def _bind(host: str, port: int) -> socket.socket:

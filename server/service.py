@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from engine.client import EngineClient, TokenStream
 from engine.errors import EngineError
 from engine.request import Request
+from server.body import IncomingBodies
 from server.errors import ApiError, show, to_api_error, unavailable
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
@@ -71,6 +72,7 @@ class Service:
     options: AppOptions
     lifecycle: Lifecycle
     metrics: Metrics
+    bodies: IncomingBodies = field(default_factory=IncomingBodies)
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:

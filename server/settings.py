@@ -75,6 +75,14 @@ class ServerSettings:
     ssl_keyfile: Annotated[Path | None, "private key for TLS, PEM"] = None
     ssl_certfile: Annotated[Path | None, "certificate chain for TLS, PEM"] = None
     max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20
+    # Three times what is computed or queued by default.
+    max_connections: Annotated[int, "connections open at once, half of them without a request; more get status 503"] = (
+        1024
+    )
+    # Longer than a mobile client is without a network when it changes cells.
+    write_timeout_s: Annotated[
+        float, "seconds for which a client may stop reading its answer; then it is hung up on"
+    ] = 30.0
     sse_keep_alive_interval_s: Annotated[float, "seconds of silence after which a stream gets a comment"] = 15.0
     shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
     state_dir: Annotated[Path | None, "folder for kept completions, which then outlive the server"] = None
@@ -93,6 +101,10 @@ class ServerSettings:
             raise SettingsError(f"port must be in [0, 65535], got {self.port}")
         if self.max_body_bytes < 1:
             raise SettingsError(f"max-body-bytes must be at least 1, got {self.max_body_bytes}")
+        if self.max_connections < 1:
+            raise SettingsError(f"max-connections must be at least 1, got {self.max_connections}")
+        if not (math.isfinite(self.write_timeout_s) and self.write_timeout_s > 0):
+            raise SettingsError(f"write-timeout must be over 0 seconds, got {self.write_timeout_s}")
         if not (math.isfinite(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0):
             raise SettingsError(f"shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
         if self.max_engine_restarts < 0:

@@ -103,6 +103,7 @@ class Connection:
         self._on_gone = on_gone
         self._keep_alive_s = keep_alive_s
         self._clock = asyncio.get_running_loop().time
+        self._is_writing = False
         self._last_write = self._clock()
 
     async def __aenter__(self) -> Connection:
@@ -117,8 +118,11 @@ class Connection:
 
     async def write(self, data: bytes) -> None:
         """Send a part of the body; waits while the client reads too slowly."""
-        self._last_write = self._clock()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._is_writing, self._last_write = True, self._clock()
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            self._is_writing = False
 
     async def _attend(self) -> None:
         while True:
@@ -127,7 +131,9 @@ class Connection:
                 async with asyncio.timeout_at(silent_at):
                     message = await self._receive()
             except TimeoutError:
-                if self._clock() - self._last_write >= (self._keep_alive_s or 0):
+                if self._is_writing:
+                    self._last_write = self._clock()  # there is enough to read; a comment would wait behind it
+                elif self._clock() - self._last_write >= (self._keep_alive_s or 0):
                     await self.write(KEEP_ALIVE)
                 continue
             if message["type"] == "http.disconnect":

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.answer import CompletionResponse, KeptResponse
-from server.body import parse_json_object, read_json_body
+from server.body import parse_json_object
 from server.completion import CompletionPlan, plan_completion
 from server.errors import ApiError, show
 from server.kept import Ask
@@ -67,11 +67,17 @@ def add_completion_route(
     body_model, answer_model, chunk_model = models
     description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
 
-    def parse(raw: bytes, key: str | None, started_at: float) -> tuple[Body, Ask | None]:
+    def parse(raw: bytearray, key: str | None, started_at: float) -> tuple[Body, Ask | None]:
         fields = parse_json_object(raw)
         body = body_model.parse(fields)
         is_kept = body.background or key is not None
         return body, Ask.of(path, fields, key, started_at) if is_kept else None
+
+    async def receive(request: Request, key: str | None, started_at: float) -> tuple[Body, Ask | None]:
+        options = service.options
+        async with service.bodies.read(request, options.max_body_bytes, options.body_limit_s) as raw:
+            arguments = raw, key, started_at
+            return parse(*arguments) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, *arguments)
 
     @router.post(
         path,
@@ -91,9 +97,7 @@ def add_completion_route(
         started_at = time.perf_counter()
         service.admit()  # before megabytes are read for nothing
         key = _idempotency_key(request)
-        raw = await read_json_body(request, service.options.max_body_bytes, service.options.body_limit_s)
-        arguments = raw, key, started_at
-        body, ask = parse(*arguments) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, *arguments)
+        body, ask = await receive(request, key, started_at)
         if ask is not None:
             return await _keep(request, service, store, ask, body, lambda: plan(body, service))
         return CompletionResponse(service, await plan(body, service), started_at)

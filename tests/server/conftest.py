@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+import uvloop
 
 from server.app import AppOptions, create_app
+from server.connections import Connections
+from server.http_server import HttpServer
 from server.journal import Journal
 from server.protocol import BoundedHttpProtocol
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -69,16 +73,29 @@ class Api:
 
 
 class LiveServer(Api):
-    """The same behind uvicorn, as the command line runs it, in a thread."""
+    """The same behind our HttpServer, as the command line runs it, in a thread."""
 
     def __init__(
-        self, engine: FakeEngineClient, protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol, **options: Any
+        self,
+        engine: FakeEngineClient,
+        protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
+        max_connections: int = 1024,
+        write_limit_s: float = 3600.0,
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(engine, **options)
-        config = uvicorn.Config(
-            self.app, host="127.0.0.1", port=0, loop="uvloop", http=protocol, lifespan="off", log_config=None
+        self.connections = Connections(max_connections)
+        self.server = HttpServer(
+            self.app,
+            MODEL,
+            self.connections,
+            write_limit_s=write_limit_s,
+            stop_limit_s=20,
+            tls=tls,
+            protocol=protocol,
         )
-        self.server = uvicorn.Server(config)
+        self._socket = socket.create_server(("127.0.0.1", 0))
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -88,8 +105,18 @@ class LiveServer(Api):
 
     @property
     def port(self) -> int:
-        port: int = self.server.servers[0].sockets[0].getsockname()[1]
+        port: int = self._socket.getsockname()[1]
         return port
+
+    def wait_until_idle(self) -> None:
+        """Block until no completion is in flight, which is all that a drain waits for."""
+        asyncio.run_coroutine_threadsafe(self.app.state.lifecycle.wait_idle(), self._loop).result(20)
+
+    def metric(self, name: str) -> float:
+        """Return the value of a metric without labels of its own."""
+        lines = httpx.get(self.url + "/metrics", timeout=20, headers={"connection": "close"}).text.splitlines()
+        [line] = [line for line in lines if line.startswith(f"{name}{{")]
+        return float(line.split()[-1])
 
     @contextlib.contextmanager
     def running(self) -> Iterator[LiveServer]:
@@ -104,6 +131,7 @@ class LiveServer(Api):
 
     def _run(self) -> None:
         async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
             startup = self.server.startup
 
             async def announce(*arguments: Any, **options: Any) -> None:
@@ -112,12 +140,12 @@ class LiveServer(Api):
 
             self.server.startup = announce  # type: ignore[method-assign]
             await self.app.state.store.start()
-            await self.server.serve()
+            await self.server.serve([self._socket])
             await self.engine.close()
             await self.app.state.store.settle()
             await self.journal.close()
 
-        with asyncio.Runner(loop_factory=self.server.config.get_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve())
 
 

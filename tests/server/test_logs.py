@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.logs import JsonFormatter, TextFormatter, configure_logging
+from server.logs import JsonFormatter, RareWarning, TextFormatter, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +111,19 @@ def test_configuring_twice_logs_once(capsys: pytest.CaptureFixture[str]) -> None
     logging.getLogger("server").info("once")
 
     assert json.loads(capsys.readouterr().err)["message"] == "once"
+
+
+def test_a_rare_warning_is_said_at_once_and_then_once_a_minute_with_a_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("server.logs.time.monotonic", lambda: now)
+    warning = RareWarning(logging.getLogger("server.test"))
+    for now in (1000.0, 1001.0, 1059.0, 1060.0, 1061.0, 1120.0, 1180.0):
+        warning.log(f"at {now:g}")
+    assert [record.getMessage() for record in caplog.records] == [
+        "at 1000",
+        "at 1060 (2 times more since it was last said)",
+        "at 1120 (1 times more since it was last said)",
+        "at 1180",
+    ]

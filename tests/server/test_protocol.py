@@ -1,15 +1,22 @@
-"""The limits on a request's head, over a real socket."""
+"""The limits on all that comes and goes over a connection, by real sockets where a rule is not one of time."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
-from server.protocol import BoundedHttpProtocol
+from server.connections import Connections
+from server.protocol import MIN_BYTES_TAKEN, SLICE_BYTES, BoundedHttpProtocol
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngineClient
 
@@ -19,6 +26,12 @@ LIMIT = 64 * 1024
 
 class Impatient(BoundedHttpProtocol):
     wait_limit_s = 0.05
+
+
+class Patient(BoundedHttpProtocol):
+    """One that no time closes, so that a limit of size must have done it."""
+
+    wait_limit_s = 3600.0
 
 
 def exchange(server: LiveServer, parts: Iterable[bytes]) -> bytes:
@@ -115,3 +128,242 @@ def test_an_upgrade_is_not_taken_up(serve: Callable[..., LiveServer], caplog: py
     upgrade = GET + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n"
     assert exchange(serve(FakeEngineClient()), [upgrade]).startswith(b"HTTP/1.1 200 ")
     assert not caplog.records
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
+)
+CHUNK = b'e\r\n{"prompt":"x"}\r\n'
+ONE_MEGABYTE = 2**20
+
+
+def test_a_trailer_is_no_header(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(), api_keys=("sesame",))
+    trailers = b"authorization: Bearer sesame\r\nx-request-id: mine\r\n"
+    close = b"connection: close\r\n"
+    in_head = exchange(server, [CHUNKED + close + trailers + b"\r\n" + CHUNK + b"0\r\n\r\n"])
+    in_trailer = exchange(server, [CHUNKED + close + b"\r\n" + CHUNK + b"0\r\n" + trailers + b"\r\n"])
+    assert (in_head[9:12], b"x-request-id: mine" in in_head) == (b"200", True)
+    assert (in_trailer[9:12], b"x-request-id: mine" in in_trailer) == (b"401", False)
+    assert len(server.engine.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "endless"),
+    [
+        (CHUNKED + b"\r\n" + CHUNK + b"0\r\n", b"a:b\r\n"),
+        (CHUNKED + b"\r\n" + CHUNK + b"0\r\na:", b"b"),
+        (CHUNKED + b"\r\n" + CHUNK + b"1;", b"a=b;"),
+        (CHUNKED + b"\r\n", b"0"),
+        (GET + b"\r\n", b"\r\n"),
+    ],
+    ids=["many trailers", "one trailer", "chunk extensions", "a chunk's size", "blank lines"],
+)
+def test_what_no_request_is_made_of_is_bounded(serve: Callable[..., LiveServer], before: bytes, endless: bytes) -> None:
+    server = serve(FakeEngineClient(), protocol=Patient)
+    exchange(server, [before, *[endless * (SLICE_BYTES // len(endless))] * (ONE_MEGABYTE // SLICE_BYTES)])
+    assert server.engine.submitted == []
+
+
+def test_trailers_within_the_limit_are_dropped(serve: Callable[..., LiveServer]) -> None:
+    trailers = b"a:b\r\n" * 12_000
+    parts = [CHUNKED + b"connection: close\r\n\r\n" + CHUNK + b"0\r\n", trailers, b"\r\n"]
+    assert exchange(serve(FakeEngineClient()), parts).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(("num_fields", "status"), [(128, 200), (129, 431)])
+def test_the_fields_of_a_head_are_bounded(serve: Callable[..., LiveServer], num_fields: int, status: int) -> None:
+    head = b"GET /version HTTP/1.1\r\nconnection: close\r\n" + b"a:b\r\n" * (num_fields - 1) + b"\r\n"
+    answer = exchange(serve(FakeEngineClient()), [head])
+    assert int(answer.split()[1]) == status
+    if status == 431:
+        message = "the head of a request may have at most 128 fields"
+        assert status_and_error(answer) == (431, "head_too_large", message)
+
+
+def test_requests_in_a_pipeline_are_bounded(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(auto=False), protocol=Patient)
+    streaming = post(json.dumps({"prompt": "x", "stream": True}).encode())  # its answer does not end
+    exchange(server, [streaming + (GET + b"\r\n") * 33])
+    server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+    last = GET + b"connection: close\r\n\r\n"
+    assert exchange(server, [(GET + b"\r\n") * 32 + last]).count(b"HTTP/1.1 200 ") == 33
+
+
+def test_a_client_that_hangs_up_ends_the_first_request_of_its_pipeline(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(auto=False))
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(post(json.dumps({"prompt": "x", "stream": True}).encode()) + GET + b"\r\n")
+        server.engine.wait_for(lambda: len(server.engine.submitted) == 1)
+    server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"4000\r\n" + b"x" * 0x4000 + b"\r\n"], ids=["tiny", "large"])
+def test_a_body_that_nobody_reads_is_bounded(serve: Callable[..., LiveServer], chunk: bytes) -> None:
+    server = serve(FakeEngineClient(), protocol=Patient)
+    head = b"POST /nowhere HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = exchange(server, [head, *[chunk * (ONE_MEGABYTE // len(chunk))] * 64])
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 404 ")  # the reset may take the answer along
+
+
+@pytest.mark.parametrize(("num_chunks", "is_taken"), [(8000, True), (9000, False)])
+def test_the_chunks_of_a_body_are_bounded(serve: Callable[..., LiveServer], num_chunks: int, is_taken: bool) -> None:
+    server = serve(FakeEngineClient(), protocol=Patient)
+    spaces = b"1\r\n \r\n" * num_chunks
+    answer = exchange(server, [CHUNKED + b"connection: close\r\n\r\n" + spaces + CHUNK, b"0\r\n\r\n"])
+    assert answer.startswith(b"HTTP/1.1 200 ") is is_taken
+    assert len(server.engine.submitted) == is_taken
+
+
+@contextlib.contextmanager
+def reader_that_stands_still(server: LiveServer, body: dict[str, object]) -> Iterator[None]:
+    """Ask for more than the system buffers, and read none of it."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(post(json.dumps(body).encode()))
+        yield
+
+
+def test_a_stream_that_nobody_reads_is_aborted(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(auto=False), protocol=Patient, write_limit_s=0.1)
+    body = {"prompt": "x", "n": 128, "max_tokens": 200, "stream": True, "logprobs": 5}
+    with reader_that_stands_still(server, body):
+        server.engine.wait_for(lambda: len(server.engine.submitted) == 128)
+        for _ in range(100):
+            server.engine.from_outside(server.engine.step)
+        server.engine.wait_for(lambda: len(set(server.engine.aborted)) == 128)
+        server.wait_until_idle()
+        while server.metric("gptserve_connections") > 1:
+            pass
+
+
+def test_an_answer_that_nobody_reads_is_dropped(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(), protocol=Patient, write_limit_s=0.1)
+    with reader_that_stands_still(server, {"prompt": "x", "n": 128, "max_tokens": 200, "logprobs": 5}):
+        server.engine.wait_for(lambda: server.engine.num_outputs == 128 * 200)
+        while server.metric("gptserve_connections") > 1:
+            pass
+
+
+def test_the_time_limit_of_a_request_ends_it_although_nobody_reads(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(auto=False), protocol=Patient, write_limit_s=3600)
+    body = {"prompt": "x", "n": 128, "max_tokens": 200, "stream": True, "logprobs": 5, "timeout_ms": 1000}
+    with reader_that_stands_still(server, body):
+        server.engine.wait_for(lambda: len(server.engine.submitted) == 128)
+        for _ in range(100):
+            server.engine.from_outside(server.engine.step)
+        server.engine.wait_for(lambda: len(set(server.engine.aborted)) == 128)
+
+
+class FakeTransport(asyncio.Transport):
+    """One end of a connection whose client takes only as much as a test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_left = 0
+        self.is_aborted = False
+        self.is_closed = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_left
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_aborted = self.is_closed = True
+
+
+def make_protocol() -> tuple[BoundedHttpProtocol, FakeTransport]:
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    config = Config(app, http=BoundedHttpProtocol, lifespan="off", log_config=None)
+    protocol = BoundedHttpProtocol(config, ServerState(), {}, connections=Connections(1), write_limit_s=30)
+    transport = FakeTransport()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+async def end(protocol: BoundedHttpProtocol) -> None:
+    protocol.connection_lost(None)
+    await asyncio.gather(*protocol.tasks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_aborted"),
+    [
+        ([900_000, 900_000, 900_000, 900_000], True),
+        ([900_000, 900_000, 900_000 - MIN_BYTES_TAKEN + 1, 900_000 - MIN_BYTES_TAKEN + 1], True),
+        ([900_000, 900_000, 900_000 - MIN_BYTES_TAKEN, 900_000 - 2 * MIN_BYTES_TAKEN], False),
+        ([900_000, 900_000, 0, 900_000], False),
+    ],
+    ids=["nothing", "hardly anything", "enough", "all"],
+)
+@pytest.mark.parametrize("state", ["paused", "closing", "answered"])
+def test_a_client_must_take_some_of_its_answer_in_time(sizes: list[int], is_aborted: bool, state: str) -> None:
+    async def run() -> bool:
+        protocol, transport = make_protocol()
+        if state != "answered":
+            protocol.data_received(GET + b"\r\n")
+        if state == "paused":
+            protocol.pause_writing()
+        if state == "closing":
+            transport.close()
+        for i, size in enumerate(sizes):
+            transport.num_left = size
+            protocol.check_reader(15.0 * i)
+        await end(protocol)
+        return transport.is_aborted
+
+    assert asyncio.run(run()) is is_aborted
+
+
+def test_a_slow_client_of_an_answer_that_grows_is_let_be() -> None:
+    async def run() -> bool:
+        protocol, transport = make_protocol()
+        protocol.data_received(GET + b"\r\n")
+        for i in range(10):
+            transport.num_left = 1000 * (i + 1)
+            protocol.check_reader(15.0 * i)
+        await end(protocol)
+        return transport.is_aborted
+
+    assert asyncio.run(run()) is False
+
+
+def test_uvicorn_still_has_what_is_built_upon() -> None:
+    overridden = set(vars(BoundedHttpProtocol)) & set(vars(HttpToolsProtocol))
+    assert overridden >= {
+        "connection_made",
+        "connection_lost",
+        "data_received",
+        "on_message_begin",
+        "on_header",
+        "on_headers_complete",
+        "on_body",
+        "on_message_complete",
+        "on_response_complete",
+        "send_400_response",
+        "_unsupported_upgrade_warning",
+        "_start_asgi_task",
+    }
+
+    async def names() -> tuple[set[str], set[str]]:
+        protocol, _ = make_protocol()
+        protocol.data_received(GET + b"\r\n")
+        cycle, flow = protocol.cycle, protocol.flow
+        assert isinstance(cycle, RequestResponseCycle)
+        assert isinstance(flow, FlowControl)
+        assert (cycle.response_complete, flow.write_paused, len(protocol.pipeline)) == (False, False, 0)
+        await end(protocol)
+        return set(vars(protocol)), {name for name, _ in protocol.headers}
+
+    attributes, headers = asyncio.run(names())
+    assert attributes >= {"pipeline", "cycle", "flow", "headers", "transport", "loop"}
+    assert headers == {b"host"}

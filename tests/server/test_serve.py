@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.serving import LIMIT_S, ROOT, Process
+from tests.server.serving import LIMIT_S, MAIN, ROOT, Process
 from weights.tokenizer import Tokenizer
 
 
@@ -120,7 +120,7 @@ def metric(client: httpx.Client, name: str) -> float:
 
 
 def test_a_second_signal_ends_at_once_what_a_client_does_not_read(launch: Any) -> None:
-    process = launch("--shutdown-timeout", "0")
+    process = launch("--shutdown-timeout", "0", "--write-timeout", "3600")
     with process.wait_until_ready() as client, client_that_does_not_read(client):
         process.popen.terminate()
         process.wait_for_line("1 completions are cut off")
@@ -134,7 +134,7 @@ def test_a_second_signal_ends_at_once_what_a_client_does_not_read(launch: Any) -
 
 
 def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) -> None:
-    process = launch("--shutdown-timeout", "0")
+    process = launch("--shutdown-timeout", "0", "--write-timeout", "3600")
     with process.wait_until_ready() as client, client_that_does_not_read(client):
         process.popen.terminate()
         status, log = process.wait()
@@ -157,6 +157,29 @@ def test_an_engine_that_is_not_replaced_ends_streams_with_an_error_and_the_proce
     assert status == 1
     assert "CRITICAL server.serve: ending: " in log
     assert "leaked" not in log
+
+
+def test_idle_connections_leave_the_descriptors_that_a_new_engine_takes() -> None:
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 256)); "
+    process = Process(main=few + MAIN)
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        process.wait_for_line("max-connections is 192 instead of 1024: 256 files may be open")
+        client = stack.enter_context(process.wait_until_ready())
+        events = stack.enter_context(stream(client, max_tokens=1000, n=16))
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection((client.base_url.host, client.base_url.port), LIMIT_S))
+        process.engine().kill()
+        *_, last = events
+        closed = metric(client, "gptserve_connections_closed_idle_total")
+        is_open = metric(client, "gptserve_connections{")
+        process.popen.terminate()
+        status, log = process.wait()
+
+    assert (last, status) == ("data: [DONE]", 0)
+    assert (closed >= 1000 - 96, is_open <= 96 + 2) == (True, True)
+    assert "Too many open files" not in log
+    assert log.count("closing idle connections") == 1
 
 
 def test_a_signal_while_loading_ends_with_status_0(launch: Any) -> None:
@@ -327,7 +350,10 @@ def test_a_taken_port_is_known_before_anything_is_loaded(launch: Any) -> None:
     [
         (("--model", "/no/such/model"), "gptserve: model must be an existing folder or a hub id, got '/no/such/model'"),
         (("--host", "no-such-host.invalid"), "gptserve: cannot listen on no-such-host.invalid port 0: "),
-        (("--ssl-keyfile", __file__, "--ssl-certfile", __file__), "ssl-keyfile and ssl-certfile cannot be used"),
+        (
+            ("--ssl-keyfile", __file__, "--ssl-certfile", __file__),
+            f"gptserve: ssl-certfile {__file__} holds no certificate in PEM: ",
+        ),
         (("--num-blocks", "1", "--max-model-len", "1024"), "the KV cache is too small for one sequence"),
     ],
 )

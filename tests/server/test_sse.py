@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from server.encoding import PiecewiseEncoder
 from server.output import Delta, TokenScore
@@ -157,3 +158,32 @@ def test_events_that_a_client_has_had_are_counted_and_left_out(head: dict[str, A
     assert len(everything) == (5 if shape is TEXT_SHAPE else 7)
     for after in range(len(everything) + 2):
         assert render(after) == everything[after:]
+
+
+def test_a_client_that_goes_while_a_write_waits_for_it_is_noticed() -> None:
+    async def run() -> list[bytes]:
+        sent: list[bytes] = []
+        is_gone, noticed, heard_often, never = (asyncio.Event() for _ in range(4))
+        num_heard = 0
+
+        async def send(message: Message) -> None:
+            sent.append(message["body"])
+            await never.wait()
+
+        async def receive() -> Message:
+            nonlocal num_heard
+            num_heard += 1
+            if num_heard == 3:
+                heard_often.set()
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async with asyncio.timeout(20), Connection(receive, send, noticed.set, keep_alive_s=0.001) as connection:
+            write = asyncio.create_task(connection.write(b"event"))
+            await heard_often.wait()  # it was silent twice, and listens
+            is_gone.set()
+            await noticed.wait()
+            write.cancel()
+        return sent
+
+    assert asyncio.run(run()) == [b"event"]
