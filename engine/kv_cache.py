@@ -37,10 +37,17 @@ class KVCache:
 
 
 def plan_num_blocks(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    scratch_bytes: int = 0,
 ) -> int:
     """Return how many blocks to allocate, at most what max_num_seqs sequences of full length can use.
 
+    `scratch_bytes` is what attention will take; it counts as taken where the cache may use what is free.
     Raises InvalidConfigurationError when not even one sequence of max_model_len tokens fits.
     """
     block_bytes = config.block_size * kv_bytes_per_token(model, dtype.itemsize)
@@ -50,7 +57,7 @@ def plan_num_blocks(
     else:
         budget = config.kv_cache_bytes
         if budget is None:
-            budget = _free_bytes(config, device)
+            budget = _free_bytes(config, device, scratch_bytes)
         num_blocks = min(budget // block_bytes, needed * config.max_num_seqs)
         source = f"{budget:,} bytes hold {num_blocks} blocks"
     if num_blocks < needed:
@@ -63,8 +70,8 @@ def plan_num_blocks(
     return num_blocks
 
 
-def _free_bytes(config: EngineConfig, device: torch.device) -> int:
+def _free_bytes(config: EngineConfig, device: torch.device, scratch_bytes: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - config.gpu_memory_utilization) * total))
-    return int(available_memory_bytes() * _CPU_MEMORY_FRACTION)
+        return max(0, int(free - (1 - config.gpu_memory_utilization) * total) - scratch_bytes)
+    return int(max(0, available_memory_bytes() - scratch_bytes) * _CPU_MEMORY_FRACTION)

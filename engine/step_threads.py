@@ -1,0 +1,172 @@
+"""How many threads each step uses: few for little work, and fewer while other processes keep the CPUs busy.
+
+The threads of a step meet at some 75 barriers. Where one of them has to wait for a CPU, all of them wait, and a step
+on all threads takes longer than on one. Other processes cannot be seen everywhere, so steps are timed: the number of
+threads is halved when half of them are known to be faster, and doubled again after a trial that pays. It knows no
+torch and sets nothing. ModelRunner calls it around every step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.memory import parameter_counts
+from engine.schedule import ScheduledBatch
+from weights.config import ModelConfig
+
+WORK_PER_THREAD = 150_000_000
+"""Units of `StepWork` that pay for a thread: below it the barriers cost more than a second thread saves. On two cores
+of a Xeon with AMX, bf16, 2 threads against 1: GAIN_TABLE"""
+
+_ROWS_OF_A_READ = 24
+"""Reading a weight from memory takes as long as multiplying it with so many rows: 14 to 35 were measured."""
+_ATTENTION_COST = 8
+"""A multiplication of attention takes as long as some 8 of the packed linears."""
+
+_DRAW_COST = 2000
+"""Drawing a token takes as long as so many multiplications for each entry of the vocabulary."""
+
+_NUM_SAMPLES = 4
+"""The best of so many timings counts: what delays a step now and then is no measure of its threads."""
+_MAX_AGE = 128
+"""Steps after which the smaller number of threads is timed again; on two idle cores this costs 0.5 % of the speed."""
+_NUM_PROOFS = 2
+"""Steps in a row that must be slow, or fast, before the number of threads changes: one alone may be chance."""
+_GAIN = 0.9
+"""More threads must take less than this share of the time: they take CPUs from others."""
+_MIN_PAUSE, _MAX_PAUSE = 2.0, 32.0
+"""The next trial comes after so many times the duration of the step that failed, so trials cost at most 3 %."""
+
+
+class StepWork:
+    """The size of a step in multiplications of the linears, roughly: only sizes within a factor of two are compared."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        counts = parameter_counts(model)
+        self._head = counts["head"]
+        if model.tied_head:
+            self._head += model.vocab_size * (model.embed_size or model.hidden_size)
+        self._blocks = counts["attention"] + counts["feed-forward"]
+        if model.experts is not None:
+            num_idle = model.experts.num - model.experts.num_active
+            self._blocks -= counts["feed-forward"] * num_idle // model.experts.num
+        self._attention = _ATTENTION_COST * 2 * model.num_layers * model.num_heads * model.head_size
+        self._draw = _DRAW_COST * model.vocab_size
+
+    def of(self, batch: ScheduledBatch) -> int:
+        """Return the size of this step."""
+        num_logits = num_draws = num_pairs = 0
+        for item in batch.items:
+            params, num_sampled = item.sequence.request.params, item.samples * (1 + len(item.draft))
+            has_scores = params.prompt_logprobs is not None and not item.sequence.num_generated
+            num_logits += item.num_tokens if has_scores else num_sampled
+            num_draws += num_sampled if params.temperature > 0 else 0
+            num_pairs += item.num_tokens * (item.sequence.num_computed + item.num_tokens)
+        head = self._head * (_ROWS_OF_A_READ + num_logits) if num_logits else 0
+        blocks = self._blocks * (_ROWS_OF_A_READ + batch.num_tokens)
+        return blocks + head + self._attention * num_pairs + self._draw * num_draws
+
+
+class StepThreads:
+    """Chooses from 1, ..., max_threads / 2, max_threads; call `begin` before a step and `end` after one that succeeded.
+
+    Its choices depend on nothing but the sizes of the steps and `clock`, which counts seconds. `_level` is the index
+    of the number in use; a step whose work pays for fewer threads gets those.
+    """
+
+    def __init__(self, max_threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._widths = [max_threads]
+        while self._widths[0] > 1:
+            self._widths.insert(0, self._widths[0] // 2)
+        self._level = len(self._widths) - 1
+        self._timings: dict[tuple[int, int], _Timings] = {}
+        self._num_slow = self._num_fast = 0
+        self._pause, self._pause_s, self._retry_at = _MIN_PAUSE, 0.0, 0.0
+        self._step = _Step(work=1, level=0, used=0, start=0.0)
+
+    def begin(self, work: int) -> int:
+        """Return the number of threads for a step of this size."""
+        now, useful = self._clock(), max(1, work // WORK_PER_THREAD)
+        top = max(level for level, width in enumerate(self._widths) if width <= useful)
+        used = level = min(self._level, top)
+        if level < top and now >= self._retry_at and self._timings_of(work, level).rates:
+            used = level + 1
+        elif level > 0 and self._timings_of(work, level - 1).is_due:
+            used = level - 1
+        self._step = _Step(max(1, work), level, used, now)
+        return self._widths[used]
+
+    def end(self) -> None:
+        """Take the time of the step that has just been computed."""
+        now, step = self._clock(), self._step
+        seconds = now - step.start
+        rate = seconds / step.work
+        self._timings_of(step.work, step.used).add(rate)
+        if step.used > step.level:
+            self._judge_trial(rate < _GAIN * self._timings_of(step.work, step.level).best, now, seconds)
+        elif step.used == step.level > 0:
+            fewer = self._timings_of(step.work, step.level - 1)
+            fewer.age += 1
+            self._num_slow = self._num_slow + 1 if rate > fewer.best else 0
+            if self._num_slow == _NUM_PROOFS:
+                self._lower(step.level - 1, now, seconds)
+
+    def _judge_trial(self, is_fast: bool, now: float, seconds: float) -> None:
+        self._num_fast = self._num_fast + 1 if is_fast else 0
+        if not is_fast:
+            self._wait(now, seconds)
+        elif self._num_fast == _NUM_PROOFS:
+            self._level, self._num_fast = self._step.used, 0
+
+    def _lower(self, level: int, now: float, seconds: float) -> None:
+        self._level, self._num_slow = level, 0
+        if now - self._retry_at > self._pause_s:  # it was fast for longer than it was avoided: this is news
+            self._pause = _MIN_PAUSE
+        self._wait(now, seconds)
+
+    def _wait(self, now: float, seconds: float) -> None:
+        """Put the next trial off; `seconds` is what the step took that has shown it to be too early."""
+        self._pause_s = self._pause * seconds
+        self._retry_at = now + self._pause_s
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
+
+    def _timings_of(self, work: int, level: int) -> _Timings:
+        return self._timings.setdefault((work.bit_length(), level), _Timings())
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The step under way: `used` is the level it uses, one above `level` in a trial, one below to time fewer threads."""
+
+    work: int
+    level: int
+    used: int
+    start: float
+
+
+@dataclass(slots=True)
+class _Timings:
+    """The latest seconds a unit of work took in steps of one size, and how many steps ago that was."""
+
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
+    age: int = 0
+
+    @property
+    def best(self) -> float:
+        """The least of the latest; infinity before there is one."""
+        return min(self.rates, default=math.inf)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to take another: soon after the first ones, which may be off, and seldom later."""
+        return self.age >= min(4 ** len(self.rates), _MAX_AGE)
+
+    def add(self, rate: float) -> None:
+        """Take one more."""
+        self.rates.append(rate)
+        self.age = 0
