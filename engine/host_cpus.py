@@ -1,6 +1,6 @@
 """How many CPUs this process may use: the machine's, less what its affinity or its control group takes away.
 
-Linux says so in sched_getaffinity and in both versions of its control groups. Called when the engine chooses its threads.
+Linux says so in sched_getaffinity and in both versions of its control groups. Called by ModelRunner.
 """
 
 from __future__ import annotations

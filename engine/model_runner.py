@@ -64,8 +64,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
-        torch.set_num_threads(num_threads)
+        num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
         if self.device.type == "cpu" and not has_onednn():
@@ -85,9 +84,7 @@ class ModelRunner:
             self._decoder.set_max_model_len(max_model_len)
             self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
         _log_cache(self._cache, num_blocks, config.block_size, max_model_len)
-        self._work = StepWork(self._model)
-        self._threads = StepThreads(num_threads) if self.device.type == "cpu" else None
-        logger.info("threads: at most %d, on %d usable CPUs", num_threads, usable_cpus())
+        self._work, self._threads = StepWork(self._model), StepThreads(num_threads)
         num_probed = min(_PROBE_TOKENS, max_model_len, num_blocks * config.block_size)
         sample = self._sample_numbers(num_probed, config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
@@ -105,15 +102,11 @@ class ModelRunner:
             fingerprint=fingerprint(causes, sample),
             batch_invariant=is_invariant,
         )
-        logger.info(
-            "numbers: %s on %s, attention %s, fingerprint %s; an answer's bits %s on what is computed beside it",
-            *(self.info.dtype, self.info.device, backend.name, self.info.fingerprint),
-            "do not depend" if is_invariant else "may depend",
-        )
+        _log_numbers(self.info)
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Compute the batch's tokens, store their keys and values, and sample for the items that have caught up."""
-        if self._threads is None:
+        if self.device.type != "cpu":
             return self._run(batch)
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads.begin(self._work.of(batch)))
@@ -187,6 +180,14 @@ class ModelRunner:
         return entries
 
 
+def _log_numbers(info: EngineInfo) -> None:
+    logger.info(
+        "numbers: %s on %s, attention %s, fingerprint %s; an answer's bits %s on what is computed beside it",
+        *(info.dtype, info.device, info.attention_backend, info.fingerprint),
+        "do not depend" if info.batch_invariant else "may depend",
+    )
+
+
 def _log_cache(cache: KVCache, num_blocks: int, block_size: int, max_model_len: int) -> None:
     num_tokens = num_blocks * block_size
     logger.info(
@@ -194,6 +195,15 @@ def _log_cache(cache: KVCache, num_blocks: int, block_size: int, max_model_len: 
         *(num_blocks, block_size, num_tokens, sum(layer.nbytes for layer in cache.layers) / 2**20),
         *(num_tokens // max_model_len, max_model_len),
     )
+
+
+def _set_num_threads(config: EngineConfig) -> int:
+    """Set and return the most threads of a step. torch's own number heeds OMP_NUM_THREADS, but no container's quota."""
+    num_cpus = usable_cpus()
+    num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
+    torch.set_num_threads(num_threads)
+    logger.info("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
+    return num_threads
 
 
 def _choose_device(config: EngineConfig) -> torch.device:
