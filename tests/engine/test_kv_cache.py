@@ -43,6 +43,21 @@ def test_no_more_blocks_than_the_sequences_can_use() -> None:
     assert plan(max_num_seqs=2) == 16
 
 
+def test_what_attention_will_take_is_not_free_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kv_cache.available_memory_bytes", lambda: 100 * BLOCK_BYTES)
+    device = torch.device("cpu")
+
+    def blocks(scratch_bytes: int, **options: Any) -> int:
+        config = EngineConfig(model_dir=Path(), **options)
+        return plan_num_blocks(config, MODEL, 128, torch.float32, device, scratch_bytes=scratch_bytes)
+
+    assert blocks(0) == 40
+    assert blocks(50 * BLOCK_BYTES) == 20
+    assert blocks(50 * BLOCK_BYTES, kv_cache_bytes=30 * BLOCK_BYTES) == 30
+    with pytest.raises(InvalidConfigurationError, match="too small"):
+        blocks(101 * BLOCK_BYTES)
+
+
 def test_a_number_of_blocks_is_taken_as_given() -> None:
     assert plan(num_blocks=9, kv_cache_bytes=1) == 9
 
