@@ -134,6 +134,24 @@ def test_large_steps_among_small_ones_are_not_taken_for_slow_ones() -> None:
     assert used[2] > 0.98 * used.total()
 
 
+def test_a_size_that_gains_little_takes_no_threads_from_one_that_gains() -> None:
+    def seconds(work: int, num_threads: int) -> float:
+        return idle(work, 1) if work < DECODE and num_threads == 2 else idle(work, num_threads)
+
+    rng = random.Random(3)
+    small = 3 * WORK_PER_THREAD
+    machine = Machine(2, lambda work, n: seconds(work, n) * rng.uniform(1, 1.1))
+    used = list(zip(works := [small, PREFILL, small, small] * 500, machine.run(works), strict=True))
+    assert used.count((PREFILL, 2)) > 0.97 * 500
+    assert used.count((small, 1)) > 0.5 * 1500
+
+
+def test_a_size_not_seen_before_begins_where_the_last_step_stood() -> None:
+    machine = Machine(2, one_neighbour)
+    machine.run([DECODE] * 100)
+    assert machine.run([PREFILL]) == [1]
+
+
 def test_noise_of_a_fifth_changes_little() -> None:
     rng = random.Random(2)
     machine = Machine(2, lambda work, n: idle(work, n) * rng.uniform(1, 1.2))
