@@ -20,8 +20,8 @@ from weights.config import ModelConfig
 
 WORK_PER_THREAD = 150_000_000
 """Units of `StepWork` that pay for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one
-thread: a second one gains it 3 to 9 % when the cores are idle and costs most of its speed when one is busy. A step of
-GPT-2 124M that decodes one token, 3.2 billion units, may use 21."""
+thread: a second one gains 3 to 9 % in its fastest steps, and makes a step several times slower where a core is busy. A
+step of GPT-2 124M that decodes one token, 3.2 billion units, may use 21."""
 
 _ROWS_OF_A_READ = 24
 """Reading a weight from memory takes as long as multiplying it with so many rows: 14 to 35 were measured."""
