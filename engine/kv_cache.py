@@ -48,8 +48,12 @@ class KVCache:
             ) from error
 
 
-def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+def plan_cache(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, scratch_bytes: int = 0
+) -> tuple[int, int]:
     """Return how many blocks to allocate and the longest sequence in tokens.
+
+    `scratch_bytes` is what attention will take of the free memory.
 
     num_blocks and kv_cache_bytes are taken exactly. Without them it is the share of the free memory that the
     configuration grants, up to _CONTEXTS_PER_SEQUENCE full contexts for each of max_num_seqs sequences. A model whose
@@ -59,7 +63,8 @@ def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
     block_bytes = config.block_size * kv_bytes_per_token(model, dtype.itemsize)
     max_model_len = config.max_model_len or model.max_position
     needed = -(-max_model_len // config.block_size)
-    num_blocks, source = _choose_num_blocks(config, device, block_bytes, needed)
+    free, budget = _memory_bytes(config, device, scratch_bytes)
+    num_blocks, source = _choose_num_blocks(config, free, budget, block_bytes, needed)
     if num_blocks >= needed:
         return num_blocks, max_model_len
     longest = num_blocks * config.block_size
@@ -79,10 +84,9 @@ def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
 
 
 def _choose_num_blocks(
-    config: EngineConfig, device: torch.device, block_bytes: int, blocks_per_context: int
+    config: EngineConfig, free: int, budget: int, block_bytes: int, blocks_per_context: int
 ) -> tuple[int, str]:
     """Return the number of blocks and, for messages, why it is that one."""
-    free, budget = _memory_bytes(config, device)
     if config.num_blocks is not None:
         num_blocks, wanted = config.num_blocks, config.num_blocks * block_bytes
         source, asked = f"num_blocks is {num_blocks}", f"num_blocks {num_blocks}"
@@ -99,10 +103,11 @@ def _choose_num_blocks(
     return num_blocks, source
 
 
-def _memory_bytes(config: EngineConfig, device: torch.device) -> tuple[int, int]:
+def _memory_bytes(config: EngineConfig, device: torch.device, scratch_bytes: int) -> tuple[int, int]:
     """Return how much is free, and how much of it the cache may take by default."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        free = max(0, free - scratch_bytes)
         return free, max(0, int(free - (1 - config.gpu_memory_utilization) * total))
-    free = available_memory_bytes()
+    free = max(0, available_memory_bytes() - scratch_bytes)
     return free, int(free * _CPU_MEMORY_FRACTION)

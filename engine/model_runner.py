@@ -19,12 +19,14 @@ from engine.config import DType, EngineConfig
 from engine.decoder import Decoder
 from engine.errors import InvalidConfigurationError
 from engine.fingerprint import digest_of, fingerprint, numeric_causes
+from engine.host_cpus import usable_cpus
 from engine.kv_cache import KVCache, plan_cache
 from engine.linear import MIN_ROWS, has_onednn
 from engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from engine.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
 from engine.schedule import ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence
+from engine.step_threads import StepThreads, StepWork
 from weights.checkpoint import Checkpoint
 from weights.families import load_config
 
@@ -62,8 +64,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
         if self.device.type == "cpu" and not has_onednn():
@@ -76,10 +77,13 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
-            num_blocks, max_model_len = plan_cache(config, self._model, dtype, self.device)
+            longest = config.max_model_len or self._model.max_position
+            scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
+            num_blocks, max_model_len = plan_cache(config, self._model, dtype, self.device, scratch_bytes=scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
             self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
         _log_cache(self._cache, num_blocks, config.block_size, max_model_len)
+        self._work, self._threads = StepWork(self._model), StepThreads(num_threads)
         num_probed = min(_PROBE_TOKENS, max_model_len, num_blocks * config.block_size)
         sample = self._sample_numbers(num_probed, config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
@@ -97,15 +101,23 @@ class ModelRunner:
             fingerprint=fingerprint(causes, sample),
             batch_invariant=is_invariant,
         )
-        logger.info(
-            "numbers: %s on %s, attention %s, fingerprint %s; an answer's bits %s on what is computed beside it",
-            *(self.info.dtype, self.info.device, backend.name, self.info.fingerprint),
-            "do not depend" if is_invariant else "may depend",
-        )
+        _log_numbers(self.info)
 
-    @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Compute the batch's tokens, store their keys and values, and sample for the items that have caught up."""
+        if self.device.type != "cpu":
+            return self._run(batch)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads.begin(self._work.of(batch)))
+        try:
+            result = self._run(batch)
+        finally:
+            torch.set_num_threads(before)  # the process may compute something else between steps
+        self._threads.end()
+        return result
+
+    @torch.inference_mode()
+    def _run(self, batch: ScheduledBatch) -> StepResult:
         inputs = build_model_input(batch, self.info.block_size, self.device)
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         starts = inputs.metadata.query_starts
@@ -167,6 +179,14 @@ class ModelRunner:
         return entries
 
 
+def _log_numbers(info: EngineInfo) -> None:
+    logger.info(
+        "numbers: %s on %s, attention %s, fingerprint %s; an answer's bits %s on what is computed beside it",
+        *(info.dtype, info.device, info.attention_backend, info.fingerprint),
+        "do not depend" if info.batch_invariant else "may depend",
+    )
+
+
 def _log_cache(cache: KVCache, num_blocks: int, block_size: int, max_model_len: int) -> None:
     num_tokens = num_blocks * block_size
     logger.info(
@@ -174,6 +194,15 @@ def _log_cache(cache: KVCache, num_blocks: int, block_size: int, max_model_len: 
         *(num_blocks, block_size, num_tokens, sum(layer.nbytes for layer in cache.layers) / 2**20),
         *(num_tokens // max_model_len, max_model_len),
     )
+
+
+def _set_num_threads(config: EngineConfig) -> int:
+    """Set and return the most threads of a step. torch's own number heeds OMP_NUM_THREADS, but no container's quota."""
+    num_cpus = usable_cpus()
+    num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
+    torch.set_num_threads(num_threads)
+    logger.info("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
+    return num_threads
 
 
 def _choose_device(config: EngineConfig) -> torch.device:

@@ -41,7 +41,7 @@ _ENGINE_HELP = {
     "max_queue_time_s": "seconds a request may wait to be started; then it ends with status 503",
     "enable_prefix_caching": "keep the KV cache of prompts for prompts that begin alike",
     "speculative_ngram": "guess what follows by looking up as many of the last tokens, 2 to 8, and verify it; 0 is off",
-    "num_threads": "CPU threads of the engine, instead of one a core",
+    "num_threads": "most CPU threads of the engine, instead of one a usable core; small steps and busy cores get fewer",
 }
 
 

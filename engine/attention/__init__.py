@@ -75,6 +75,9 @@ class AttentionBackend(Protocol):
     build: str
     """What else decides its bits, such as the instructions it uses; empty where torch decides."""
 
+    def scratch_bytes(self, max_model_len: int, head_size: int, num_threads: int) -> int:
+        """Return the most bytes that it keeps between steps."""
+
     def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
         """Store key and value (model dtype) at metadata.slots_T of cache_2NGBD ([0] keys, [1] values)."""
 

@@ -67,6 +67,10 @@ class CpuAttention:
         library = _load_library()
         return INSTRUCTIONS[: library.paged_best_instructions() + 1] if library is not None else ()
 
+    def scratch_bytes(self, max_model_len: int, head_size: int, num_threads: int) -> int:
+        """Return the bytes of the scratch once a sequence of this length was computed."""
+        return num_threads * self._scratch_floats(max_model_len, head_size) * torch.float32.itemsize
+
     def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
         """Store key and value, which may be strided views of one projection."""
         cache = _describe(cache_2NGBD)
@@ -136,11 +140,17 @@ class CpuAttention:
         return self._batch
 
     def _reserve(self, max_kv_len: int, head_size: int, num_threads: int) -> None:
-        """Make scratch at least as large as needed, for the next power of two of positions so that it seldom grows."""
-        room = 1 << max(0, max_kv_len - 1).bit_length()
-        need = self._library.paged_scratch_floats(room, head_size)
-        if self._scratch.shape[0] < num_threads or self._scratch.shape[1] < need:
-            self._scratch = torch.empty(num_threads, need)
+        """Make scratch at least as large as needed."""
+        rows, floats = self._scratch.shape
+        need = self._scratch_floats(max_kv_len, head_size)
+        if rows < num_threads or floats < need:
+            self._scratch = torch.empty(0, 0)  # frees the old one before the new one is taken
+            self._scratch = torch.empty(max(rows, num_threads), max(floats, need))
+
+    def _scratch_floats(self, max_kv_len: int, head_size: int) -> int:
+        """Return a thread's scratch, for the next power of two of positions so that it seldom grows."""
+        floats: int = self._library.paged_scratch_floats(1 << max(0, max_kv_len - 1).bit_length(), head_size)
+        return floats
 
 
 class _Batch(Structure):

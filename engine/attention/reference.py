@@ -26,6 +26,9 @@ class ReferenceAttention:
     name = "reference"
     build = ""
 
+    def scratch_bytes(self, max_model_len: int, head_size: int, num_threads: int) -> int:
+        return 0
+
     def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
         num_rows, block_size = metadata.query_starts[-1], cache_2NGBD.shape[3]
         slots = metadata.slots_T[:num_rows]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.client import LoopClient
+from engine.decoder import Decoder
 from engine.engine import Engine
 from engine.loop import load_engine
 from engine.process_client import ProcessClient
 from engine.request import Request, TokenLogprobs
 from engine.sampler import is_greedy
+from engine.step_threads import StepThreads
 from engine.thread_client import ThreadClient
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
@@ -86,13 +90,43 @@ def reseeded() -> tuple[Request, ...]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis", AXES)
-def test_alone_equals_under_any_load(axis: str, dtype: str) -> None:
+def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "threads" in axis:  # left alone, steps of so small a model get one
+        force_threads((2,), monkeypatch)
     engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, "dtype": dtype, **AXES[axis]})
     compare(f"{axis}, {dtype}", results(engine, requests()), alone("auto", dtype))
     if "preempted" in axis:
         assert engine.stats.num_preemptions > 5
     if "drafts" in axis:
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Give the steps these numbers of threads; return the set to which the numbers that torch has are added."""
+    turns, seen, compute = itertools.cycle(in_turn), set[int](), Decoder.hidden_states
+
+    def computing(*arguments: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return compute(*arguments)
+
+    monkeypatch.setattr(StepThreads, "begin", lambda self, work: next(turns))
+    monkeypatch.setattr(Decoder, "hidden_states", computing)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_threads_that_change_in_mid_sequence_change_no_bit(
+    backend: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = tuple(replace(r, params=replace(r.params, max_tokens=6)) for r in requests()[:8])
+    engine = make_engine(STORYTELLER, attention_backend=backend, dtype=dtype, num_threads=2)
+    steady, before = results(engine, some), torch.get_num_threads()
+    seen = force_threads((2, 1, 1), monkeypatch)
+    engine = make_engine(STORYTELLER, attention_backend=backend, dtype=dtype, num_threads=2)
+    assert results(engine, some) == steady
+    assert seen == {1, 2}
+    assert torch.get_num_threads() == before
 
 
 def test_alone_equals_in_a_batch_with_the_reference_backend() -> None:

@@ -52,6 +52,21 @@ def test_what_is_asked_for_is_taken_exactly_however_few_sequences_there_are() ->
     assert plan(num_blocks=1000, max_num_seqs=1) == (1000, 128)
 
 
+def test_what_attention_will_take_is_not_free_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kv_cache.available_memory_bytes", lambda: 100 * BLOCK_BYTES)
+    device = torch.device("cpu")
+
+    def blocks(scratch_bytes: int, **options: Any) -> int:
+        config = EngineConfig(model_dir=Path(), **options)
+        return plan_cache(config, MODEL, torch.float32, device, scratch_bytes=scratch_bytes)[0]
+
+    assert blocks(0) == 40
+    assert blocks(50 * BLOCK_BYTES) == 20
+    assert blocks(50 * BLOCK_BYTES, kv_cache_bytes=30 * BLOCK_BYTES) == 30
+    with pytest.raises(InvalidConfigurationError, match="too small"):
+        blocks(101 * BLOCK_BYTES)
+
+
 def test_a_number_of_blocks_is_taken_as_given() -> None:
     assert plan(num_blocks=9, kv_cache_bytes=1) == (9, 128)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from engine.attention.cpu import CpuAttention
 from engine.errors import InvalidConfigurationError
+from engine.kv_cache import plan_cache
 from engine.request import EngineInfo
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, run, token_ids
@@ -108,6 +111,50 @@ def test_the_cache_is_told_before_it_is_used(tiny_gpt2: Path, caplog: pytest.Log
     assert (
         "KV cache: 20 blocks of 16 tokens, 320 tokens in 0.3 MiB; 2 sequences of 128 tokens fit at once" in caplog.text
     )
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """torch as a machine of 64 cores starts it, in a container that may use 2 of them."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+        torch.set_num_threads(64)
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize(("asked", "most"), [(None, 2), (1, 1), (3, 3)])
+def test_threads_are_as_many_as_cpus_may_be_used_unless_told(
+    tiny_gpt2: Path, asked: int | None, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        make_engine(tiny_gpt2, num_threads=asked)
+    assert f"threads: at most {most} a step, on 2 usable CPUs" in caplog.text
+    assert torch.get_num_threads() == most
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_attention_scratch_of_all_threads_is_kept_free(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def planning(*arguments: Any, scratch_bytes: int) -> tuple[int, int]:
+        asked.append(scratch_bytes)
+        return plan_cache(*arguments, scratch_bytes=scratch_bytes)
+
+    monkeypatch.setattr("engine.model_runner.plan_cache", planning)
+    for num_threads in (1, 2):
+        make_engine(tiny_gpt2, num_threads=num_threads)
+    assert asked[1] == 2 * asked[0]
+    assert (asked[0] > 0) == CpuAttention.is_available()
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_a_step_leaves_torch_its_threads(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2, num_threads=2)
+    run(engine, [make_request("r", [1, 2], max_tokens=3)])
+    assert torch.get_num_threads() == 2
 
 
 def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(

@@ -274,6 +274,27 @@ def test_new_metadata_is_not_mistaken_for_the_last(backend: CpuAttention) -> Non
     assert not torch.equal(first, second)
 
 
+def test_the_scratch_takes_the_bytes_it_was_said_to(
+    set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty, taken = torch.empty, []
+
+    def recording(*size: int) -> Tensor:
+        taken.append(empty(*size).nbytes)
+        return empty(*size)
+
+    backend, spec = CpuAttention(), _spec()
+    monkeypatch.setattr(torch, "empty", recording)
+    for num_threads in (1, 2, 1, 2):  # fewer threads do not give it back, for the next step may use more
+        set_threads(num_threads)
+        for kv_len in (300, 20):
+            cache, tables = torch.zeros(2, 20, 2, 16, 64), torch.arange(19)[None]
+            backend.attend(torch.zeros(1, 4, 64), cache, _metadata([1], [kv_len], tables, 16), spec)
+    grown = [size for size in taken if size]
+    assert grown == [backend.scratch_bytes(300, 64, num_threads) for num_threads in (1, 2)]
+    assert backend.scratch_bytes(131_072, 64, 64) == pytest.approx(1.08e9, rel=0.01)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_kernel_runs_in_the_thread_pool_of_torch(set_threads: Callable[[int], None]) -> None:
     set_threads(2)

@@ -1,0 +1,162 @@
+"""Decoding beside processes that keep CPUs busy: a fixed number of threads against the engine's choice for each step.
+
+    python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3]
+
+A neighbour is a child process that spins until it is killed. Both sides run in one engine and take turns, beside 0, 1
+and 2 neighbours in turn; a run is prefill and decode together, greedy or sampled. The first run after a change of
+neighbours is not counted. Prints the medians as a table and one JSON line with the CPU's name and the load that other
+processes made before it began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.models import SHAPES, write_model
+from bench.serving import versions
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import Request, SamplingParams
+from engine.step_threads import StepThreads
+from weights.source import EMBEDDED_MODEL, resolve_model
+
+NEIGHBOUR = "import os, time\nwhile time.monotonic() < {end} and os.getppid() == {parent}: pass"
+NEIGHBOUR_LIMIT_S = 600  # longer than any group of runs; a neighbour never outlives it
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "top_p": 0.9},
+}
+TARGETS = {0: 0.95, 1: 0.55, 2: 0.40}
+"""By number of neighbours, the least speed of the adaptive side; of the fixed one's when idle."""
+
+
+def main() -> None:
+    args = parse_arguments()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as name:
+        folder = resolve_model(None) if args.shape == EMBEDDED_MODEL else Path(name)
+        if args.shape != EMBEDDED_MODEL:
+            write_model(folder, args.shape)
+        engine = Engine(EngineConfig(folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False))
+    num_threads = torch.get_num_threads()
+    speeds: dict[tuple[int, str, int, str], list[float]] = {}
+    for _ in range(args.repeats):
+        for num_neighbours in args.neighbours:
+            with neighbours(num_neighbours):
+                measure(engine, num_threads, num_neighbours, args, speeds)
+    rows = [row(speeds, batch, kind, n) for batch in args.batch for kind in KINDS for n in args.neighbours]
+    show(rows)
+    told = {"benchmark": "contention", **vars(args), "cpu": cpu_name(), "threads": num_threads, "load_before": load}
+    print(json.dumps({**told, "dtype": engine.info.dtype, "rows": rows, **versions()}))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, EMBEDDED_MODEL], default="gpt2")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+@contextmanager
+def neighbours(number: int) -> Iterator[None]:
+    """Keep CPUs busy with so many processes."""
+    code = NEIGHBOUR.format(end=time.monotonic() + NEIGHBOUR_LIMIT_S, parent=os.getpid())
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def measure(
+    engine: Engine,
+    num_threads: int,
+    num_neighbours: int,
+    args: argparse.Namespace,
+    speeds: dict[tuple[int, str, int, str], list[float]],
+) -> None:
+    """Add one run of each batch, kind and side to `speeds`, after one of each side that is not counted."""
+    sides: dict[str, Any] = {"adaptive": nullcontext, "fixed": lambda: fixed_threads(num_threads)}
+    for side in sides.values():
+        with side():
+            speed(engine, args.batch[0], args, KINDS["greedy"])
+    for batch in args.batch:
+        for kind, params in KINDS.items():
+            for name, side in sides.items():
+                with side():
+                    key = (batch, kind, num_neighbours, name)
+                    speeds.setdefault(key, []).append(speed(engine, batch, args, params))
+
+
+@contextmanager
+def fixed_threads(number: int) -> Iterator[None]:
+    """Compute every step on so many threads and time none."""
+    with (
+        mock.patch.object(StepThreads, "begin", return_value=number),
+        mock.patch.object(StepThreads, "end", return_value=None),
+    ):
+        yield
+
+
+def speed(engine: Engine, batch: int, args: argparse.Namespace, params: dict[str, Any]) -> float:
+    """Return tokens per second, prefill and decode together."""
+    prompts = torch.randint(engine.info.vocab_size, (batch, args.prompt_len)).tolist()
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        chosen = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True, **params)
+        engine.add(Request(str(i), tuple(prompt), chosen, seed=i))
+    while engine.has_work:
+        engine.step()
+    return batch * args.max_tokens / (time.perf_counter() - start)
+
+
+def row(speeds: dict[tuple[int, str, int, str], list[float]], batch: int, kind: str, number: int) -> dict[str, Any]:
+    """Return the medians, and the ratio of the adaptive side to the fixed one beside as many and beside none."""
+    fixed, adaptive = (statistics.median(speeds[batch, kind, number, side]) for side in ("fixed", "adaptive"))
+    idle = speeds.get((batch, kind, 0, "fixed"))
+    found = {"batch": batch, "kind": kind, "neighbours": number, "fixed": fixed, "adaptive": adaptive}
+    return {**found, "ratio": adaptive / fixed, "of_idle": adaptive / statistics.median(idle) if idle else None}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"batch {'kind':8} neighbours {'fixed tok/s':>12} {'adaptive':>9} {'ratio':>6} {'of idle':>8} target")
+    for r in rows:
+        of_idle = f"{r['of_idle']:>8.2f}" if r["of_idle"] is not None else f"{'-':>8}"
+        head = f"{r['batch']:>5} {r['kind']:8} {r['neighbours']:>10} {r['fixed']:>12.1f} {r['adaptive']:>9.1f}"
+        print(f"{head} {r['ratio']:>6.2f} {of_idle} {TARGETS.get(r['neighbours'], '')}")
+
+
+def cpu_name() -> str:
+    """Return the name that the system gives its CPU, and how many of them there are."""
+    name = platform.processor() or platform.machine()
+    if (cpuinfo := Path("/proc/cpuinfo")).exists():
+        fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+        name = next((value.strip() for key, _, value in fields if key.strip() == "model name"), name)
+    return f"{name}, {os.cpu_count()} CPUs"
+
+
+if __name__ == "__main__":
+    main()
