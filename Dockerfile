@@ -28,11 +28,13 @@ RUN cd /opt/gptserve/lib/python3*/site-packages \
     && find . -type d -name tests -prune -exec rm -rf {} +
 
 FROM python:${PYTHON_VERSION}-slim AS runtime
-RUN useradd --create-home --uid 1000 gptserve && install --directory --owner 1000 --group 1000 /cache
+RUN useradd --create-home --uid 1000 gptserve && install --directory --owner 1000 --group 1000 /cache /state
 COPY --from=build /opt/gptserve /opt/gptserve
 ENV PATH=/opt/gptserve/bin:$PATH \
     HF_HOME=/cache \
     GPTSERVE_HOST=0.0.0.0
+# For --state-dir /state. A volume can be written even where the container's own files cannot.
+VOLUME /state
 USER 1000:1000
 WORKDIR /home/gptserve
 EXPOSE 8000
