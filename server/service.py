@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from engine.client import EngineClient, TokenStream
@@ -42,14 +43,16 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """How the API is to behave. Without api_keys anyone may ask; max_choices bounds prompts times n.
+    """How the API is to behave. Without api_keys and api_key_file anyone may ask; max_choices bounds prompts times n.
 
     Without a chat_template there is no chat. At most max_results completions are kept, each for result_ttl_s after its
     end.
     """
 
     model_name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
+    protect_operations: bool = False
     max_body_bytes: int = 2 * 2**20
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     keep_alive_s: float = 15.0
@@ -79,6 +82,11 @@ class Service:
         with self.counting_rejections():
             self._check_open()
             return self.engine.submit(requests)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether completions are for bearers of a key."""
+        return bool(self.options.api_keys) or self.options.api_key_file is not None
 
     def check_ready(self) -> None:
         """Raise ApiError unless a completion that starts now is computed now: while an engine restarts, it waits."""
