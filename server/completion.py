@@ -116,6 +116,9 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
     if n * num_prompts > most:
         message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
+    if body.priority and not service.options.priority_scheduling:
+        message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
+        raise InvalidRequestError(message, param="priority")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:

@@ -53,6 +53,7 @@ class AppOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
     protect_operations: bool = False
+    priority_scheduling: bool = False
     max_body_bytes: int = 2 * 2**20
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     keep_alive_s: float = 15.0

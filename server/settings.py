@@ -83,6 +83,7 @@ class ServerSettings:
         "file of keys that requests must bear, one 'NAME: KEY' a line; # begins a comment; read again when it changes",
     ] = None
     protect_operations: Annotated[bool, "ask for a key on /metrics, /version and /openapi.json as well"] = False
+    priority_scheduling: Annotated[bool, "let requests set their priority; otherwise only 0 is taken"] = False
     ssl_keyfile: Annotated[Path | None, "private key for TLS, PEM"] = None
     ssl_certfile: Annotated[Path | None, "certificate chain for TLS, PEM"] = None
     max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20

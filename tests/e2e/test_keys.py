@@ -20,7 +20,7 @@ MODELS = "/v1/models"
 def process(tmp_path: Path) -> Iterator[Process]:
     (tmp_path / "keys").write_text("alice: 0ne\n")
     flags = ("--api-key", "m1ne,too", "--api-key-file", str(tmp_path / "keys"), "--protect-operations")
-    process = Process(*flags, "--log-format", "json")
+    process = Process(*flags, "--priority-scheduling", "--log-format", "json")
     yield process
     process.kill()
 
@@ -36,6 +36,9 @@ def test_keys_open_under_their_names_and_the_file_is_followed(process: Process, 
     assert [status(MODELS, key) for key in ("m1ne,too", "0ne", "m1ne", "2wo", None)] == [200, 200, 401, 401, 401]
     assert [status(path, None) for path in ("/health", "/ready", METRICS, "/version")] == [200, 200, 401, 401]
     assert status(METRICS, "0ne") == 200
+    body = {"prompt": "Once", "max_tokens": 1, "priority": -1}
+    bearer = {"authorization": "Bearer 0ne", "x-request-id": "a priority"}
+    assert httpx.post(url + "/v1/completions", json=body, headers=bearer, timeout=LIMIT_S).status_code == 200
 
     (tmp_path / "new").write_text("bob: 2wo\n")
     (tmp_path / "new").replace(tmp_path / "keys")

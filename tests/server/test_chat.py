@@ -87,7 +87,8 @@ def test_logprobs_are_asked_for(api: Api, body: dict[str, Any], expected: int | 
     assert api.engine.submitted[0].params.logprobs == expected
 
 
-def test_every_choice_has_its_own_request(api: Api) -> None:
+def test_every_choice_has_its_own_request(make_api: MakeApi) -> None:
+    api = make_api(FakeEngineClient(), priority_scheduling=True)
     body = api.chat(n=3, max_tokens=2, seed=7, priority=-2, cache_salt="mine").json()
     requests = api.engine.submitted
     assert [(request.choice_index, request.seed, request.priority, request.cache_salt) for request in requests] == [

@@ -12,7 +12,8 @@ from tests.server.conftest import Api
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, Reply, say
 
 
-def test_choices_are_numbered_prompt_by_prompt(api: Api) -> None:
+def test_choices_are_numbered_prompt_by_prompt(make_api: Callable[..., Api]) -> None:
+    api = make_api(FakeEngineClient(), priority_scheduling=True)
     body = api.complete(prompt=["a", "bc"], n=3, seed=7, priority=-2, cache_salt="mine").json()
     requests = api.engine.submitted
     assert [request.prompt_token_ids for request in requests] == [(97,)] * 3 + [(98, 99)] * 3
@@ -156,6 +157,35 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(api: Api, monk
         "param": "prompt",
         "code": "context_length_exceeded",
     }
+
+
+@pytest.mark.parametrize("priority", [-(2**31), -1, 1, 2**31])
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_a_priority_is_for_servers_that_schedule_by_it(make_api: Callable[..., Api], route: str, priority: int) -> None:
+    api = make_api(FakeEngineClient())
+    response = getattr(api, route)(**({"prompt": "x"} if route == "complete" else {}), priority=priority)
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "message": f"priority must be 0 unless the server was started with --priority-scheduling, got {priority}",
+        "type": "invalid_request_error",
+        "param": "priority",
+        "code": "invalid_value",
+    }
+    assert api.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("allowed", "priority"), [(False, 0), (False, None), (True, 0), (True, None), (True, 2**31 - 1)]
+)
+def test_priority_0_asks_for_nothing(make_api: Callable[..., Api], allowed: bool, priority: int | None) -> None:
+    api = make_api(FakeEngineClient(), priority_scheduling=allowed)
+    assert api.complete(prompt="x", priority=priority).status_code == 200
+    assert [request.priority for request in api.engine.submitted] == [priority or 0]
+
+
+def test_a_priority_has_a_range(make_api: Callable[..., Api]) -> None:
+    error = make_api(FakeEngineClient(), priority_scheduling=True).complete(prompt="x", priority=2**31).json()["error"]
+    assert error["message"] == f"priority must be in [{-(2**31)}, {2**31 - 1}], got {2**31}"
 
 
 @pytest.mark.parametrize(("length", "in_thread"), [(100, False), (3000, True)])

@@ -30,6 +30,7 @@ WRITTEN = {
     "api-key": "secret-1,secret-2",
     "api-key-file": KEY_FILE,
     "protect-operations": "true",
+    "priority-scheduling": "true",
     "ssl-keyfile": __file__,
     "ssl-certfile": __file__,
     "max-body-bytes": "1MiB",
@@ -65,6 +66,7 @@ SWITCHES = {
     "in-process": "--in-process",
     "enable-prefix-caching": "--no-enable-prefix-caching",
     "protect-operations": "--protect-operations",
+    "priority-scheduling": "--priority-scheduling",
 }
 COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},
