@@ -26,6 +26,7 @@ from server.settings import (
     SettingsError,
     add_flags,
     client_api_key,
+    injected_variables,
     load_settings,
     parse_size,
     suggestion,
@@ -143,6 +144,8 @@ def _serve(options: argparse.Namespace) -> int:
 
     configure_logging(settings.log_format, settings.log_level)
     logger.info("settings: %s", settings.describe())
+    if injected := injected_variables(os.environ):
+        logger.info("passed by %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
     if not (settings.needs_key or settings.is_local):
         logger.warning("no API key is set: whoever can reach %s can use this server; see --api-key", settings.host)
     try:

@@ -1,8 +1,9 @@
 """Everything `gptserve serve` can be told, from the command line, the environment and a file.
 
 The fields of ServerSettings and EngineConfig are the one table of options: each is a flag (--max-num-seqs), a variable
-(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Nothing unknown is
-passed over. The only file that knows variables; it imports neither torch nor the web framework. `cli` calls it.
+(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Whatever is unknown
+is an error, except the variables that Kubernetes makes for a Service. The only file that knows variables; it imports
+neither torch nor the web framework. `cli` calls it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 _VARIABLE_PREFIX = "GPTSERVE_"
 _REDACTED = "***"
+# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables, but for GPTSERVE_PORT.
+_INJECTED = re.compile(
+    r"GPTSERVE_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
 _ENGINE_HELP = {
     "device": "where to compute",
     "dtype": "of weights, activations and KV cache",
@@ -258,17 +263,25 @@ def client_api_key(environment: Mapping[str, str]) -> str | None:
     return environment.get(f"{_VARIABLE_PREFIX}API_KEY") or None
 
 
+def injected_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that Kubernetes or a container link made for a Service called gptserve or gptserve-…."""
+    return [variable for variable, value in environment.items() if _is_injected(variable, value)]
+
+
+def _is_injected(variable: str, value: str) -> bool:
+    if _INJECTED.fullmatch(variable) is not None:
+        return True
+    # A Service's address comes as GPTSERVE_PORT, which is a setting as well: only the value tells.
+    is_port = variable.startswith(_VARIABLE_PREFIX) and variable.endswith("_PORT")
+    return is_port and re.match("(tcp|udp|sctp)://", value) is not None
+
+
 def _from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """Return value and source by option name."""
-    if f"{_VARIABLE_PREFIX}SERVICE_HOST" in environment:
-        raise SettingsError(
-            "a Kubernetes service named gptserve puts its own GPTSERVE_… variables into this pod, where they would be "
-            "read as settings; set enableServiceLinks: false in the pod's spec or rename the service"
-        )
     names = {option.variable: option.name for option in options.values()}
     given: dict[str, tuple[object, str]] = {}
     for variable, value in environment.items():
-        if not variable.startswith(_VARIABLE_PREFIX):
+        if not variable.startswith(_VARIABLE_PREFIX) or _is_injected(variable, value):
             continue
         if variable not in names:
             raise SettingsError(f"unknown variable {variable}{suggestion(variable, names)}")

@@ -139,6 +139,18 @@ def test_a_server_that_others_can_reach_without_a_key_warns(flags: tuple[str, ..
     )
 
 
+def test_the_variables_of_a_kubernetes_service_are_counted() -> None:
+    injected = {"GPTSERVE_CPU_SERVICE_HOST": "10.0.0.1", "GPTSERVE_PORT": "tcp://10.0.0.1:8000"}
+    _, log = Process("/no/such/model", **injected).wait()
+    _, without = Process("/no/such/model").wait()
+
+    [line] = [line for line in log.splitlines() if "Kubernetes" in line]
+    assert " INFO " in line
+    assert "passed by 2 variables that Kubernetes made for a Service: " in line
+    assert all(variable in line for variable in injected)
+    assert "Kubernetes" not in without
+
+
 def test_the_help_of_serve_names_every_option_once(run: Any) -> None:
     status, out, _ = run("serve", "--help")
 

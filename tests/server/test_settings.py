@@ -14,6 +14,7 @@ from server.settings import (
     SettingsError,
     add_flags,
     client_api_key,
+    injected_variables,
     load_settings,
     parse_size,
     server_options,
@@ -236,10 +237,66 @@ def test_a_file_names_no_further_file(tmp_path: Path) -> None:
     assert message(settings_file(tmp_path, 'config = "other.toml"')).startswith("unknown key config")
 
 
-def test_the_variables_of_a_kubernetes_service_are_explained() -> None:
-    clash = {"GPTSERVE_SERVICE_HOST": "10.0.0.1", "GPTSERVE_PORT": "tcp://10.0.0.1:8000"}
+def of_service(name: str) -> dict[str, str]:
+    """The variables that Kubernetes makes for a Service with a port called http and one for UDP."""
+    return {
+        f"{name}_SERVICE_HOST": "10.0.0.1",
+        f"{name}_SERVICE_PORT": "8000",
+        f"{name}_SERVICE_PORT_HTTP": "8000",
+        f"{name}_SERVICE_PORT_METRICS_2": "8001",
+        f"{name}_PORT": "tcp://10.0.0.1:8000",
+        f"{name}_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        f"{name}_PORT_8000_TCP_PROTO": "tcp",
+        f"{name}_PORT_8000_TCP_PORT": "8000",
+        f"{name}_PORT_8000_TCP_ADDR": "10.0.0.1",
+        f"{name}_PORT_53_UDP": "udp://10.0.0.1:53",
+        f"{name}_PORT_53_UDP_PROTO": "udp",
+        f"{name}_PORT_53_UDP_PORT": "53",
+        f"{name}_PORT_53_UDP_ADDR": "10.0.0.1",
+        f"{name}_PORT_99_SCTP": "sctp://10.0.0.1:99",
+    }
 
-    assert "enableServiceLinks: false" in message({}, clash)
+
+@pytest.mark.parametrize("service", ["GPTSERVE", "GPTSERVE_ANYTHING", "GPTSERVE_CPU_2", "GPTSERVE_MAX_NUM_SEQS"])
+def test_what_kubernetes_makes_for_a_service_is_passed_by(service: str) -> None:
+    injected = of_service(service)
+
+    settings = load_settings({}, {**injected, "GPTSERVE_MAX_NUM_SEQS": "3"})
+
+    assert (settings.port, settings.engine.max_num_seqs) == (8000, 3)
+    assert list(settings.sources) == ["max-num-seqs"]
+    assert injected_variables({**injected, "GPTSERVE_MAX_NUM_SEQS": "3", "OTHER_PORT": "tcp://1"}) == list(injected)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("GPTSERVE_PROT", "tcp://10.0.0.1:8000"),
+        ("GPTSERVE_HTTP_PORT", "8000"),
+        ("GPTSERVE_SERVICE", "10.0.0.1"),
+        ("GPTSERVE_SERVICE_HOSTS", "10.0.0.1"),
+        ("GPTSERVE_PORT_HTTP", "8000"),
+        ("GPTSERVE_PORT_8000", "8000"),
+        ("GPTSERVE_PORT_8000_TCP_HOST", "10.0.0.1"),
+        ("GPTSERVE_MAX_NUM_SEQ", "8"),
+    ],
+)
+def test_a_variable_that_kubernetes_never_makes_is_unknown(variable: str, value: str) -> None:
+    assert message({}, {**of_service("GPTSERVE"), variable: value}).startswith(f"unknown variable {variable}")
+
+
+@pytest.mark.parametrize("variable", [option.variable for option in server_options()])
+def test_no_option_is_taken_for_a_variable_of_kubernetes(variable: str) -> None:
+    for value in ("", "8000", "10.0.0.1", "tcp", "true"):
+        assert injected_variables({variable: value}) == []
+    is_taken = injected_variables({variable: "tcp://10.0.0.1:8000"}) == [variable]
+    assert is_taken == (variable == "GPTSERVE_PORT")
+
+
+def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
+    assert message({}, {"GPTSERVE_PORT": "http://10.0.0.1"}) == (
+        "GPTSERVE_PORT must be a whole number, got 'http://10.0.0.1'"
+    )
 
 
 @pytest.mark.parametrize(
