@@ -46,7 +46,7 @@ class AppOptions:
     """How the API is to behave. Without api_keys and api_key_file anyone may ask; max_choices bounds prompts times n.
 
     Without a chat_template there is no chat. At most max_results completions are kept, each for result_ttl_s after its
-    end.
+    end. max_tokens_held and max_logprobs_held bound what the server holds of one request, all its choices together.
     """
 
     model_name: str
@@ -58,6 +58,8 @@ class AppOptions:
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     keep_alive_s: float = 15.0
     max_choices: int = 128
+    max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context
+    max_logprobs_held: int = 50_000  # at 240 to 1,250 bytes each until they are sent, 62 MB
     result_ttl_s: float = 3600.0
     max_results: int = 1_000
     chat_template: ChatTemplate | None = None
