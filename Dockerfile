@@ -28,18 +28,21 @@ RUN cd /opt/gptserve/lib/python3*/site-packages \
     && find . -type d -name tests -prune -exec rm -rf {} +
 
 FROM python:${PYTHON_VERSION}-slim AS runtime
-RUN useradd --create-home --uid 1000 gptserve && install --directory --owner 1000 --group 1000 /cache
+RUN useradd --create-home --uid 1000 gptserve && install --directory --owner 1000 --group 1000 /cache /state
 COPY --from=build /opt/gptserve /opt/gptserve
 ENV PATH=/opt/gptserve/bin:$PATH \
     HF_HOME=/cache \
     GPTSERVE_HOST=0.0.0.0
+# For --state-dir /state. A volume can be written even where the container's own files cannot.
+VOLUME /state
 USER 1000:1000
 WORKDIR /home/gptserve
 EXPOSE 8000
 # Knows the port and TLS by their variables only: where flags or a file set them, run with --no-healthcheck or one of
-# your own. The certificate names another host than the loopback address and is not checked; proxies are passed by.
+# your own. A port that is no number is what Kubernetes made for a Service. The certificate names another host than the
+# loopback address and is not checked; proxies are passed by.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, ssl, urllib.request as r; get = os.environ.get; scheme = 'https' if get('GPTSERVE_SSL_CERTFILE') else 'http'; opener = r.build_opener(r.ProxyHandler({}), r.HTTPSHandler(context=ssl._create_unverified_context())); opener.open('%s://127.0.0.1:%s/health' % (scheme, get('GPTSERVE_PORT', '8000')), timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as r; get = os.environ.get; port = get('GPTSERVE_PORT', ''); scheme = 'https' if get('GPTSERVE_SSL_CERTFILE') else 'http'; opener = r.build_opener(r.ProxyHandler({}), r.HTTPSHandler(context=ssl._create_unverified_context())); opener.open('%s://127.0.0.1:%s/health' % (scheme, port if port.isdigit() else '8000'), timeout=4)"]
 ENTRYPOINT ["gptserve"]
 CMD ["serve"]
 

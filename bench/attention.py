@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from bench.machine import cpu_name
 from engine.attention import AttentionMetadata, AttentionSpec
 from engine.attention.cpu import CpuAttention
 from engine.attention.reference import ReferenceAttention
@@ -63,7 +63,7 @@ def main() -> None:
     for name, us in rows:
         numbers = f"{us['write']:>9.1f}{us['cpu']:>9.1f}{us['bmm']:>9.1f}{us['reference']:>11.1f}"
         print(f"{name:<22}{numbers}{us['bmm'] / us['cpu']:>9.2f}")
-    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    machine = {"device": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     print(json.dumps({"bench": "attention", **machine, "dtype": args.dtype, "spec": asdict(spec), "rows": rows}))
 
 

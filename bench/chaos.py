@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.machine import cpu_name
 from bench.serving import free_port
 
 LIMIT_S = 120.0
@@ -419,7 +420,7 @@ def main() -> None:
         print(f"{what:42} {value:>12}")
     for sentence in tally.wrong[:20]:
         print("WRONG", sentence)
-    print(json.dumps({"benchmark": "chaos", **vars(args), **table}))
+    print(json.dumps({"benchmark": "chaos", **vars(args), "device": cpu_name(), **table}))
     sys.exit(bool(tally.wrong or found["before"] != found["after"] or found["exit status"]))
 
 

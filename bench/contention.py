@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from unittest import mock
 
 import torch
 
+from bench.machine import cpu_name
 from bench.models import SHAPES, write_model
 from bench.serving import versions
 from engine.config import EngineConfig
@@ -61,7 +61,7 @@ def main() -> None:
                 measure(engine, num_threads, num_neighbours, args, speeds)
     rows = [row(speeds, batch, kind, n) for batch in args.batch for kind in KINDS for n in args.neighbours]
     show(rows)
-    told = {"benchmark": "contention", **vars(args), "cpu": cpu_name(), "threads": num_threads, "load_before": load}
+    told = {"benchmark": "contention", **vars(args), "device": cpu_name(), "threads": num_threads, "load_before": load}
     print(json.dumps({**told, "dtype": engine.info.dtype, "rows": rows, **versions()}))
 
 
@@ -147,15 +147,6 @@ def show(rows: list[dict[str, Any]]) -> None:
         of_idle = f"{r['of_idle']:>8.2f}" if r["of_idle"] is not None else f"{'-':>8}"
         head = f"{r['batch']:>5} {r['kind']:8} {r['neighbours']:>10} {r['fixed']:>12.1f} {r['adaptive']:>9.1f}"
         print(f"{head} {r['ratio']:>6.2f} {of_idle} {TARGETS.get(r['neighbours'], '')}")
-
-
-def cpu_name() -> str:
-    """Return the name that the system gives its CPU, and how many of them there are."""
-    name = platform.processor() or platform.machine()
-    if (cpuinfo := Path("/proc/cpuinfo")).exists():
-        fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
-        name = next((value.strip() for key, _, value in fields if key.strip() == "model name"), name)
-    return f"{name}, {os.cpu_count()} CPUs"
 
 
 if __name__ == "__main__":

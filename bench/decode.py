@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bench.machine import cpu_name
 from bench.models import SHAPES, write_model
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -104,7 +105,7 @@ def time_transformers(model: Any, prompts: torch.Tensor, max_tokens: int) -> flo
 def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "shape": args.shape,
         "prompt_len": args.prompt_len,

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from bench.machine import cpu_name
 from bench.models import SHAPES, write_model, write_tokenizer
 
 Prompts = list[list[int]]
@@ -163,7 +164,8 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def versions() -> dict[str, object]:
-    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
+    numbers = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
+    return {"device": cpu_name(), **numbers}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import torch
 import engine.engine
 import engine.scheduler
 import engine.sequence
+from bench.machine import cpu_name
 from bench.models import write_model
 from engine.config import EngineConfig
 from engine.drafter import PromptLookup
@@ -154,7 +155,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "max_tokens": args.max_tokens,
         "repeats": args.repeats,
         "dtype": args.dtype,
-        "device": platform.processor() or platform.machine(),
+        "device": cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

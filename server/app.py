@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.client import EngineClient
-from server.auth import ApiKeyGuard
+from server.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
 from server.chat import restore_chat
 from server.completion import restore_completion
 from server.envelope import RequestEnvelope, report
@@ -23,6 +23,7 @@ from server.errors import error_response, routing_error
 from server.harmony import find_marks
 from server.journal import Journal
 from server.kept import Restore
+from server.keys import ApiKeys
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.routes.chat import chat_router
@@ -41,7 +42,7 @@ def create_app(
 ) -> FastAPI:
     """Return the application; the engine may be started later. `app.state` has the lifecycle, the store, the metrics.
 
-    Without a journal what is kept is kept in memory.
+    Without a journal what is kept is kept in memory. Raises KeyFileError.
     """
     metrics = Metrics(engine, options.model_name)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics)
@@ -51,13 +52,15 @@ def create_app(
     }
     store = CompletionStore(service, journal or Journal(None), restore)
     metrics.watch_kept(store.counts)
+    keys = ApiKeys(options.api_keys, options.api_key_file)
+    open_paths = PROBE_PATHS if options.protect_operations else PROBE_PATHS | OPERATION_PATHS
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
         version=_version(),
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
         redirect_slashes=False,
-        middleware=[Middleware(RequestEnvelope), Middleware(ApiKeyGuard, keys=options.api_keys)],
+        middleware=[Middleware(RequestEnvelope), Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths)],
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle

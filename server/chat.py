@@ -11,7 +11,15 @@ from dataclasses import replace
 
 from engine.errors import InvalidRequestError
 from engine.request import SamplingParams
-from server.completion import CompletionPlan, Identity, check_length, check_request, make_plan, new_identity
+from server.completion import (
+    CompletionPlan,
+    Identity,
+    check_length,
+    check_request,
+    check_size,
+    make_plan,
+    new_identity,
+)
 from server.errors import ApiError
 from server.harmony import HarmonyChannels, Mark
 from server.schemas import ChatRequest
@@ -43,11 +51,16 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
         prompt, channels = await asyncio.to_thread(_encode, body, template, service, marks)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, service.engine.info.max_model_len - len(prompt)))
+        check_size(body, params, [prompt], service)
         identity = new_identity(CHAT_SHAPE, body, service)
         plan = make_plan(body, CHAT_SHAPE, [prompt], params, identity, channels=channels)
         plan.requests[0].check(service.engine.info)
     except InvalidRequestError as error:
-        given = {"prompt": "messages", "max_tokens": "max_tokens" if body.max_tokens else "max_completion_tokens"}
+        given = {
+            "prompt": "messages",
+            "max_tokens": "max_tokens" if body.max_tokens else "max_completion_tokens",
+            "logprobs": "top_logprobs" if body.top_logprobs else "logprobs",
+        }
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
     return plan
 

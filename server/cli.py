@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import EngineError
-from server.settings import SettingsError, add_flags, client_api_key, load_settings, parse_size, suggestion
+from server.keys import KEY_RULE, is_key
+from server.settings import (
+    SettingsError,
+    add_flags,
+    client_api_key,
+    injected_variables,
+    load_settings,
+    parse_size,
+    suggestion,
+)
 from weights.errors import WeightsError
 
 EXIT_FAILURE = 1
@@ -33,6 +42,9 @@ PRECEDENCE = (
     "Every option is also a variable (GPTSERVE_PORT for --port) and a key of the --config file (port). The command "
     "line wins over the environment, the environment over the file."
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 class CommandError(Exception):
@@ -86,7 +98,7 @@ def _build_parser() -> CommandParser:
     complete = commands.add_parser("complete", help="print the completion of a text as it is made")
     complete.add_argument("text", type=_text, metavar="TEXT", help="what to complete; - reads it from stdin")
     complete.add_argument("--url", type=_text, help=f"of the server to ask (default: {DEFAULT_URL})")
-    complete.add_argument("--api-key", help="key to bear (default: the first of GPTSERVE_API_KEY)")
+    complete.add_argument("--api-key", help="key to bear (default: that of GPTSERVE_API_KEY)")
     complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model here, ask no server")
     complete.add_argument("--max-tokens", type=int, default=200, help="(default: %(default)s)")
     complete.add_argument("--temperature", type=_number, default=1.0, help="0 is greedy (default: %(default)s)")
@@ -139,7 +151,11 @@ def _serve(options: argparse.Namespace) -> int:
     from server.serve import StartError, serve
 
     configure_logging(settings.log_format, settings.log_level)
-    logging.getLogger(__name__).info("settings: %s", settings.describe())
+    logger.info("settings: %s", settings.describe())
+    if injected := injected_variables(os.environ):
+        logger.info("passed by %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
+    if not (settings.needs_key or settings.is_local):
+        logger.warning("no API key is set: whoever can reach %s can use this server; see --api-key", settings.host)
     try:
         return serve(settings)
     except StartError as error:
@@ -171,8 +187,10 @@ def _ask_server(options: argparse.Namespace, prompt: str) -> Iterator[str]:
     fields = ("max_tokens", "temperature", "top_p", "seed", "stop")
     body = {"prompt": prompt, "stream": True} | {name: getattr(options, name) for name in fields}
     url = (DEFAULT_URL if options.url is None else options.url).rstrip("/")
-    key = options.api_key or client_api_key(os.environ)
-    headers = {} if key is None else {b"authorization": f"Bearer {key}".encode(errors="surrogateescape")}
+    key = client_api_key(os.environ) if options.api_key is None else options.api_key
+    if key is not None and not is_key(key):
+        raise SettingsError(f"the API key must be {KEY_RULE}, got ***")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     timeout = httpx.Timeout(10.0, read=None)  # a queued request may wait long for its first token
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=timeout) as response:

@@ -94,6 +94,7 @@ async def plan_completion(body: CompletionRequest, service: Service) -> Completi
         raise InvalidRequestError(message, param="best_of")
     params = body.sampling_params()
     token_ids = [tuple(await _encode(prompt, service)) for prompt in prompts]
+    check_size(body, params, token_ids, service)
     return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service), echo=bool(body.echo))
 
 
@@ -116,10 +117,38 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
     if n * num_prompts > most:
         message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
+    if body.priority and not service.options.priority_scheduling:
+        message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
+        raise InvalidRequestError(message, param="priority")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError("prompt_logprobs may be given only with stream false", param="prompt_logprobs")
+
+
+def check_size(
+    body: GenerationRequest, params: SamplingParams, prompts: Sequence[Sequence[int]], service: Service
+) -> None:
+    """Raise InvalidRequestError for a request of which the server would hold too much until its answer is sent."""
+    n, options, limit = body.n or 1, service.options, service.engine.info.max_model_len
+    if max(map(len, prompts)) + params.max_tokens > limit:
+        return  # Request.check refuses it, and says why
+    most = max(options.max_tokens_held, limit)
+    num_tokens = n * len(prompts) * params.max_tokens
+    if num_tokens > most:
+        times = f"{n} times {len(prompts)} times {params.max_tokens}"
+        message = f"n times the number of prompts times max_tokens may be at most {most}, got {times}"
+        raise InvalidRequestError(message, param="max_tokens")
+    num_prompt_tokens = n * sum(map(len, prompts))
+    of_answer = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
+    of_prompts = 0 if params.prompt_logprobs is None else num_prompt_tokens * (params.prompt_logprobs + 1)
+    if of_answer + of_prompts > options.max_logprobs_held:
+        is_prompts_fault = of_prompts > of_answer and body.prompt_logprobs is not None
+        raise InvalidRequestError(
+            "n times the number of prompts times max_tokens times (logprobs + 1), plus n times the prompts' tokens "
+            f"times (prompt_logprobs + 1), may be at most {options.max_logprobs_held}, got {of_answer} + {of_prompts}",
+            param="prompt_logprobs" if is_prompts_fault else "logprobs",
+        )
 
 
 def check_length(text: str, service: Service) -> None:

@@ -113,7 +113,9 @@ class GenerationRequest(_RequestModel):
         default=None, ge=1, le=MAX_TIMEOUT_MS, description="what has not ended by then ends with the text so far"
     )
     background: bool | None = Field(default=None, description="answer 202 at once and go on without the client")
-    priority: int | None = Field(default=None, description="lower runs sooner; default 0")
+    priority: int | None = Field(
+        default=None, description="lower runs sooner; default 0; others need --priority-scheduling"
+    )
     cache_salt: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
         default=None, description="only requests with the same salt share cached prefixes"
     )

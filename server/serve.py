@@ -117,6 +117,9 @@ class ServingProcess:
         options = AppOptions(
             model_name=settings.served_model_name or model_name(settings.model),
             api_keys=settings.api_keys,
+            api_key_file=settings.api_key_file,
+            protect_operations=settings.protect_operations,
+            priority_scheduling=settings.priority_scheduling,
             max_body_bytes=settings.max_body_bytes,
             keep_alive_s=settings.sse_keep_alive_interval_s,
             chat_template=load_chat_template(self._folder, settings.chat_template),

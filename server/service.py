@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from engine.client import EngineClient, TokenStream
@@ -46,18 +47,23 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """How the API is to behave. Without api_keys anyone may ask; max_choices bounds prompts times n.
+    """How the API is to behave. Without api_keys and api_key_file anyone may ask; max_choices bounds prompts times n.
 
     Without a chat_template there is no chat. At most max_results completions are kept, each for result_ttl_s after its
-    end.
+    end. max_tokens_held and max_logprobs_held bound what the server holds of one request, all its choices together.
     """
 
     model_name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
+    protect_operations: bool = False
+    priority_scheduling: bool = False
     max_body_bytes: int = 2 * 2**20
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     keep_alive_s: float = 15.0
     max_choices: int = 128
+    max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context
+    max_logprobs_held: int = 150_000  # at 240 (20 alternatives) to 1,250 bytes (none), 36 to 188 MB until they are sent
     result_ttl_s: float = 3600.0
     max_results: int = 1_000
     chat_template: ChatTemplate | None = None
@@ -93,6 +99,11 @@ class Service:
         with self.counting_rejections():
             self._check_open()
             return self.engine.submit(requests)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether completions are for bearers of a key."""
+        return bool(self.options.api_keys) or self.options.api_key_file is not None
 
     def check_ready(self) -> None:
         """Raise ApiError unless a completion that starts now is computed now: while an engine restarts, it waits."""

@@ -1,14 +1,16 @@
 """Everything `gptserve serve` can be told, from the command line, the environment and a file.
 
 The fields of ServerSettings and EngineConfig are the one table of options: each is a flag (--max-num-seqs), a variable
-(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Nothing unknown is
-passed over. The only file that knows variables; it imports neither torch nor the web framework. `cli` calls it.
+(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Whatever is unknown
+is an error, except the variables that Kubernetes makes for a Service. The only file that knows variables; it imports
+neither torch nor the web framework. `cli` calls it.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import ipaddress
 import math
 import re
 import tomllib
@@ -19,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.config import EngineConfig
 from engine.errors import InvalidConfigurationError
+from server.keys import KEY_RULE, KeyFileError, is_key, read_key_file
 from weights.chat import PLAIN_NAME
 
 LogFormat = Literal["text", "json"]
@@ -26,6 +29,10 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 _VARIABLE_PREFIX = "GPTSERVE_"
 _REDACTED = "***"
+# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables, but for GPTSERVE_PORT.
+_INJECTED = re.compile(
+    r"GPTSERVE_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
 _ENGINE_HELP = {
     "device": "where to compute",
     "dtype": "of weights, activations and KV cache",
@@ -71,7 +78,17 @@ class ServerSettings:
     served_model_name: Annotated[str | None, "name of the model in the API, instead of its own"] = None
     host: Annotated[str, "address to listen on; 0.0.0.0 is every one"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
-    api_keys: Annotated[tuple[str, ...], "key that requests must bear; may be repeated"] = field(default=(), repr=False)
+    api_keys: Annotated[
+        tuple[str, ...],
+        "key that requests must bear; may be repeated. Other users of this machine can read a command line: prefer the "
+        "variable or api-key-file",
+    ] = field(default=(), repr=False)
+    api_key_file: Annotated[
+        Path | None,
+        "file of keys that requests must bear, one 'NAME: KEY' a line; # begins a comment; read again when it changes",
+    ] = None
+    protect_operations: Annotated[bool, "ask for a key on /metrics, /version and /openapi.json as well"] = False
+    priority_scheduling: Annotated[bool, "let requests set their priority; otherwise only 0 is taken"] = False
     ssl_keyfile: Annotated[Path | None, "private key for TLS, PEM"] = None
     ssl_certfile: Annotated[Path | None, "certificate chain for TLS, PEM"] = None
     max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20
@@ -117,8 +134,7 @@ class ServerSettings:
             raise SettingsError(f"result-ttl must be at least 0 seconds, got {self.result_ttl_s}")
         if self.max_results < 1:
             raise SettingsError(f"max-results must be at least 1, got {self.max_results}")
-        if not all(self.api_keys):
-            raise SettingsError("api-key must not be empty")
+        self._check_keys()
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
         if self.chat_template not in (None, PLAIN_NAME) and not Path(str(self.chat_template)).is_file():
@@ -126,6 +142,30 @@ class ServerSettings:
         for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name} must be a file, got {path}")
+
+    def _check_keys(self) -> None:
+        if not all(map(is_key, self.api_keys)):
+            raise SettingsError(f"api-key must be {KEY_RULE}, got {_REDACTED}")
+        if self.api_key_file is not None:
+            try:
+                read_key_file(self.api_key_file)
+            except KeyFileError as error:
+                raise SettingsError(str(error)) from None
+        if self.protect_operations and not self.needs_key:
+            raise SettingsError("protect-operations needs api-key or api-key-file, got neither")
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests must bear a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect. A name other than localhost is not looked up and counts as no."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     def describe(self) -> str:
         """Return every option with its value on one line, what was set first, secrets redacted."""
@@ -138,7 +178,8 @@ class ServerSettings:
 class Option:
     """One setting. `name` is its key in a file and, after two dashes, its flag; `field` is where its value goes.
 
-    `convert` makes the value of a text or raises ValueError; `rule` says what it accepts.
+    `convert` makes the value of a text or raises ValueError; that of a tuple takes a list of texts as well. `rule` says
+    what it accepts.
     """
 
     name: str
@@ -148,7 +189,7 @@ class Option:
     help: str
     secret: bool
     rule: str
-    convert: Callable[[str], object]
+    convert: Callable[[Any], object]
     choices: tuple[str, ...] = ()
 
     @property
@@ -159,7 +200,7 @@ class Option:
     def parse(self, value: object, source: str) -> object:
         """Return `value`, a text or what argparse or TOML made of one, as the field's type. Raises SettingsError."""
         try:
-            return self.convert(_as_text(value))
+            return self.convert(value if isinstance(self.default, tuple) else _as_text(value))
         except ValueError:
             given = _REDACTED if self.secret else repr(value)
             raise SettingsError(f"{source} must be {self.rule}, got {given}") from None
@@ -230,21 +271,29 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def client_api_key(environment: Mapping[str, str]) -> str | None:
-    """Return the key that a client on this machine bears: the first in the variable that also arms the server."""
-    return environment.get(f"{_VARIABLE_PREFIX}API_KEY", "").split(",")[0].strip() or None
+    """Return the key that a client on this machine bears: that of the variable that also arms the server."""
+    return environment.get(f"{_VARIABLE_PREFIX}API_KEY") or None
+
+
+def injected_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that Kubernetes or a container link made for a Service called gptserve or gptserve-…."""
+    return [variable for variable, value in environment.items() if _is_injected(variable, value)]
+
+
+def _is_injected(variable: str, value: str) -> bool:
+    if _INJECTED.fullmatch(variable) is not None:
+        return True
+    # A Service's address comes as GPTSERVE_PORT, which is a setting as well: only the value tells.
+    is_port = variable.startswith(_VARIABLE_PREFIX) and variable.endswith("_PORT")
+    return is_port and re.match("(tcp|udp|sctp)://", value) is not None
 
 
 def _from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """Return value and source by option name."""
-    if f"{_VARIABLE_PREFIX}SERVICE_HOST" in environment:
-        raise SettingsError(
-            "a Kubernetes service named gptserve puts its own GPTSERVE_… variables into this pod, where they would be "
-            "read as settings; set enableServiceLinks: false in the pod's spec or rename the service"
-        )
     names = {option.variable: option.name for option in options.values()}
     given: dict[str, tuple[object, str]] = {}
     for variable, value in environment.items():
-        if not variable.startswith(_VARIABLE_PREFIX):
+        if not variable.startswith(_VARIABLE_PREFIX) or _is_injected(variable, value):
             continue
         if variable not in names:
             raise SettingsError(f"unknown variable {variable}{suggestion(variable, names)}")
@@ -266,8 +315,10 @@ def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[obj
         name = key.replace("_", "-")
         if name not in known:
             raise SettingsError(f"unknown key {key} in {path}{suggestion(name, known)}")
-        if name in given or isinstance(value, dict):
-            raise SettingsError(f"{key} in {path} must be one plain value, got {'two' if name in given else 'a table'}")
+        is_list = isinstance(value, list) and not isinstance(options[name].default, tuple)
+        if name in given or is_list or isinstance(value, dict):
+            got = "two" if name in given else "a list" if is_list else "a table"
+            raise SettingsError(f"{key} in {path} must be one plain value, got {got}")
         given[name] = (value, f"{key} in {path}")
     return given
 
@@ -295,7 +346,7 @@ def _format_of(name: str, hint: Any) -> tuple[str, Callable[[str], object], tupl
         choices = get_args(hint)
         return f"one of {', '.join(choices)}", lambda text: choices[choices.index(text)], choices
     if get_origin(hint) is tuple:
-        return "text or a list of texts", lambda text: tuple(part.strip() for part in text.split(",")), ()
+        return "text or a list of texts", _parse_texts, ()
     if name.endswith("_bytes"):
         return "a number of bytes such as 4096, 512MiB or 2GiB", parse_size, ()
     formats: dict[object, tuple[str, Callable[[str], object], tuple[str, ...]]] = {
@@ -306,6 +357,14 @@ def _format_of(name: str, hint: Any) -> tuple[str, Callable[[str], object], tupl
         Path: ("a path", Path, ()),
     }
     return formats[next(t for t in get_args(hint) or (hint,) if t is not type(None))]
+
+
+def _parse_texts(value: object) -> tuple[str, ...]:
+    """Return one text or the texts of a list; a comma is a character like any other."""
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("not all are texts")
+    return tuple(texts)
 
 
 def _parse_bool(text: str) -> bool:
@@ -319,6 +378,4 @@ def _as_text(value: object) -> str:
     """Return `value` as it would be written in a variable."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value))
     return str(value)

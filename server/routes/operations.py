@@ -21,6 +21,7 @@ _NO_KEY: dict[str, object] = {"security": []}
 def operations_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["operations"])
+    needs_key = service.needs_key and service.options.protect_operations
 
     @router.get(
         "/health",
@@ -42,16 +43,21 @@ def operations_router(service: Service) -> APIRouter:
         service.check_ready()
         return JSONResponse(Status().model_dump())
 
-    @router.get("/version", summary="Say what runs", responses={200: {"model": Version}, **error_responses(401)})
+    @router.get(
+        "/version",
+        summary="Say what runs",
+        openapi_extra=None if needs_key else _NO_KEY,
+        responses={200: {"model": Version}, **(error_responses(401) if needs_key else {})},
+    )
     async def version(request: Request) -> Response:
         app: FastAPI = request.app
         return JSONResponse(Version(version=app.version).model_dump())
 
-    router.include_router(_documents_router(service))
+    router.include_router(_documents_router(service, needs_key=needs_key))
     return router
 
 
-def _documents_router(service: Service) -> APIRouter:
+def _documents_router(service: Service, *, needs_key: bool) -> APIRouter:
     """Return the routes whose answers take time to write."""
     router = APIRouter()
     document: dict[str, Any] = {}
@@ -60,7 +66,11 @@ def _documents_router(service: Service) -> APIRouter:
         "/metrics",
         summary="Tell Prometheus",
         response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **error_responses(401)},
+        openapi_extra=None if needs_key else _NO_KEY,
+        responses={
+            200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+            **(error_responses(401) if needs_key else {}),
+        },
     )
     async def metrics() -> Response:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -68,9 +78,8 @@ def _documents_router(service: Service) -> APIRouter:
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
         if not document:
-            needs_key = bool(service.options.api_keys)
             models = (CompletionRequest, ChatRequest, ChatCompletionChunk)
-            make = partial(openapi_document, request.app, models, needs_key=needs_key)
+            make = partial(openapi_document, request.app, models, needs_key=service.needs_key)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)
 

@@ -87,7 +87,38 @@ def test_logprobs_are_asked_for(api: Api, body: dict[str, Any], expected: int | 
     assert api.engine.submitted[0].params.logprobs == expected
 
 
-def test_every_choice_has_its_own_request(api: Api) -> None:
+@pytest.mark.parametrize(
+    ("fields", "param", "got"),
+    [
+        ({"n": 2}, "max_completion_tokens", "256, got 2 times 1 times {left}"),
+        ({"n": 2, "max_tokens": 129}, "max_tokens", "256, got 2 times 1 times 129"),
+        ({"logprobs": True}, "logprobs", "100, got {left} + 0"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs", "100, got {twice} + 0"),
+        ({"max_tokens": 1, "prompt_logprobs": 20}, "prompt_logprobs", "100, got 0 + {prompt}"),
+    ],
+)
+def test_what_a_chat_makes_the_server_hold_is_bounded_with_the_max_tokens_it_gets(
+    make_api: MakeApi, fields: dict[str, Any], param: str, got: str
+) -> None:
+    api = make_api(FakeEngineClient(), max_tokens_held=200, max_logprobs_held=100)
+    api.chat()
+    [request] = api.engine.submitted
+    left = request.params.max_tokens
+    error = api.chat(**fields).json()["error"]
+    assert left + len(request.prompt_token_ids) == INFO.max_model_len
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    values = {"left": left, "twice": 2 * left, "prompt": 21 * len(request.prompt_token_ids)}
+    assert error["message"].endswith(" may be at most " + got.format(**values))
+    assert len(api.engine.submitted) == 1
+
+
+def test_the_worst_chat_of_sixty_bytes_is_refused(api: Api) -> None:
+    """Its answer took the server 480 MB."""
+    assert api.chat(n=128, logprobs=True, top_logprobs=20).json()["error"]["param"] == "top_logprobs"
+
+
+def test_every_choice_has_its_own_request(make_api: MakeApi) -> None:
+    api = make_api(FakeEngineClient(), priority_scheduling=True)
     body = api.chat(n=3, max_tokens=2, seed=7, priority=-2, cache_salt="mine").json()
     requests = api.engine.submitted
     assert [(request.choice_index, request.seed, request.priority, request.cache_salt) for request in requests] == [

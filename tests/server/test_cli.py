@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from server.cli import main
 from tests.conftest import MakeGPT2
+from tests.server.serving import Process
 
 
 @pytest.fixture
@@ -123,6 +124,39 @@ def test_a_wrong_variable_is_status_2(run: Any, monkeypatch: pytest.MonkeyPatch)
     assert run("serve")[::2] == (2, "gptserve serve: unknown variable GPTSERVE_PROT; did you mean GPTSERVE_PORT?\n")
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--api-key", "k"), False),
+        (("--host", "127.0.0.1"), False),
+    ],
+)
+def test_a_server_that_others_can_reach_without_a_key_warns(flags: tuple[str, ...], warned: bool) -> None:
+    process = Process("/no/such/model", *flags)  # it ends before it listens
+    status, log = process.wait()
+
+    warnings = [line for line in log.splitlines() if " WARNING " in line]
+    assert status == 1
+    assert len(warnings) == warned
+    assert all(
+        line.endswith("no API key is set: whoever can reach 0.0.0.0 can use this server; see --api-key")
+        for line in warnings
+    )
+
+
+def test_the_variables_of_a_kubernetes_service_are_counted() -> None:
+    injected = {"GPTSERVE_CPU_SERVICE_HOST": "10.0.0.1", "GPTSERVE_PORT": "tcp://10.0.0.1:8000"}
+    _, log = Process("/no/such/model", **injected).wait()
+    _, without = Process("/no/such/model").wait()
+
+    [line] = [line for line in log.splitlines() if "Kubernetes" in line]
+    assert " INFO " in line
+    assert "passed by 2 variables that Kubernetes made for a Service: " in line
+    assert all(variable in line for variable in injected)
+    assert "Kubernetes" not in without
+
+
 def test_the_help_of_serve_names_every_option_once(run: Any) -> None:
     status, out, _ = run("serve", "--help")
 
@@ -177,16 +211,23 @@ def test_complete_bears_the_key_given_or_that_of_the_environment(
     run: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.answer = (200, events("[DONE]"))
-    monkeypatch.setenv("GPTSERVE_API_KEY", "first,second")
+    monkeypatch.setenv("GPTSERVE_API_KEY", "first,key")
 
     run("complete", "x", "--url", url(server))
-    assert server.authorization == "Bearer first"
+    assert server.authorization == "Bearer first,key"
 
     run("complete", "x", "--url", url(server), "--api-key", "third")
     assert server.authorization == "Bearer third"
 
-    run("complete", "x", "--url", url(server), "--api-key", "clé")
-    assert server.authorization.encode("latin-1").decode() == "Bearer clé"
+
+@pytest.mark.parametrize("key", ["", "s3 cret", "s3crét", "s3cret\n"])
+def test_complete_sends_no_wrong_key_and_does_not_show_it(run: Any, server: Any, key: str) -> None:
+    server.answer = (200, events("[DONE]"))
+
+    expected = (
+        "gptserve complete: the API key must be one or more printable ASCII characters without a space, got ***\n"
+    )
+    assert run("complete", "x", "--url", url(server), "--api-key", key) == (2, "", expected)
 
 
 @pytest.mark.parametrize(

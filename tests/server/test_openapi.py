@@ -99,10 +99,21 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
 def test_a_needed_key_is_described(make_api: Callable[..., Api], document: dict[str, Any]) -> None:
     assert "security" not in document
     api = make_api(FakeEngineClient(), api_keys=("k",))
-    guarded = api.get("/openapi.json", headers={"authorization": "Bearer k"}).json()
+    guarded = api.get("/openapi.json").json()
     assert guarded["security"] == [{"key": []}]
-    assert guarded["paths"]["/health"]["get"]["security"] == []
     assert guarded["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
+
+
+@pytest.mark.parametrize("protected", [False, True])
+def test_the_document_says_which_routes_are_open(make_api: Callable[..., Api], protected: bool) -> None:
+    api = make_api(FakeEngineClient(), api_keys=("k",), protect_operations=protected)
+    paths = api.get("/openapi.json", headers={"authorization": "Bearer k"}).json()["paths"]
+    said_open = {path for path in paths if all(operation.get("security") == [] for operation in paths[path].values())}
+    may_refuse = {path for path in paths if any("401" in operation["responses"] for operation in paths[path].values())}
+    assert said_open == {"/health", "/ready"} | (set() if protected else {"/metrics", "/version"})
+    assert may_refuse == set(paths) - said_open
+    for path in set(paths) - {"/v1/completions", "/v1/chat/completions", "/v1/completions/{id}/cancel"}:
+        assert (api.get(path).status_code == 401) == (path not in said_open)
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc"])

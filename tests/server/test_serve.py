@@ -102,7 +102,8 @@ def test_a_second_signal_ends_at_once(launch: Any) -> None:
 @contextlib.contextmanager
 def client_that_does_not_read(client: httpx.Client) -> Iterator[None]:
     """Hold a stream whose client reads nothing; on entry all of it is made, and more than the system buffers."""
-    body = {"prompt": "Once", "max_tokens": 600, "n": 16, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = {"prompt": "Once", "max_tokens": 600, "n": 16, "ignore_eos": True, "stream": True, "logprobs": 4}
+    body["stream_options"] = {"continuous_usage_stats": True}  # so that each event is long
     data = json.dumps(body).encode()
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

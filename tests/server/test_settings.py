@@ -14,11 +14,13 @@ from server.settings import (
     SettingsError,
     add_flags,
     client_api_key,
+    injected_variables,
     load_settings,
     parse_size,
     server_options,
 )
 
+KEY_FILE = str(Path(__file__).parent / "api_keys.txt")
 WRITTEN = {
     "model": "somewhere/else",
     "revision": "main",
@@ -27,6 +29,9 @@ WRITTEN = {
     "host": "0.0.0.0",
     "port": "9000",
     "api-key": "secret-1,secret-2",
+    "api-key-file": KEY_FILE,
+    "protect-operations": "true",
+    "priority-scheduling": "true",
     "ssl-keyfile": __file__,
     "ssl-certfile": __file__,
     "max-body-bytes": "1MiB",
@@ -60,8 +65,18 @@ WRITTEN = {
 }
 """Every option but --config with a value that is not its default."""
 
-SWITCHES = {"in-process": "--in-process", "enable-prefix-caching": "--no-enable-prefix-caching"}
-TLS = {"ssl-keyfile": "GPTSERVE_SSL_CERTFILE", "ssl-certfile": "GPTSERVE_SSL_KEYFILE"}
+SWITCHES = {
+    "in-process": "--in-process",
+    "enable-prefix-caching": "--no-enable-prefix-caching",
+    "protect-operations": "--protect-operations",
+    "priority-scheduling": "--priority-scheduling",
+}
+COMPANIONS = {
+    "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},
+    "ssl-certfile": {"GPTSERVE_SSL_KEYFILE": __file__},
+    "protect-operations": {"GPTSERVE_API_KEY": "secret"},
+}
+"""What an option may be given with only."""
 
 
 def flags(*words: str) -> dict[str, object]:
@@ -118,7 +133,7 @@ def test_the_table_of_this_test_is_complete() -> None:
 def test_an_option_means_the_same_as_flag_variable_and_key(name: str, tmp_path: Path) -> None:
     option = next(option for option in server_options() if option.name == name)
     text = WRITTEN[name]
-    other = {TLS[name]: __file__} if name in TLS else {}
+    other = COMPANIONS.get(name, {})
 
     by_flag = load_settings(flags(SWITCHES[name]) if name in SWITCHES else flags(f"--{name}", text), other)
     by_variable = load_settings({}, other | {option.variable: text})
@@ -140,8 +155,61 @@ def test_toml_numbers_switches_and_lists_are_taken_as_they_are(tmp_path: Path) -
     assert settings.api_keys == ("a", "b")
 
 
-def test_an_api_key_may_be_repeated_or_listed() -> None:
-    assert load_settings(flags("--api-key", "a", "--api-key", "b, c"), {}).api_keys == ("a", "b", "c")
+def test_an_api_key_is_one_key_commas_and_all(tmp_path: Path) -> None:
+    listed = settings_file(tmp_path, 'api-key = ["a,b", "c"]')
+
+    assert load_settings(flags("--api-key", "a,b"), {}).api_keys == ("a,b",)
+    assert load_settings({}, {"GPTSERVE_API_KEY": "a,b"}).api_keys == ("a,b",)
+    assert load_settings(flags("--api-key", "a,b", "--api-key", "c"), {}).api_keys == ("a,b", "c")
+    assert load_settings(listed, {}).api_keys == ("a,b", "c")
+    assert load_settings(settings_file(tmp_path, 'api-key = "a,b"'), {}).api_keys == ("a,b",)
+
+
+@pytest.mark.parametrize("key", ["", "s3 cret", " s3cret", "s3cret\n", "s3crét", "s3cret\x00"])
+def test_a_wrong_key_is_refused_and_not_shown(key: str) -> None:
+    expected = "api-key must be one or more printable ASCII characters without a space, got ***"
+
+    assert message({"api-key": [key]}) == message({}, {"GPTSERVE_API_KEY": key}) == expected
+    assert message(flags("--api-key", "fine", "--api-key", key)) == expected
+
+
+@pytest.mark.parametrize("value", ["7", "[7]", '["a", ["s3cret"]]', '[{a = "s3cret"}]'])
+def test_keys_of_a_settings_file_are_texts(value: str, tmp_path: Path) -> None:
+    file = settings_file(tmp_path, f"api-key = {value}")
+
+    assert message(file) == f"api-key in {file['config']} must be text or a list of texts, got ***"
+
+
+def test_a_broken_file_of_keys_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice s3cret")
+
+    text = message(flags("--api-key-file", str(tmp_path / "keys")))
+
+    assert text.startswith(f"api-key-file: line 1 of {tmp_path / 'keys'} must be a # comment or NAME: KEY")
+    assert "s3cret" not in text
+
+
+def test_operations_are_protected_by_a_key_or_not_at_all() -> None:
+    assert message(flags("--protect-operations")) == "protect-operations needs api-key or api-key-file, got neither"
+    assert load_settings(flags("--protect-operations", "--api-key-file", KEY_FILE), {}).needs_key
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.7", False),
+        ("", False),
+        ("some.host", False),
+    ],
+)
+def test_only_a_loopback_address_is_local(host: str, expected: bool) -> None:
+    assert load_settings(flags("--host", host), {}).is_local is expected
 
 
 def test_the_config_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
@@ -171,10 +239,66 @@ def test_a_file_names_no_further_file(tmp_path: Path) -> None:
     assert message(settings_file(tmp_path, 'config = "other.toml"')).startswith("unknown key config")
 
 
-def test_the_variables_of_a_kubernetes_service_are_explained() -> None:
-    clash = {"GPTSERVE_SERVICE_HOST": "10.0.0.1", "GPTSERVE_PORT": "tcp://10.0.0.1:8000"}
+def of_service(name: str) -> dict[str, str]:
+    """The variables that Kubernetes makes for a Service with a port called http and one for UDP."""
+    return {
+        f"{name}_SERVICE_HOST": "10.0.0.1",
+        f"{name}_SERVICE_PORT": "8000",
+        f"{name}_SERVICE_PORT_HTTP": "8000",
+        f"{name}_SERVICE_PORT_METRICS_2": "8001",
+        f"{name}_PORT": "tcp://10.0.0.1:8000",
+        f"{name}_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        f"{name}_PORT_8000_TCP_PROTO": "tcp",
+        f"{name}_PORT_8000_TCP_PORT": "8000",
+        f"{name}_PORT_8000_TCP_ADDR": "10.0.0.1",
+        f"{name}_PORT_53_UDP": "udp://10.0.0.1:53",
+        f"{name}_PORT_53_UDP_PROTO": "udp",
+        f"{name}_PORT_53_UDP_PORT": "53",
+        f"{name}_PORT_53_UDP_ADDR": "10.0.0.1",
+        f"{name}_PORT_99_SCTP": "sctp://10.0.0.1:99",
+    }
 
-    assert "enableServiceLinks: false" in message({}, clash)
+
+@pytest.mark.parametrize("service", ["GPTSERVE", "GPTSERVE_ANYTHING", "GPTSERVE_CPU_2", "GPTSERVE_MAX_NUM_SEQS"])
+def test_what_kubernetes_makes_for_a_service_is_passed_by(service: str) -> None:
+    injected = of_service(service)
+
+    settings = load_settings({}, {**injected, "GPTSERVE_MAX_NUM_SEQS": "3"})
+
+    assert (settings.port, settings.engine.max_num_seqs) == (8000, 3)
+    assert list(settings.sources) == ["max-num-seqs"]
+    assert injected_variables({**injected, "GPTSERVE_MAX_NUM_SEQS": "3", "OTHER_PORT": "tcp://1"}) == list(injected)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("GPTSERVE_PROT", "tcp://10.0.0.1:8000"),
+        ("GPTSERVE_HTTP_PORT", "8000"),
+        ("GPTSERVE_SERVICE", "10.0.0.1"),
+        ("GPTSERVE_SERVICE_HOSTS", "10.0.0.1"),
+        ("GPTSERVE_PORT_HTTP", "8000"),
+        ("GPTSERVE_PORT_8000", "8000"),
+        ("GPTSERVE_PORT_8000_TCP_HOST", "10.0.0.1"),
+        ("GPTSERVE_MAX_NUM_SEQ", "8"),
+    ],
+)
+def test_a_variable_that_kubernetes_never_makes_is_unknown(variable: str, value: str) -> None:
+    assert message({}, {**of_service("GPTSERVE"), variable: value}).startswith(f"unknown variable {variable}")
+
+
+@pytest.mark.parametrize("variable", [option.variable for option in server_options()])
+def test_no_option_is_taken_for_a_variable_of_kubernetes(variable: str) -> None:
+    for value in ("", "8000", "10.0.0.1", "tcp", "true"):
+        assert injected_variables({variable: value}) == []
+    is_taken = injected_variables({variable: "tcp://10.0.0.1:8000"}) == [variable]
+    assert is_taken == (variable == "GPTSERVE_PORT")
+
+
+def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
+    assert message({}, {"GPTSERVE_PORT": "http://10.0.0.1"}) == (
+        "GPTSERVE_PORT must be a whole number, got 'http://10.0.0.1'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +321,7 @@ def test_the_variables_of_a_kubernetes_service_are_explained() -> None:
         (("--engine-stall-timeout", "0"), "engine-stall-timeout must be over 0 seconds, got 0.0"),
         (("--max-body-bytes", "0"), "max-body-bytes must be at least 1, got 0"),
         (("--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1, got 0"),
-        (("--api-key", ""), "api-key must not be empty"),
+        (("--api-key-file", "no"), "api-key-file must be a file that can be read, got no: No such file or directory"),
         (("--ssl-keyfile", __file__), "ssl-keyfile and ssl-certfile go together"),
         (("--ssl-keyfile", "no", "--ssl-certfile", __file__), "ssl-keyfile must be a file, got no"),
         (("--chat-template", "no"), "chat-template must be a file or 'plain', got 'no'"),
@@ -220,6 +344,7 @@ def test_a_wrong_variable_and_a_wrong_key_say_where_they_stand(tmp_path: Path) -
     [
         ("port = ", "config must be a TOML file"),
         ("[port]\nx = 1", "port in {path} must be one plain value, got a table"),
+        ("host = ['::1']", "host in {path} must be one plain value, got a list"),
         ("log-level = 'info'\nlog_level = 'debug'", "log_level in {path} must be one plain value, got two"),
     ],
 )
@@ -265,6 +390,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_a_client_bears_the_first_key_of_the_server() -> None:
-    assert client_api_key({"GPTSERVE_API_KEY": " a, b"}) == "a"
+def test_a_client_bears_the_key_of_the_server() -> None:
+    assert client_api_key({"GPTSERVE_API_KEY": "a,b"}) == "a,b"
+    assert client_api_key({"GPTSERVE_API_KEY": ""}) is None
     assert client_api_key({}) is None

@@ -1,0 +1,21 @@
+"""The name of the CPU that results were measured on, as the machine itself tells it. Every benchmark prints it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def cpu_name(cpuinfo: Path = CPUINFO) -> str:
+    """Return the model of the CPU and how many cores this process may use; the architecture where there is no model."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None  # not Linux
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{name}, {num_cores} {'core' if num_cores == 1 else 'cores'}"

@@ -1,0 +1,130 @@
+"""API keys and the names of their owners, from options and from a file that is read again when it changes.
+
+Knows no HTTP. `settings.py` checks keys with it; `auth.py` asks it for every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+KEY_RULE = "one or more printable ASCII characters without a space"
+LINE_RULE = "a # comment or NAME: KEY, a name of 1 to 64 letters, digits and ._@+- and a key without a space"
+MAX_FILE_BYTES = 2**17  # some 2,000 keys; they are read on the event loop, in a few milliseconds
+CHECK_INTERVAL_S = 1.0  # how long a key that was taken out of the file may still open
+
+_KEY = re.compile(r"[!-~]+")
+_LINE = re.compile(r"([\w.@+-]{1,64}):[ \t]*([!-~]+)", re.ASCII)
+
+logger = logging.getLogger(__name__)
+
+
+class KeyFileError(Exception):
+    """The file of keys cannot be used; the message says why and holds no key."""
+
+
+def is_key(text: str) -> bool:
+    """Return whether `text` can be a key: KEY_RULE."""
+    return _KEY.fullmatch(text) is not None
+
+
+def read_key_file(path: Path) -> dict[str, str]:
+    """Return the owner's name by key. Several keys may have one owner. Raises KeyFileError."""
+    try:
+        text = _read(path).decode("utf-8-sig")
+    except OSError as error:
+        raise KeyFileError(f"api-key-file must be a file that can be read, got {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise KeyFileError(f"api-key-file must be UTF-8, got something else at byte {error.start} of {path}") from None
+    names: dict[str, str] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.fullmatch(line.strip())
+        if match is None:
+            raise KeyFileError(f"api-key-file: line {number} of {path} must be {LINE_RULE}")
+        name, key = match.groups()
+        if names.setdefault(key, name) != name:
+            raise KeyFileError(f"api-key-file: line {number} of {path} gives {name} a key that {names[key]} has")
+    if not names:
+        raise KeyFileError(f"api-key-file must hold at least one key, got none in {path}")
+    return names
+
+
+class ApiKeys:
+    """The keys that requests may bear. It holds their SHA-256 digests only.
+
+    The keys of options are called key-1, key-2 and so on, those of the file as it says. The file is looked at every
+    CHECK_INTERVAL_S at most, when a key is asked for. While it cannot be used, the keys read last stay valid.
+    """
+
+    def __init__(
+        self, keys: Sequence[str] = (), file: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Read the file, which may raise KeyFileError."""
+        self._of_options = _by_digest({key: f"key-{number}" for number, key in enumerate(keys, 1)})
+        self._names = self._of_options
+        self._file = file
+        self._clock = clock
+        self._check_at = clock() + CHECK_INTERVAL_S
+        self._version: object = None
+        if file is not None:
+            self._version = _version(file)
+            self._names = self._of_options | _by_digest(read_key_file(file))
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether a request must bear a key."""
+        return bool(self._names)
+
+    def name_of(self, key: bytes) -> str | None:
+        """Return the name of the key's owner, or None for a key that is not valid."""
+        self._follow_file()
+        # Whoever guesses a key cannot choose its digest, so the time of this search tells nothing about other keys.
+        return self._names.get(hashlib.sha256(key).digest())
+
+    def _follow_file(self) -> None:
+        if self._file is None or self._clock() < self._check_at:
+            return
+        self._check_at = self._clock() + CHECK_INTERVAL_S
+        version = _version(self._file)  # taken before reading: a later change gives another one
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            names = read_key_file(self._file)
+        except KeyFileError as error:
+            logger.error("%s; the keys read before stay valid", error)
+            return
+        self._names = self._of_options | _by_digest(names)
+        logger.info("read %d keys from %s, which has changed", len(names), self._file)
+
+
+def _by_digest(names: Mapping[str, str]) -> dict[bytes, str]:
+    return {hashlib.sha256(key.encode()).digest(): name for key, name in names.items()}
+
+
+def _version(path: Path) -> object:
+    """Return what is different after the file was written, replaced or removed."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        return error.errno
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a regular file. Opening a pipe would wait for its writer. Raises KeyFileError, OSError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise KeyFileError(f"api-key-file must be a regular file, got {path}")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise KeyFileError(f"api-key-file may have at most {MAX_FILE_BYTES} bytes, got more in {path}")
+    return content

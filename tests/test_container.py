@@ -1,0 +1,157 @@
+"""What compose.yaml and the Dockerfile give to the server in the container, read without an engine for containers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from server.settings import load_settings, server_options
+
+ROOT = Path(__file__).parents[1]
+UID = "1000"
+
+
+def instructions(stage: str) -> list[tuple[str, str]]:
+    """Return the instructions of a stage of the Dockerfile and of those it begins with, in order."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    stages: dict[str, list[tuple[str, str]]] = {}
+    current: list[tuple[str, str]] = []
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            base, _, name = rest.partition(" AS ")
+            current = stages[name] = list(stages.get(base, []))
+        else:
+            current.append((word, rest))
+    return stages[stage]
+
+
+def image_environment(stage: str) -> dict[str, str]:
+    pairs = [pair for word, rest in instructions(stage) if word == "ENV" for pair in shlex.split(rest)]
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(params=["gptserve", "cpu"])
+def service(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = compose()["services"][request.param]
+    return found
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """Return what is mounted, by its path in the container."""
+    return {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
+
+
+def test_the_secrets_of_the_shell_reach_the_server(service: dict[str, Any]) -> None:
+    assert {"HF_TOKEN", "GPTSERVE_API_KEY"} <= set(service["environment"])
+
+
+def test_every_setting_reaches_the_server_from_one_file_that_may_be_missing(service: dict[str, Any]) -> None:
+    assert service["env_file"] == [{"path": ".env", "required": False}]
+    # A name without a value takes it from the shell or from .env: in any other file it would be unset again.
+    assert {file["path"] for file in service["env_file"]} == {".env"}
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert ".env" in ignored, "it holds secrets"
+
+
+def test_what_compose_sets_is_valid_and_nothing_else(service: dict[str, Any]) -> None:
+    known = {option.variable for option in server_options()} | {"HF_TOKEN"}
+    given = dict(entry.partition("=")[::2] for entry in service["environment"])
+    settings = load_settings({}, {name: value for name, value in given.items() if value})
+
+    assert set(given) <= known
+    assert settings.state_dir == Path("/state")
+
+
+def test_the_state_is_on_a_volume_that_outlives_the_container(service: dict[str, Any]) -> None:
+    given = dict(entry.partition("=")[::2] for entry in service["environment"])
+    volume = mounts(service)[given["GPTSERVE_STATE_DIR"]]
+
+    assert volume in compose()["volumes"]
+
+
+def test_a_model_of_this_machine_is_where_the_comment_says(service: dict[str, Any]) -> None:
+    text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    [source] = [source for target, source in mounts(service).items() if target == "/models"]
+
+    assert "/models/NAME for the folder ./models/NAME" in text
+    assert source == "./models"
+    assert service["command"] == "serve ${MODEL:-}"
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda"])
+def test_the_server_owns_the_folders_it_writes_to(stage: str, service: dict[str, Any]) -> None:
+    commands = [shlex.split(part) for word, rest in instructions(stage) if word == "RUN" for part in rest.split("&&")]
+    [install] = [command for command in commands if command[0] == "install"]
+    writable = {target for target, source in mounts(service).items() if source in compose()["volumes"]}
+
+    assert install[:6] == ["install", "--directory", "--owner", UID, "--group", UID]
+    assert writable <= set(install[6:])
+    assert all(PurePosixPath(folder).is_absolute() for folder in install[6:])
+    assert image_environment(stage)["HF_HOME"] in install[6:]
+    assert [rest for word, rest in instructions(stage) if word == "USER"] == [f"{UID}:{UID}"]
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda"])
+def test_the_state_can_be_written_in_a_container_whose_own_files_are_read_only(stage: str) -> None:
+    words = [word for word, _ in instructions(stage)]
+
+    assert ("VOLUME", "/state") in instructions(stage)
+    assert words.index("RUN") < words.index("VOLUME"), "a volume takes its owner from the folder as it is then"
+
+
+class Health(BaseHTTPRequestHandler):
+    """Says that all is well."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield http.server_port
+        http.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_well"), [(None, True), ("{port}", True), ("tcp://10.0.0.1:8000", True), ("1", False)]
+)
+def test_the_health_check_asks_the_port_that_the_server_has(port: int, given: str | None, is_well: bool) -> None:
+    [check] = [rest for word, rest in instructions("cpu") if word == "HEALTHCHECK"]
+    _, flag, code = json.loads(check.partition("CMD ")[2])
+    environment = {} if given is None else {"GPTSERVE_PORT": given.format(port=port)}
+    command = [sys.executable, flag, code.replace("8000", str(port))]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+
+    assert (done.returncode == 0) == is_well, done.stderr
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda"])
+def test_the_settings_of_the_image_are_valid(stage: str) -> None:
+    settings = load_settings({}, image_environment(stage))
+
+    assert settings.host == "0.0.0.0"
