@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.loop import StepEngine
 from engine.model_runner import StepResult
 from engine.schedule import ScheduledBatch
-from tests.engine.fake_step_engine import count
+from tests.engine import held_engine
+from tests.engine.fake_step_engine import count, count_hang
 
 Death = Literal["kill", "segfault", "hang", "no memory"]
 POISON = 13, 13, 13
@@ -35,22 +38,23 @@ def load(
         nonlocal num_runs
         num_runs += 1
         if num_runs == step or (way == "no memory" and 0 < step < num_runs):
-            die(way)
+            die(way, tally)
         if any(item.sequence.request.prompt_token_ids[:3] == POISON for item in batch.items):
-            die(of_poison)
+            die(of_poison, tally)
         return compute(batch)
 
     engine._runner.run = run  # type: ignore[method-assign]
     return engine
 
 
-def load_in_server(config: EngineConfig, _log_format: str, _log_level: str) -> Engine:
-    """Take the place of server.logs.load_logging_engine: an engine that only POISON kills."""
-    return load(config, "", {})
+def load_in_server(config: EngineConfig, _log_format: str, _log_level: str) -> StepEngine:
+    """Take the place of server.logs.load_logging_engine: an engine that only POISON kills, and that a gate may hold."""
+    return held_engine.load_in_server(functools.partial(load, config, "", {}))
 
 
-def die(way: Death) -> None:
+def die(way: Death, tally: str = "") -> None:
     if way == "hang":
+        count_hang(tally)
         while True:
             pass
     if way == "no memory":
