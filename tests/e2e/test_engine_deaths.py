@@ -95,7 +95,14 @@ async def all_events(url: httpx.URL, harm: Harm | None = None) -> list[Events]:
         return list(await asyncio.gather(*tasks))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGSEGV, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
 def test_32_clients_notice_nothing(launch: Launch, gate: EngineGate, number: signal.Signals) -> None:
     server = launch(*(("--engine-stall-timeout", "5") if number == signal.SIGSTOP else ()))
 

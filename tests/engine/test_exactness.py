@@ -32,6 +32,8 @@ from weights.tokenizer import Tokenizer
 Result = tuple[list[int], list[TokenLogprobs]]
 STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
 NUM_REQUESTS = 64
+NUM_FIRST = 16
+"""What the tests that are not slow compare."""
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -74,9 +76,10 @@ def results(engine: Engine, chosen: tuple[Request, ...]) -> dict[str, Result]:
 
 
 @functools.cache
-def alone(backend: str, dtype: str) -> dict[str, Result]:
+def alone(backend: str, dtype: str, num_requests: int = NUM_REQUESTS) -> dict[str, Result]:
     engine = make_engine(STORYTELLER, attention_backend=backend, dtype=dtype, enable_prefix_caching=False)
-    return {request.request_id: results(engine, (request,))[request.request_id] for request in requests()}
+    chosen = requests()[:num_requests]
+    return {request.request_id: results(engine, (request,))[request.request_id] for request in chosen}
 
 
 def reseeded() -> tuple[Request, ...]:
@@ -84,6 +87,16 @@ def reseeded() -> tuple[Request, ...]:
     return tuple(replace(r, seed=r.seed + 1000) for r in requests() if not is_greedy(r.params))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", AXES)
+def test_the_first_requests_alone_equal_those_under_any_load(axis: str, dtype: str) -> None:
+    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, "dtype": dtype, **AXES[axis]})
+    assert results(engine, requests()[:NUM_FIRST]) == alone("auto", dtype, NUM_FIRST)
+    assert engine.stats.num_preemptions > 0 or "preempted" not in axis
+    assert engine.stats.num_accepted_tokens > 0 or "drafts" not in axis
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis", AXES)
 def test_alone_equals_under_any_load(axis: str, dtype: str) -> None:
@@ -95,9 +108,15 @@ def test_alone_equals_under_any_load(axis: str, dtype: str) -> None:
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
+@pytest.mark.slow
 def test_alone_equals_in_a_batch_with_the_reference_backend() -> None:
     engine = make_engine(STORYTELLER, attention_backend="reference", max_num_batched_tokens=64)
     compare("reference backend, a budget of 64 tokens", results(engine, requests()), alone("reference", "float32"))
+
+
+def test_the_first_requests_alone_equal_those_in_a_batch_with_the_reference_backend() -> None:
+    engine = make_engine(STORYTELLER, attention_backend="reference", max_num_batched_tokens=64)
+    assert results(engine, requests()[:NUM_FIRST]) == alone("reference", "float32", NUM_FIRST)
 
 
 def test_alone_equals_with_a_warm_prefix_cache() -> None:
@@ -167,6 +186,15 @@ def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str) -> None:
     assert drafting.stats.num_steps < 0.5 * plain.stats.num_steps
 
 
+def test_what_changes_numbers_of_the_first_requests_is_seen() -> None:
+    first, other = (alone("auto", dtype, NUM_FIRST) for dtype in ("float32", "bfloat16"))
+    assert sum(first[i] != other[i] for i in first) > NUM_FIRST // 2
+    if make_engine(STORYTELLER).info.attention_backend != "reference":
+        other = alone("reference", "float32", NUM_FIRST)
+        assert sum(first[i] != other[i] for i in first) > NUM_FIRST // 2
+
+
+@pytest.mark.slow
 def test_what_changes_numbers_is_seen() -> None:
     """The negative controls: another seed gives other samples, another order of sums other logprobs."""
     first = alone("auto", "float32")

@@ -367,10 +367,10 @@ def supervise_real(
     ("deaths", "kinds"),
     [
         ({1: ("kill", 20)}, {"killed": 1}),
-        ({1: ("segfault", 20)}, {"killed": 1}),
-        ({1: ("kill", 3), 2: ("kill", 30)}, {"killed": 2}),
-        ({1: ("kill", 30), 2: ("segfault", 2)}, {"killed": 2}),
-        ({1: ("kill", 20), 2: ("kill", 0)}, {"killed": 1, "load": 1}),
+        pytest.param({1: ("segfault", 20)}, {"killed": 1}, marks=pytest.mark.slow),
+        pytest.param({1: ("kill", 3), 2: ("kill", 30)}, {"killed": 2}, marks=pytest.mark.slow),
+        pytest.param({1: ("kill", 30), 2: ("segfault", 2)}, {"killed": 2}, marks=pytest.mark.slow),
+        pytest.param({1: ("kill", 20), 2: ("kill", 0)}, {"killed": 1, "load": 1}, marks=pytest.mark.slow),
         ({1: ("no memory", 20)}, {"raised": 1}),
         ({1: ("hang", 20)}, {"stalled": 1}),
     ],
@@ -394,7 +394,7 @@ def test_32_live_streams_get_what_they_would_have_got(
     run_hurried(test())
 
 
-@pytest.mark.parametrize("way", ["kill", "no memory"])
+@pytest.mark.parametrize("way", [pytest.param("kill", marks=[pytest.mark.slow, pytest.mark.timeout(600)]), "no memory"])
 def test_31_live_streams_finish_beside_a_poison(
     storyteller: Path, tmp_path: Path, undisturbed: dict[str, Result], way: mortal.Death
 ) -> None:

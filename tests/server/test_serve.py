@@ -363,6 +363,9 @@ def test_a_failing_start_is_one_sentence_and_status_1(flags: tuple[str, ...], ex
     assert_one_sentence(status, log, expected)
 
 
+UNREADABLE = "model.safetensors is not a readable safetensors file: "
+
+
 def truncate(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 10**6)
 
@@ -413,12 +416,12 @@ def rewrite_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (truncate, "model.safetensors is not a readable safetensors file: "),
-        (claim_a_giant_header, "model.safetensors is not a readable safetensors file: "),
-        (place_a_tensor_past_the_end, "model.safetensors is not a readable safetensors file: "),
+        (truncate, UNREADABLE),
+        pytest.param(claim_a_giant_header, UNREADABLE, marks=pytest.mark.slow),
+        pytest.param(place_a_tensor_past_the_end, UNREADABLE, marks=pytest.mark.slow),
         (lose_a_tensor, "h.0.attn.c_attn.weight), 1 unexpected ('lost')"),
         (claim_heads_that_do_not_divide, "config.json: n_embd must be a multiple of n_head (7), got "),
-        (claim_more_layers, "do not fit its config.json: "),
+        pytest.param(claim_more_layers, "do not fit its config.json: ", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_model_is_one_sentence_and_status_1(
