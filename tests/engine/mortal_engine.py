@@ -1,4 +1,4 @@
-"""The real engine, told when and how to die; a spawned child imports it by name."""
+"""The real engine, told when and how to die; a spawned child imports it by name, and its server without torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import functools
 import os
 import signal
 from collections.abc import Mapping
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.loop import StepEngine
-from engine.model_runner import StepResult
 from engine.schedule import ScheduledBatch
 from tests.engine import held_engine
 from tests.engine.fake_step_engine import count, count_hang
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.model_runner import StepResult
 
 Death = Literal["kill", "segfault", "hang", "no memory"]
 POISON = 13, 13, 13
@@ -27,6 +27,8 @@ def load(
     config: EngineConfig, tally: str, deaths: Mapping[int, tuple[Death, int]], of_poison: Death = "kill"
 ) -> Engine:
     """Load an engine that dies as `deaths` says: by the number of the load, from 1, the way and the step."""
+    from engine.engine import Engine
+
     number = count(tally) if tally else 0
     if deaths.get(number) == ("kill", 0):
         die("kill")
@@ -58,5 +60,7 @@ def die(way: Death, tally: str = "") -> None:
         while True:
             pass
     if way == "no memory":
+        import torch
+
         torch.empty(2**60)
     os.kill(os.getpid(), signal.SIGSEGV if way == "segfault" else signal.SIGKILL)
