@@ -30,6 +30,7 @@ BODIES: list[dict[str, Any]] = [
     }
     for seed, prompt in enumerate(["Once upon a time", "The fox", "A long way from here,", "Mia said"] * 8)
 ]
+pytestmark = pytest.mark.timeout(600)  # an engine is loaded up to five times
 Launch = Callable[..., Process]
 Harm = Callable[[httpx.AsyncClient], Awaitable[None]]
 Events = dict[int, list[Any]]
