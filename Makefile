@@ -11,17 +11,22 @@ bin := $(venv)/bin
 # A running server holds the compiled kernel open: the new one must be a new file, for pip writes into the old one.
 install := rm -f engine/attention/_cpu_paged*.so && \
 	$(bin)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# One process a core; each takes 1 GB, so at most four. The slowest tests are named, if they are slow.
+pytest := $(bin)/pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations 20 --durations-min 5
 # What an installation depends on: the metadata, the pins and the kernel that it compiles.
 inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/attention/*.cpp engine/attention/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: serve test check bench image gpu help
+.PHONY: serve test test-all check bench image gpu help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
 
-test: $(venv)/developing  ## run the tests, or ARGS="tests/engine -k name"
-	$(bin)/pytest $(ARGS)
+test: $(venv)/developing  ## run the tests but the slow ones, or ARGS="tests/engine -k name"
+	$(pytest) $(ARGS)
+
+test-all: $(venv)/developing  ## run all tests that need no CUDA device
+	$(pytest) -m 'not gpu' $(ARGS)
 
 check: $(venv)/developing  ## lint, formatting, types, import directions, size budget, spelling
 	$(bin)/ruff check .
@@ -42,7 +47,7 @@ image:  ## build the container image gptserve; TARGET=cuda for the one with the 
 	docker build --target $(TARGET) --tag gptserve $(ARGS) .
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # pip is the last that comes into a new environment, so that one that stopped half-way is begun again.
 $(bin)/pip:

@@ -1,14 +1,32 @@
-"""Fixtures every test may use: tiny random GPT-2 checkpoints written by transformers, and the embedded model."""
+"""Fixtures every test may use: tiny random GPT-2 checkpoints written by transformers, and the embedded model.
+
+A test process that leaves anything behind fails.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.leaks import holdings, wait_until_gone
+
+# Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
+# many short parallel regions waits for the one that is not running. Child processes inherit this.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 MakeGPT2 = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    before = holdings()
+    yield
+    left = wait_until_gone(before)
+    assert not left, f"the tests of this process leave behind: {left}"
 
 
 @pytest.fixture(scope="session")

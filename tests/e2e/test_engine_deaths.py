@@ -5,24 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.engine.mortal_engine import POISON
-from tests.server.serving import LIMIT_S, Process
+from tests.server.serving import LIMIT_S, MORTAL, Process
 
-POISONABLE = """
-import sys
-import server.serve
-from tests.engine import mortal_engine
-from server.cli import main
-server.serve.load_logging_engine = mortal_engine.load_in_server
-main(sys.argv[1:])
-"""
 BODIES: list[dict[str, Any]] = [
     {
         "prompt": prompt,
@@ -36,15 +30,29 @@ BODIES: list[dict[str, Any]] = [
     }
     for seed, prompt in enumerate(["Once upon a time", "The fox", "A long way from here,", "Mia said"] * 8)
 ]
+pytestmark = pytest.mark.timeout(600)  # an engine is loaded up to five times
+Launch = Callable[..., Process]
+Harm = Callable[[httpx.AsyncClient], Awaitable[None]]
 Events = dict[int, list[Any]]
 """What each choice's events add to it, by its index: whose comes first is for the scheduler to say."""
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[Process]:
-    process = Process("--engine-stall-timeout", "5", main=POISONABLE)
-    yield process
-    process.kill()
+def gate(tmp_path: Path) -> EngineGate:
+    return EngineGate(tmp_path)
+
+
+@pytest.fixture
+def launch(gate: EngineGate) -> Iterator[Launch]:
+    launched: list[Process] = []
+
+    def start(*flags: str) -> Process:
+        launched.append(Process(*flags, main=MORTAL, **{VARIABLE: str(gate.folder)}))
+        return launched[-1]
+
+    yield start
+    for process in launched:
+        process.kill()
 
 
 async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event) -> Events:
@@ -76,27 +84,42 @@ async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyn
     return events
 
 
-async def all_events(url: httpx.URL, process: Process | None = None, number: int = 0) -> list[Events]:
-    """Run BODIES at once and return their events; send a signal to the engine of `process` once all streams run."""
+async def all_events(url: httpx.URL, harm: Harm | None = None) -> list[Events]:
+    """Run BODIES at once and return their events; do harm once all streams run."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits) as client:
         begun = [asyncio.Event() for _ in BODIES]
         tasks = [asyncio.create_task(events_of(client, *pair)) for pair in zip(BODIES, begun, strict=True)]
         await asyncio.gather(*(event.wait() for event in begun))
-        if process is not None:
-            process.engine().send_signal(number)
-            line = await asyncio.to_thread(process.wait_for_line, "starting another one for")
-            assert int(line.split(" live requests")[0].split()[-1]) > len(BODIES) // 2, "it died too late"
-            assert (await client.get("/ready")).json()["error"]["code"] == "engine_restarting"
-            assert (await client.get("/health")).status_code == 200
+        if harm is not None:
+            await harm(client)
         return list(await asyncio.gather(*tasks))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_32_clients_notice_nothing(server: Process, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGSEGV, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_32_clients_notice_nothing(launch: Launch, gate: EngineGate, number: signal.Signals) -> None:
+    server = launch(*(("--engine-stall-timeout", "5") if number == signal.SIGSTOP else ()))
+
+    async def signal_the_engine(client: httpx.AsyncClient) -> None:
+        gate.shut_to_new()
+        server.engine().send_signal(number)
+        line = await asyncio.to_thread(server.wait_for_line, "starting another one for")
+        assert int(line.split(" live requests")[0].split()[-1]) > len(BODIES) // 2, "it died too late"
+        assert (await client.get("/ready")).json()["error"]["code"] == "engine_restarting"
+        assert (await client.get("/health")).status_code == 200
+        gate.open()
+
     with server.wait_until_ready() as client:
         undisturbed = asyncio.run(all_events(client.base_url))
-        assert asyncio.run(all_events(client.base_url, server, number)) == undisturbed
+        gate.shut()
+        assert asyncio.run(all_events(client.base_url, signal_the_engine)) == undisturbed
         kind = "stalled" if number == signal.SIGSTOP else "killed"
         assert f'kind="{kind}",model_name="storyteller"}} 1.0' in client.get("/metrics").text
         assert client.get("/ready").status_code == 200
@@ -108,7 +131,8 @@ def test_32_clients_notice_nothing(server: Process, number: signal.Signals) -> N
     )
 
 
-def test_a_poison_gets_status_500_and_its_31_neighbours_what_they_asked_for(server: Process) -> None:
+def test_a_poison_gets_status_500_and_its_31_neighbours_what_they_asked_for(launch: Launch) -> None:
+    server = launch()
     with server.wait_until_ready() as client:
         undisturbed = asyncio.run(all_events(client.base_url))
 

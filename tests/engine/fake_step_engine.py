@@ -39,12 +39,16 @@ INFO = EngineInfo(
 
 
 class FakeStepEngine:
-    """gate is a FIFO: a step over WAIT, like a load that waits, reads one byte of it before it goes on."""
+    """gate is a FIFO: a step over WAIT, like a load that waits, reads one byte of it before it goes on.
 
-    def __init__(self, info: EngineInfo, gate: str, step_s: float) -> None:
+    tally, if there is one, is the file whose neighbour counts the steps that hang (see `count_hang`).
+    """
+
+    def __init__(self, info: EngineInfo, gate: str, step_s: float, tally: str = "") -> None:
         self.info = info
         self._gate = gate
         self._step_s = step_s
+        self._tally = tally
         self._requests: dict[str, Request] = {}
         self._num_done: dict[str, int] = {}
         self._num_steps = 0
@@ -101,6 +105,7 @@ class FakeStepEngine:
             wait(self._gate)
         if what == HANG:
             os.write(1, b"hangs\n")
+            count_hang(self._tally)
             ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter locked, as a stuck extension would
         if what == EXIT:
             os._exit(7)
@@ -124,6 +129,17 @@ def count(tally: str) -> int:
     return os.path.getsize(tally)
 
 
+def count_hang(tally: str) -> None:
+    if tally:
+        count(f"{tally}.hangs")
+
+
+def num_hangs(tally: str) -> int:
+    """Return how many steps hung in the engines that share this tally."""
+    path = f"{tally}.hangs"
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
 def load(
     gate: str = "",
     loading: Literal["succeeds", "waits", "waits after the first", "refuses", "raises", "is killed"] = "succeeds",
@@ -138,7 +154,7 @@ def load(
     if number in failing_loads:
         raise InvalidConfigError(f"load {number} was told to fail")
     if number in changed_loads:
-        return FakeStepEngine(dataclasses.replace(INFO, fingerprint="changed"), gate, step_s)
+        return FakeStepEngine(dataclasses.replace(INFO, fingerprint="changed"), gate, step_s, tally)
     if loading == "waits" or (loading == "waits after the first" and number > 1):
         wait(gate)
     if loading == "refuses":
@@ -147,4 +163,4 @@ def load(
         raise ZeroDivisionError("told to raise")
     if loading == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    return FakeStepEngine(dataclasses.replace(INFO, **info), gate, step_s)
+    return FakeStepEngine(dataclasses.replace(INFO, **info), gate, step_s, tally)

@@ -1,19 +1,22 @@
-"""The real engine, told when and how to die; a spawned child imports it by name."""
+"""The real engine, told when and how to die; a spawned child imports it by name, and its server without torch."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Mapping
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.model_runner import StepResult
+from engine.loop import StepEngine
 from engine.schedule import ScheduledBatch
-from tests.engine.fake_step_engine import count
+from tests.engine import held_engine
+from tests.engine.fake_step_engine import count, count_hang
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.model_runner import StepResult
 
 Death = Literal["kill", "segfault", "hang", "no memory"]
 POISON = 13, 13, 13
@@ -24,6 +27,8 @@ def load(
     config: EngineConfig, tally: str, deaths: Mapping[int, tuple[Death, int]], of_poison: Death = "kill"
 ) -> Engine:
     """Load an engine that dies as `deaths` says: by the number of the load, from 1, the way and the step."""
+    from engine.engine import Engine
+
     number = count(tally) if tally else 0
     if deaths.get(number) == ("kill", 0):
         die("kill")
@@ -35,24 +40,27 @@ def load(
         nonlocal num_runs
         num_runs += 1
         if num_runs == step or (way == "no memory" and 0 < step < num_runs):
-            die(way)
+            die(way, tally)
         if any(item.sequence.request.prompt_token_ids[:3] == POISON for item in batch.items):
-            die(of_poison)
+            die(of_poison, tally)
         return compute(batch)
 
     engine._runner.run = run  # type: ignore[method-assign]
     return engine
 
 
-def load_in_server(config: EngineConfig, _log_format: str, _log_level: str) -> Engine:
-    """Take the place of server.logs.load_logging_engine: an engine that only POISON kills."""
-    return load(config, "", {})
+def load_in_server(config: EngineConfig, _log_format: str, _log_level: str) -> StepEngine:
+    """Take the place of server.logs.load_logging_engine: an engine that only POISON kills, and that a gate may hold."""
+    return held_engine.load_in_server(functools.partial(load, config, "", {}))
 
 
-def die(way: Death) -> None:
+def die(way: Death, tally: str = "") -> None:
     if way == "hang":
+        count_hang(tally)
         while True:
             pass
     if way == "no memory":
+        import torch
+
         torch.empty(2**60)
     os.kill(os.getpid(), signal.SIGSEGV if way == "segfault" else signal.SIGKILL)

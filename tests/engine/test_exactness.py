@@ -36,6 +36,8 @@ from weights.tokenizer import Tokenizer
 Result = tuple[list[int], list[TokenLogprobs]]
 STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
 NUM_REQUESTS = 64
+NUM_FIRST = 16
+"""What the tests that are not slow compare."""
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -78,9 +80,10 @@ def results(engine: Engine, chosen: tuple[Request, ...]) -> dict[str, Result]:
 
 
 @functools.cache
-def alone(backend: str, dtype: str) -> dict[str, Result]:
+def alone(backend: str, dtype: str, num_requests: int = NUM_REQUESTS) -> dict[str, Result]:
     engine = make_engine(STORYTELLER, attention_backend=backend, dtype=dtype, enable_prefix_caching=False)
-    return {request.request_id: results(engine, (request,))[request.request_id] for request in requests()}
+    chosen = requests()[:num_requests]
+    return {request.request_id: results(engine, (request,))[request.request_id] for request in chosen}
 
 
 def reseeded() -> tuple[Request, ...]:
@@ -90,8 +93,22 @@ def reseeded() -> tuple[Request, ...]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis", AXES)
-def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_requests_alone_equal_those_under_any_load(
+    axis: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "threads" in axis:  # left alone, steps of so small a model get one
+        force_threads((2,), monkeypatch)
+    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, "dtype": dtype, **AXES[axis]})
+    assert results(engine, requests()[:NUM_FIRST]) == alone("auto", dtype, NUM_FIRST)
+    assert engine.stats.num_preemptions > 0 or "preempted" not in axis
+    assert engine.stats.num_accepted_tokens > 0 or "drafts" not in axis
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", AXES)
+def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "threads" in axis:
         force_threads((2,), monkeypatch)
     engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, "dtype": dtype, **AXES[axis]})
     compare(f"{axis}, {dtype}", results(engine, requests()), alone("auto", dtype))
@@ -129,9 +146,15 @@ def test_threads_that_change_in_mid_sequence_change_no_bit(
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_alone_equals_in_a_batch_with_the_reference_backend() -> None:
     engine = make_engine(STORYTELLER, attention_backend="reference", max_num_batched_tokens=64)
     compare("reference backend, a budget of 64 tokens", results(engine, requests()), alone("reference", "float32"))
+
+
+def test_the_first_requests_alone_equal_those_in_a_batch_with_the_reference_backend() -> None:
+    engine = make_engine(STORYTELLER, attention_backend="reference", max_num_batched_tokens=64)
+    assert results(engine, requests()[:NUM_FIRST]) == alone("reference", "float32", NUM_FIRST)
 
 
 def test_alone_equals_with_a_warm_prefix_cache() -> None:
@@ -201,6 +224,15 @@ def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str) -> None:
     assert drafting.stats.num_steps < 0.5 * plain.stats.num_steps
 
 
+def test_what_changes_numbers_of_the_first_requests_is_seen() -> None:
+    first, other = (alone("auto", dtype, NUM_FIRST) for dtype in ("float32", "bfloat16"))
+    assert sum(first[i] != other[i] for i in first) > NUM_FIRST // 2
+    if make_engine(STORYTELLER).info.attention_backend != "reference":
+        other = alone("reference", "float32", NUM_FIRST)
+        assert sum(first[i] != other[i] for i in first) > NUM_FIRST // 2
+
+
+@pytest.mark.slow
 def test_what_changes_numbers_is_seen() -> None:
     """The negative controls: another seed gives other samples, another order of sums other logprobs."""
     first = alone("auto", "float32")

@@ -323,7 +323,7 @@ def test_a_write_that_fails_in_no_foreseen_way_keeps_nobody_waiting(monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr("server.journal._commit", fail)
             with pytest.raises(JournalError):
-                await asyncio.wait_for(journal.add(RECORD), 5)
+                await asyncio.wait_for(journal.add(RECORD), 20)
         await journal.add(RECORD)
 
     use(None, test)
@@ -334,7 +334,7 @@ def test_outputs_are_decoded_where_no_write_waits_for_it(monkeypatch: pytest.Mon
 
     def decode_slowly(text: str) -> tuple[TokenOutput, ...]:
         decoding.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(60)
         return decode_outputs(text)
 
     async def test(journal: Journal) -> None:
@@ -344,7 +344,7 @@ def test_outputs_are_decoded_where_no_write_waits_for_it(monkeypatch: pytest.Mon
         reading = asyncio.create_task(journal.batches("cmpl-1", 0, 9))
         await asyncio.to_thread(decoding.wait, 20)
         try:
-            await asyncio.wait_for(journal.append("cmpl-1", 1, OUTPUTS), 5)
+            await asyncio.wait_for(journal.append("cmpl-1", 1, OUTPUTS), 20)
         finally:
             may_go_on.set()
         assert await reading == [OUTPUTS]

@@ -34,6 +34,16 @@ class Patient(BoundedHttpProtocol):
     wait_limit_s = 3600.0
 
 
+class ImpatientLater(BoundedHttpProtocol):
+    """Wait for the first head as long as a test may take, and hardly for what comes after it."""
+
+    wait_limit_s = 3600.0
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.wait_limit_s = 0.05
+
+
 def exchange(server: LiveServer, parts: Iterable[bytes]) -> bytes:
     """Send the parts until the server hangs up and return what it said."""
     answer = b""
@@ -100,20 +110,32 @@ def test_a_body_before_it_is_not_counted_as_head(serve: Callable[..., LiveServer
 
 @pytest.mark.parametrize("next_head", [GET, GET + b"x: " + b"a" * 8 * LIMIT], ids=["late", "too large"])
 def test_nothing_is_written_into_an_answer_under_way(serve: Callable[..., LiveServer], next_head: bytes) -> None:
-    server = serve(FakeEngineClient(auto=False), protocol=Impatient)  # the answer never ends
+    engine = FakeEngineClient(auto=False)  # the answer ends when the test says so
+    server = serve(engine, protocol=ImpatientLater)
     answer = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=0.5) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(post(json.dumps({"prompt": "x", "stream": True}).encode()))
-        client.recv(65536)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+        engine.wait_for(lambda: len(engine.submitted) == 1)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             client.sendall(next_head)
+            let_the_limit_pass(server)
+            engine.from_outside(engine.die)
             while received := client.recv(65536):
                 answer += received
-    assert b"HTTP/1.1" not in answer
+    under_way, end, after = answer.partition(b"\r\n0\r\n\r\n")
+    assert under_way.startswith(b"HTTP/1.1 200 ") or not answer, "a head that is too large breaks the answer off"
+    assert under_way.count(b"HTTP/1.1") == bool(answer)
+    assert after.startswith(b"HTTP/1.1 408 ") == bool(end) == (next_head == GET)
+
+
+def let_the_limit_pass(server: LiveServer) -> None:
+    """Return when a wait that began before this call has come to its end: one that begins now has."""
+    answer = exchange(server, [GET + b"\r\n", GET])
+    assert [answer.count(b"HTTP/1.1 %d " % status) for status in (200, 408)] == [1, 1]
 
 
 def test_a_body_that_nobody_reads_does_not_hold_the_connection(serve: Callable[..., LiveServer]) -> None:
-    server = serve(FakeEngineClient(), protocol=Impatient)
+    server = serve(FakeEngineClient(), protocol=ImpatientLater)
     head = b"POST /nowhere HTTP/1.1\r\nhost: t\r\ncontent-length: 1000000\r\n\r\n"
     assert exchange(server, [head, b"x"]).startswith(b"HTTP/1.1 404 ")
 

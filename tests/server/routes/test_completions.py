@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -422,7 +423,7 @@ def test_a_client_that_goes_away_is_aborted_within_one_step(
     engine.wait_for(lambda: len(engine.aborted) == 2)
     assert engine.live_ids == []
     assert post(server, max_tokens=0).status_code == 400
-    assert server.app.state.lifecycle.num_active == 0
+    wait_until_idle(server)
 
 
 def test_two_hundred_clients_that_hang_up_leave_nothing(serve: Callable[..., LiveServer]) -> None:
@@ -438,7 +439,20 @@ def test_two_hundred_clients_that_hang_up_leave_nothing(serve: Callable[..., Liv
         client.close()
     assert post(server, max_tokens=5).json()["choices"][0]["text"] == "abcab"
     engine.wait_for(lambda: engine.live_ids == [])
-    assert server.app.state.lifecycle.num_active == 0
+    wait_until_idle(server)
+
+
+def wait_until_idle(server: LiveServer) -> None:
+    """Wait until the server counts no completion as in flight."""
+    idle = threading.Event()
+
+    async def wait() -> None:
+        await server.app.state.lifecycle.wait_idle()
+        idle.set()
+
+    tasks = []
+    server.engine.from_outside(lambda: tasks.append(asyncio.ensure_future(wait())))
+    assert idle.wait(20)
 
 
 def test_a_client_that_reads_slowly_blocks_nobody_and_loses_nothing(serve: Callable[..., LiveServer]) -> None:

@@ -1,0 +1,86 @@
+"""The check that ends every run of the suite sees what is left, and names it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import holdings, wait_until_gone
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 60
+LEAKY = """
+import threading
+
+def test_that_passes_and_leaves_a_thread():
+    threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+"""
+
+
+@contextmanager
+def thread() -> Iterator[None]:
+    end = threading.Event()
+    held = threading.Thread(target=end.wait, name="kind-thread")
+    held.start()
+    yield
+    end.set()
+    held.join()
+
+
+@contextmanager
+def process() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "input('kind-process')"], stdin=subprocess.PIPE, stdout=-3) as held:
+        yield
+        held.kill()
+
+
+@contextmanager
+def descriptor() -> Iterator[None]:
+    with Path(__file__).open() as held:
+        yield
+        assert held.fileno()
+
+
+@contextmanager
+def task() -> Iterator[None]:
+    async def kind_task() -> None:
+        await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    held = loop.create_task(kind_task())
+    yield
+    held.cancel()
+    loop.run_until_complete(asyncio.wait([held]))
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("hold", "name"),
+    [(thread, "kind-thread"), (process, "kind-process"), (descriptor, "test_leaks.py"), (task, "kind_task")],
+)
+def test_what_is_held_is_named_until_it_is_gone(hold: Callable[[], AbstractContextManager[None]], name: str) -> None:
+    before = holdings()
+    with hold():
+        assert [held for held in holdings() - before if name in held]
+
+    assert wait_until_gone(before) == []
+
+
+def test_a_run_that_leaves_a_thread_behind_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_leaky.py").write_text(LEAKY)
+    plugins = ("-p", "tests.conftest", "-p", "no:cacheprovider")
+    limit = "import tests.leaks, pytest, sys; tests.leaks.LIMIT_S = 0.1; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", limit, *plugins, "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+
+    assert done.returncode == 1
+    assert "1 passed, 1 error" in done.stdout
+    assert "leave behind: ['thread " in done.stdout
+    assert "forgotten" in done.stdout
