@@ -15,8 +15,9 @@ import time
 from collections.abc import Container
 from typing import Literal
 
+from engine.blame import CLEARING_STEPS
 from engine.errors import InvalidRequestError
-from engine.request import CLEARING_STEPS, SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
+from engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 from weights.errors import InvalidConfigError
 
@@ -77,7 +78,7 @@ class FakeStepEngine:
 
     def _is_suspect(self, request: Request) -> bool:
         num_outputs = self._num_done[request.request_id] - len(request.generated_token_ids)
-        return num_outputs < CLEARING_STEPS and request.num_failures >= SUSPICIOUS_FAILURES
+        return num_outputs < CLEARING_STEPS and request.blame.is_suspect
 
     def _advance(self, request: Request) -> TokenOutput:
         what, when, *_ = (*request.prompt_token_ids, 0)
