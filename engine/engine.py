@@ -100,13 +100,16 @@ class Engine:
         except BaseException as error:
             return outputs + self._recover(batch, error)
         for index, entries in result.prompt_logprobs.items():
-            collected = self._prompt_logprobs[batch.items[index].sequence.request.request_id]
+            collected = self._prompt_logprobs.get(batch.items[index].sequence.request.request_id)
+            if collected is None:
+                continue  # it was aborted meanwhile
             for position, entry in entries:
                 collected[position] = entry
         self._num_steps += 1
-        progressed = self._scheduler.update(batch, [sampled.token_ids for sampled in result.sampled])
-        outputs += [self._output(p, sampled.logprobs) for p, sampled in zip(progressed, result.sampled, strict=True)]
-        return outputs
+        sampling = [item.sequence for item in batch.items if item.samples]
+        sampled = dict(zip(sampling, result.sampled, strict=True))
+        progressed = self._scheduler.update(batch, [sampled[sequence].token_ids for sequence in sampling])
+        return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
 
     def _refuse(self, request_id: str) -> TokenOutput:
         self._prompt_logprobs.pop(request_id, None)

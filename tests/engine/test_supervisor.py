@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import re
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +18,7 @@ import pytest
 
 from engine.client import TokenStream
 from engine.config import EngineConfig
-from engine.errors import DeathKind, EngineDiedError
+from engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
 from engine.process_client import ProcessClient
 from engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from engine.supervisor import Supervisor
@@ -61,10 +63,14 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 @pytest.fixture
 def make_supervisor(tmp_path: Path, gate: Gate) -> MakeSupervisor:
-    def make(max_restarts: int = 5, stall_limit_s: float = LIMIT_S, **options: Any) -> Supervisor:
+    def make(
+        max_restarts: int = 5, stall_limit_s: float = LIMIT_S, load_limit_s: float = LIMIT_S, **options: Any
+    ) -> Supervisor:
         factory = functools.partial(fake.load, gate.path, tally=str(tmp_path / "tally"), **options)
         client = functools.partial(ProcessClient, factory)
-        return Supervisor(client, max_restarts=max_restarts, stall_limit_s=stall_limit_s)
+        return Supervisor(
+            client, max_restarts=max_restarts, stall_limit_s=stall_limit_s, load_limit_s=load_limit_s
+        )
 
     return make
 
@@ -156,6 +162,58 @@ def test_many_poisons_fail_one_by_one_and_nobody_else(make_supervisor: MakeSuper
     run(test())
 
 
+def test_an_engine_that_dies_with_everything_is_given_up(
+    make_supervisor: MakeSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.0)
+        async with started(make_supervisor()) as client:
+            streams = [client.submit([make_request(f"{n}", first=fake.KILL)]) for n in range(64)]
+            cause = r"the engine process was killed by signal 9 .*; engines died with 5 requests in a row, each alone"
+            for stream in streams[:5]:
+                [output] = await all_outputs(stream)
+                assert output.finish_reason is FinishReason.ERROR
+            for stream in streams[5:]:
+                with pytest.raises(EngineDiedError, match=f"^{cause}$"):
+                    await collect(stream)
+            assert re.fullmatch(cause, str(await client.wait_until_dead()))
+            assert not client.is_alive
+            assert (tmp_path / "tally").stat().st_size == 12, "4 engines for the first, 2 for each other one"
+
+    run(test())
+
+
+def test_a_token_between_convictions_shows_that_the_engine_works(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            for n in range(6):
+                poison = client.submit([make_request(f"poison {n}", first=fake.KILL)])
+                assert (await last_output(poison)).finish_reason is FinishReason.ERROR
+                good = make_request(f"good {n}")
+                assert await collect(client.submit([good])) == {good.request_id: expected(good)}
+            assert client.is_alive
+
+    run(test())
+
+
+def test_nobody_is_suspected_of_what_another_on_trial_does(make_supervisor: MakeSupervisor, gate: Gate) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            poison = client.submit([make_request("waits", 1, first=fake.WAIT)])
+            for number in (1, 2):
+                kill_engine()
+                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+            late = client.submit([make_request("late")])  # comes during the trial
+            for number in (3, 4):
+                kill_engine()
+                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+            assert (await last_output(poison)).finish_reason is FinishReason.ERROR
+            assert await collect(late) == {"late": expected(make_request("late"))}
+            assert client._live == {}
+
+    run(test())
+
+
 def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervisor, gate: Gate) -> None:
     async def test() -> None:
         async with started(make_supervisor()) as client:
@@ -216,6 +274,58 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor) -> Non
     run(test())
 
 
+def test_a_lack_of_descriptors_uses_up_no_restart_and_is_logged_once(
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.001)
+        client = make_supervisor(max_restarts=1)
+        make_client, num_made = client._make_client, 0
+
+        def count_clients() -> ProcessClient:
+            nonlocal num_made
+            num_made += 1
+            return make_client()
+
+        client._make_client = count_clients
+        async with started(client):
+            request = make_request("a", LONG)
+            stream = client.submit([request])
+            begun = (await first_output(stream)).token_ids
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            kill_engine()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those there are go on working
+            try:
+                await until(lambda: num_made > 5)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert client.is_alive
+            assert [*begun, *(await collect(stream))["a"]] == expected(request)
+            assert dict(client.restarts) == {"killed": 1}
+        assert caplog.text.count("Too many open files; trying again until it works") == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("limit", ["processes", "threads"])
+def test_what_the_system_lacks_for_now_is_told_apart(
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    def lack(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no process") if limit == "processes" else RuntimeError("no thread")
+
+    async def test() -> None:
+        client = make_supervisor()
+        target = "multiprocessing.popen_spawn_posix.Popen" if limit == "processes" else "threading.Thread"
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{target}.{'_launch' if limit == 'processes' else 'start'}", lack)
+            with pytest.raises(ScarcityError, match="the engine could not be started: .*no (process|thread)"):
+                await client.start()
+        await client.close()
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
@@ -224,8 +334,8 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor) -> Non
             "load 3 was told to fail; 2 restarts in a row were of no use",
         ),
         (
-            {"max_restarts": 1, "stall_limit_s": 0.1, "loading": "waits after the first"},
-            "the engine did not load within .* s; 1 restarts in a row were of no use",
+            {"max_restarts": 1, "load_limit_s": 3.0, "loading": "waits after the first"},
+            "the engine did not load within 3 s; 1 restarts in a row were of no use",
         ),
         ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
         ({"changed_loads": (2,)}, "the engine came back with other weights or on other hardware"),
@@ -248,6 +358,16 @@ def test_what_no_restart_helps_ends_every_stream_with_the_cause(
                 client.submit([make_request("late")])
 
     run(test())
+
+
+def test_a_first_load_that_hangs_fails_the_start(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        client = make_supervisor(load_limit_s=0.1, loading="waits")
+        with pytest.raises(EngineStartError, match="^the engine did not load within 0.1 s$"):
+            await client.start()
+        assert not client.is_alive
+
+    run(test())  # without close: a failed start leaves nothing
 
 
 def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: MakeSupervisor) -> None:
@@ -333,7 +453,8 @@ def supervise_real(
         folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, max_num_seqs=max_num_seqs, num_threads=1
     )
     factory = functools.partial(mortal.load, config, str(tmp_path / "tally"), deaths, **options)
-    return Supervisor(functools.partial(ProcessClient, factory), max_restarts=5, stall_limit_s=stall_limit_s)
+    client = functools.partial(ProcessClient, factory)
+    return Supervisor(client, max_restarts=5, stall_limit_s=stall_limit_s, load_limit_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
