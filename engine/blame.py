@@ -2,14 +2,14 @@
 
 Scheduler applies it to the sequences of a step, Supervisor to the requests of an engine. Knows neither; torch-free.
 
-| state     | which request is in it              | a step with it raises | the engine dies with it     | CLEARING_STEPS |
-|-----------|-------------------------------------|-----------------------|-----------------------------|----------------|
-| clean     | was in fewer than 2 failures        | one failure more;     | one failure more;           | clean, with 0  |
-|           |                                     | suspect from 2 on     | suspect from 2 on           | failures       |
-| suspect   | was in 2 failures; waits meanwhile  | -                     | -                           | -              |
-| on trial  | the first suspect in order of       | convicted             | stays on trial; convicted   | clean, with 0  |
-|           | service, computed alone             |                       | the second time             | failures       |
-| convicted | ends with FinishReason.ERROR        | -                     | -                           | -              |
+| state     | which request is in it             | a step with it raises | the engine dies with it   | CLEARING_STEPS |
+|-----------|------------------------------------|-----------------------|---------------------------|----------------|
+| clean     | was in fewer than 2 failures       | one failure more;     | one failure more;         | clean, with 0  |
+|           |                                    | suspect from 2 on     | suspect from 2 on         | failures       |
+| suspect   | was in 2 failures; waits meanwhile | -                     | -                         | -              |
+| on trial  | the first suspect in order of      | convicted             | stays on trial; convicted | clean, with 0  |
+|           | service, computed alone            |                       | the second time           | failures       |
+| convicted | ends with FinishReason.ERROR       | -                     | -                         | -              |
 
 A dash: the request is not computed in that state. A failure is a step that raised or an engine that died, by a signal,
 an exception or a hang. The engine dies with a request that had a seat or, as nobody knows who had, that may have had
@@ -65,3 +65,6 @@ class Blame:
             return self
         num_clean_steps = self.num_clean_steps + 1
         return Blame() if num_clean_steps >= CLEARING_STEPS else replace(self, num_clean_steps=num_clean_steps)
+
+
+NO_BLAME = Blame()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.blame import Blame
+from engine.blame import NO_BLAME, Blame
 from engine.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20  # vLLM's default cap; each costs a top-k over the vocabulary and ten times a token's wire size
@@ -80,8 +80,8 @@ class Request:
 
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
     only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
-    that is gone: the outputs begin after it, and are those that would have followed it there. blame is this request's part
-    in the deaths of such engines.
+    that is gone: the outputs begin after it, and are those that would have followed it there. blame is this request's
+    part in the deaths of such engines.
     """
 
     request_id: str
@@ -92,7 +92,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     generated_token_ids: tuple[int, ...] = ()
-    blame: Blame = Blame()
+    blame: Blame = NO_BLAME
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < SEED_LIMIT:

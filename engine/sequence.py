@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.blame import Blame
+from engine.blame import NO_BLAME, Blame
 from engine.request import FinishReason, Request
 
 
@@ -38,7 +38,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    blame: Blame = Blame()
+    blame: Blame = NO_BLAME
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
 

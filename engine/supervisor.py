@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.blame import MAX_CONVICTIONS_IN_A_ROW, Blame
+from engine.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
 from engine.client import TokenStream, check_admission
 from engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
 from engine.process_client import ProcessClient
@@ -33,7 +33,7 @@ class _Live:
     request: Request
     stream: TokenStream
     token_ids: list[int] = field(default_factory=list)
-    blame: Blame = Blame()
+    blame: Blame = NO_BLAME
 
 
 class Supervisor:

@@ -68,9 +68,7 @@ def make_supervisor(tmp_path: Path, gate: Gate) -> MakeSupervisor:
     ) -> Supervisor:
         factory = functools.partial(fake.load, gate.path, tally=str(tmp_path / "tally"), **options)
         client = functools.partial(ProcessClient, factory)
-        return Supervisor(
-            client, max_restarts=max_restarts, stall_limit_s=stall_limit_s, load_limit_s=load_limit_s
-        )
+        return Supervisor(client, max_restarts=max_restarts, stall_limit_s=stall_limit_s, load_limit_s=load_limit_s)
 
     return make
 
@@ -319,7 +317,7 @@ def test_what_the_system_lacks_for_now_is_told_apart(
         target = "multiprocessing.popen_spawn_posix.Popen" if limit == "processes" else "threading.Thread"
         with monkeypatch.context() as patch:
             patch.setattr(f"{target}.{'_launch' if limit == 'processes' else 'start'}", lack)
-            with pytest.raises(ScarcityError, match="the engine could not be started: .*no (process|thread)"):
+            with pytest.raises(ScarcityError, match=r"the engine could not be started: .*no (process|thread)"):
                 await client.start()
         await client.close()
 
@@ -363,7 +361,7 @@ def test_what_no_restart_helps_ends_every_stream_with_the_cause(
 def test_a_first_load_that_hangs_fails_the_start(make_supervisor: MakeSupervisor) -> None:
     async def test() -> None:
         client = make_supervisor(load_limit_s=0.1, loading="waits")
-        with pytest.raises(EngineStartError, match="^the engine did not load within 0.1 s$"):
+        with pytest.raises(EngineStartError, match=r"^the engine did not load within 0\.1 s$"):
             await client.start()
         assert not client.is_alive
 
