@@ -76,7 +76,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to compute: a pure function of the weights and of these fields but the first and `priority`.
+    """One completion to compute: depends only on the weights and these fields, except request_id, priority and blame.
 
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
     only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
