@@ -181,10 +181,14 @@ def test_an_engine_that_dies_with_everything_is_given_up(
     run(test())
 
 
-def test_a_token_between_convictions_shows_that_the_engine_works(make_supervisor: MakeSupervisor) -> None:
+def test_a_token_between_convictions_shows_that_the_engine_works(
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.0)
+        monkeypatch.setattr("engine.supervisor.MAX_CONVICTIONS_IN_A_ROW", 2)
         async with started(make_supervisor()) as client:
-            for n in range(6):
+            for n in range(3):
                 poison = client.submit([make_request(f"poison {n}", first=fake.KILL)])
                 assert (await last_output(poison)).finish_reason is FinishReason.ERROR
                 good = make_request(f"good {n}")
@@ -194,20 +198,29 @@ def test_a_token_between_convictions_shows_that_the_engine_works(make_supervisor
     run(test())
 
 
-def test_nobody_is_suspected_of_what_another_on_trial_does(make_supervisor: MakeSupervisor, gate: Gate) -> None:
+def test_nobody_is_blamed_for_the_deaths_of_another_on_trial(
+    make_supervisor: MakeSupervisor, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.0)
         async with started(make_supervisor()) as client:
-            poison = client.submit([make_request("waits", 1, first=fake.WAIT)])
-            for number in (1, 2):
+
+            async def die() -> None:
+                number = client.restarts["killed"] + 1
                 kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
-            late = client.submit([make_request("late")])  # comes during the trial
-            for number in (3, 4):
-                kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
-            assert (await last_output(poison)).finish_reason is FinishReason.ERROR
-            assert await collect(late) == {"late": expected(make_request("late"))}
-            assert client._live == {}
+                await until(lambda: client.restarts["killed"] == number and client.is_ready)
+
+            first = client.submit([make_request("first", 1, first=fake.WAIT)])
+            await die()
+            await die()
+            second = client.submit([make_request("second", 1, first=fake.WAIT)])
+            await die()
+            await die()
+            assert (await last_output(first)).finish_reason is FinishReason.ERROR
+            await die()
+            await die()  # the first two that it is blamed for: it is to be tried
+            gate.open()
+            assert await collect(second) == {"second": expected(make_request("second", 1))}
 
     run(test())
 
