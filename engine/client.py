@@ -8,14 +8,18 @@ over a succession of ProcessClients. Token ids only; torch-free.
 from __future__ import annotations
 
 import asyncio
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError
+from engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError, ScarcityError
 from engine.loop import Abort, Command, EngineFactory, Failed, Message, Ready, Stepped, Submit
 from engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
+
+SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+"""What pipe, fork and pthread_create fail with for want of descriptors, processes, threads or memory."""
 
 
 class EngineClient(Protocol):
@@ -42,7 +46,7 @@ class EngineClient(Protocol):
         """How many engines died and were replaced, by the kind of their death."""
 
     async def start(self) -> None:
-        """Load the model and decode one real token. Raises EngineStartError."""
+        """Load the model and decode one real token. Raises EngineStartError; of its kind, ScarcityError."""
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Queue all the requests or none of them; their ids have never been used with this client.
@@ -147,7 +151,7 @@ class LoopClient(ABC):
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._cause: str | None = None
-        self._kind: DeathKind = "closed"
+        self._kind: DeathKind = "load"
         self._waiting_since: float | None = None
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -189,7 +193,8 @@ class LoopClient(ABC):
                 self._launch()
             except Exception as error:
                 self._ended(f"the engine could not be started: {error}", "load")
-                raise EngineStartError(self._cause) from error
+                is_scarce = isinstance(error, OSError) and error.errno in SCARCITY
+                raise (ScarcityError if is_scarce else EngineStartError)(self._cause) from error
             await self._started.wait()
         if not self.is_alive:
             raise EngineStartError(self._cause)

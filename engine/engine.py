@@ -109,12 +109,13 @@ class Engine:
             return outputs + self._recover(batch, error)
         self._num_steps += 1
         for index, entries in result.prompt_logprobs.items():
-            outputs += self._score_prompt(batch.items[index].sequence.request.request_id, entries)
+            request_id = batch.items[index].sequence.request.request_id
+            if request_id in self._num_scored:  # it was not aborted meanwhile
+                outputs += self._score_prompt(request_id, entries)
         sampling = [item.sequence for item in batch.items if item.samples]
-        logprobs = {sequence: sampled.logprobs for sequence, sampled in zip(sampling, result.sampled, strict=True)}
-        progressed = self._scheduler.update(batch, [sampled.token_ids for sampled in result.sampled])
-        outputs += [self._output(progress, logprobs[progress.sequence]) for progress in progressed]
-        return outputs
+        sampled = dict(zip(sampling, result.sampled, strict=True))
+        progressed = self._scheduler.update(batch, [sampled[sequence].token_ids for sequence in sampling])
+        return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
 
     def _score_prompt(self, request_id: str, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:
         """Return the entries of prompt_logprobs that come next; end the request where a logprob is no number.

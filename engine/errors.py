@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 DeathKind = Literal["killed", "exited", "raised", "stalled", "load", "closed"]
-"""By a signal; by itself; by an exception; for want of an answer; before it was ready; by its client."""
+"""By a signal; by itself; by an exception; for want of an answer; before it was ready; by its client's `close`."""
 
 
 class EngineError(Exception):
@@ -37,9 +37,13 @@ class EngineStartError(EngineError):
     """The engine could not be started; the message is the cause in one sentence."""
 
 
+class ScarcityError(EngineStartError):
+    """The system had no descriptor, process, thread or memory left for an engine; later it may."""
+
+
 class EngineDiedError(EngineError):
     """The engine is gone; every stream it served ends with this. `kind` tells causes apart for who counts them."""
 
-    def __init__(self, message: str, kind: DeathKind = "closed") -> None:
+    def __init__(self, message: str, kind: DeathKind = "exited") -> None:
         super().__init__(message)
         self.kind: DeathKind = kind

@@ -10,7 +10,9 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import errno
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -33,8 +35,8 @@ class ProcessClient(LoopClient):
     """An EngineClient whose engine is a spawned process. The factory must be picklable.
 
     The child hears neither Ctrl-C nor SIGTERM, which reach the whole process group: when to end is the parent's
-    decision. It ends with the parent, however that dies, even in the middle of a step (elsewhere than on Linux: after
-    it). On Linux the thread that called `start` counts as the parent.
+    decision. It ends with the parent, however that dies, even while it loads or in the middle of a step (elsewhere than
+    on Linux: after it). On Linux the thread that called `start` counts as the parent.
     """
 
     _process: SpawnProcess
@@ -54,20 +56,34 @@ class ProcessClient(LoopClient):
             self._process.kill()
 
     def _launch(self) -> None:
+        factory = pickle.dumps(self._factory)
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_run_engine, args=(self._factory, theirs), name="gptserve-engine")
+        arguments = (os.getpid(), factory, theirs)
+        self._process = context.Process(target=_run_engine, args=arguments, name="gptserve-engine")
         try:
             with theirs:  # once the child holds the only copy, its end is the end of the pipe
                 _start_deaf(self._process)
-            # An interpreter that exits without `close` would wait for its children, and this one would not end.
-            atexit.register(self._process.kill)
+            self._start_threads()
+        except BaseException:
+            self._connection.close()
+            if self._process.pid is not None:
+                self._process.kill()
+                self._process.join()
+                self._process.close()
+            raise
+        # An interpreter that exits without `close` would wait for its children, and this one would not end.
+        atexit.register(self._process.kill)
+
+    def _start_threads(self) -> None:
+        try:
             self._writer.start()
             self._reader.start()
-        except BaseException:
-            self._outbox.put(None)
-            self._connection.close()
-            raise
+        except RuntimeError as error:
+            if self._writer.ident is not None:
+                self._outbox.put(None)
+                self._writer.join()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def _send(self, command: Command) -> None:
         # Pickled here, not by the writer: it would hold the interpreter as long there, and an error has a caller here.
@@ -124,12 +140,14 @@ def _start_deaf(process: SpawnProcess) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
-def _run_engine(factory: EngineFactory, connection: Connection) -> None:
-    """Be the engine process."""
+def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None:
+    """Be the engine process. The factory comes pickled: what it imports may take long."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        return  # the parent died before it could take this process along
     with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone: nobody is left to tell
-        serve(factory, connection)
+        serve(lambda: pickle.loads(factory)(), connection)
 
 
 def _describe_exit(code: int | None) -> tuple[str, DeathKind]:

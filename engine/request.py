@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.blame import NO_BLAME, Blame
 from engine.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20  # vLLM's default cap; each costs a top-k over the vocabulary and ten times a token's wire size
@@ -19,8 +20,6 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each a server takes some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
 SEED_LIMIT = 2**63  # seeds are non-negative and fit a signed 64-bit integer, as the OpenAI client sends them
-SUSPICIOUS_FAILURES = 2  # the first failure is most likely no request's fault; the second one may be somebody's
-CLEARING_STEPS = 2  # steps with a token that clear a request: one computes its known tokens, one decodes
 
 
 class FinishReason(StrEnum):
@@ -78,13 +77,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to compute: a pure function of the weights and of these fields but the first and `priority`.
+    """One completion to compute: depends only on the weights and these fields, except request_id, priority and blame.
 
     priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
     only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
     that is gone: the outputs begin after it, and are those that would have followed it there. num_scored_tokens is how
-    many entries of prompt_logprobs that engine has given. num_failures is how many engines in a row died in which this
-    request may have had a seat, before it made CLEARING_STEPS.
+    many entries of prompt_logprobs that engine has given. blame is this request's part in the deaths of such engines.
     """
 
     request_id: str
@@ -96,7 +94,7 @@ class Request:
     cache_salt: str = ""
     generated_token_ids: tuple[int, ...] = ()
     num_scored_tokens: int = 0
-    num_failures: int = 0
+    blame: Blame = NO_BLAME
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < SEED_LIMIT:

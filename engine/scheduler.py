@@ -16,7 +16,7 @@ from operator import attrgetter, eq
 from engine.block_pool import BlockPool
 from engine.drafter import Drafter
 from engine.errors import InvalidConfigurationError
-from engine.request import CLEARING_STEPS, FinishReason, Request
+from engine.request import FinishReason, Request
 from engine.schedule import Progress, ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence, SequenceStatus
 
@@ -41,9 +41,8 @@ class Scheduler:
       whatever their priorities.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress and every sequence ends, with exactly one FinishReason.
-    - A step that failed is computed again from the start of its sequences, with all of them. Those in two failures in a
-      row without CLEARING_STEPS in between are suspects: until there is none, the first suspect in order is computed
-      alone, and preempts whom it must. If that fails as well, it fails, and nobody with it.
+    - A step that failed is computed again from the start of its sequences, with all of them. While there are suspects
+      (engine/blame.py), the first in order is computed alone, and preempts whom it must.
     - Drafts come last and take what nobody else wants: budget, up to DRAFTING_STEP_TOKENS, shared evenly by those that
       sample, and free blocks, of which those that hold only rejected tokens are given back at the end of the step.
 
@@ -110,9 +109,9 @@ class Scheduler:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
-        sequence = Sequence(request, self._num_arrivals, known, self._clock(), num_failures=request.num_failures)
+        sequence = Sequence(request, self._num_arrivals, known, self._clock(), blame=request.blame)
         self._num_arrivals += 1
-        if sequence.is_suspect:
+        if sequence.blame.is_suspect:
             self._suspects.add(sequence)
         self._live[request.request_id] = sequence
         insort(self._waiting, sequence, key=_in_order_of_service)
@@ -179,20 +178,19 @@ class Scheduler:
     def abandon(self, batch: ScheduledBatch) -> Sequence | None:
         """Take back a step that raised: its sequences start again, as it may have stored anything.
 
-        A suspect computed alone fails instead and is returned. The blocks the step was to fill are forgotten; what
-        earlier steps stored stays valid and shared.
+        One that is convicted ends instead and is returned. The blocks the step was to fill are forgotten; what earlier
+        steps stored stays valid and shared.
         """
         self._pool.forget(self._new_blocks)
         failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
-        if len(batch.items) == 1 and failed and failed[0].is_suspect:
-            self._end(failed[0], FinishReason.ERROR)
-            return failed[0]
         for sequence in failed:
+            sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
+            if sequence.blame.is_convicted:
+                self._end(sequence, FinishReason.ERROR)
+                return sequence
             self._running.remove(sequence)
             self._preempt(sequence)
-            sequence.num_failures += 1
-            sequence.num_clean_steps = 0
-            if sequence.is_suspect:
+            if sequence.blame.is_suspect:
                 self._suspects.add(sequence)
         return None
 
@@ -220,7 +218,7 @@ class Scheduler:
             assert not draft or len(sequence.block_ids) == self._num_blocks_of(sequence, len(draft))
         for sequence, draft in self._drafts.items():
             assert 0 < len(draft) < self._num_tokens_left(sequence), "the token after the draft must still be wanted"
-        assert self._suspects == {sequence for sequence in everyone if sequence.is_suspect}
+        assert self._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule the running sequences and return the budget left."""
@@ -340,9 +338,8 @@ class Scheduler:
             self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
-        sequence.num_clean_steps += 1
-        if sequence.num_clean_steps >= CLEARING_STEPS:
-            sequence.num_failures = 0
+        sequence.blame = sequence.blame.step_gave_token()
+        if not sequence.blame.is_suspect:
             self._suspects.discard(sequence)
         taken: list[int] = []
         reason = None
@@ -382,7 +379,7 @@ class Scheduler:
 
     def _has_begun(self, sequence: Sequence) -> bool:
         """Whether a sequence that waits had a seat before: here, or maybe in an engine that is gone."""
-        return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.num_failures > 0
+        return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
 
     def _num_tokens_left(self, sequence: Sequence) -> int:
         """How many tokens a sequence may still be given."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.request import SUSPICIOUS_FAILURES, FinishReason, Request
+from engine.blame import NO_BLAME, Blame
+from engine.request import FinishReason, Request
 
 
 class SequenceStatus(Enum):
@@ -25,9 +26,8 @@ class Sequence:
 
     Invariants while it lives: token_ids only grows; num_computed < len(token_ids), as the newest token is sampled but
     not computed; position p lies in block_ids[p // block_size]. A waiting sequence has no blocks and nothing computed.
-    num_cached_tokens is how many prompt tokens the prefix cache held when the sequence was first admitted. num_failures
-    is how many steps and engines failed with this sequence in them, without CLEARING_STEPS in between, of which there
-    have been num_clean_steps. queued_at is when it arrived, by the scheduler's clock.
+    num_cached_tokens is how many prompt tokens the prefix cache held when the sequence was first admitted. queued_at is
+    when it arrived, by the scheduler's clock.
     """
 
     request: Request
@@ -38,8 +38,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_failures: int = 0
-    num_clean_steps: int = 0
+    blame: Blame = NO_BLAME
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
 
@@ -57,11 +56,6 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """How many known tokens have no keys and values yet."""
         return len(self.token_ids) - self.num_computed
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether this sequence may be the cause of failures and must be computed alone."""
-        return self.num_failures >= SUSPICIOUS_FAILURES
 
     @property
     def order(self) -> tuple[int, int]:

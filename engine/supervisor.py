@@ -7,20 +7,20 @@ request is submitted again as its prompt and the tokens it has so far. Knows nei
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from engine.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
 from engine.client import TokenStream, check_admission
-from engine.errors import DeathKind, EngineDiedError, EngineStartError
+from engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
 from engine.process_client import ProcessClient
-from engine.request import CLEARING_STEPS, SUSPICIOUS_FAILURES, EngineInfo, FinishReason, Request, TokenOutput
+from engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from engine.stats import EngineStats
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
-_MAX_DEATHS_BY_CHANCE = 1  # while one request is tried alone
 _PROVEN_S = 60.0  # an engine that lived longer with nothing to do works
 
 logger = logging.getLogger(__name__)
@@ -28,30 +28,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Live:
-    """A request on its way, and what is needed to submit it again.
-
-    Deaths are those that may have been its fault, up to CLEARING_STEPS outputs of one engine.
-    """
+    """A request on its way, and what is needed to submit it again."""
 
     request: Request
     stream: TokenStream
     token_ids: list[int] = field(default_factory=list)
-    num_deaths: int = 0
-    num_deaths_alone: int = 0
-    num_outputs: int = 0
     num_scored_tokens: int = 0
+    blame: Blame = NO_BLAME
 
 
 class Supervisor:
     """An EngineClient whose engine may die: killed, crashed, failed, or silent for stall_limit_s although it has work.
 
     - Death costs a client time and nothing else. While no engine is ready, what is submitted waits for the next one.
-    - A request that had a seat in two engines that died, without CLEARING_STEPS in between, is tried alone (Scheduler
-      does that); if two more die meanwhile, it fails alone with FinishReason.ERROR. One more might be chance: whoever
-      kills engines from outside now and then must not be taken for a request.
-    - It gives up after max_restarts engines in a row that made no token: then streams end with the cause, as they do
-      with a client that has no supervisor. Each of these restarts but the first waits twice as long as the one before.
-    - A restart that takes ten times as long as the start did, and longer than stall_limit_s, counts as a death.
+    - A request that is convicted (engine/blame.py) fails alone with FinishReason.ERROR. Scheduler tries suspects alone.
+    - It gives up after max_restarts restarts in a row without a token, and after MAX_CONVICTIONS_IN_A_ROW convictions
+      without one: then streams end with the cause, as they do with a client that has no supervisor. A conviction
+      begins the row of restarts anew. Each restart in a row but the first waits twice as long as the one before.
+    - An engine that does not load within load_limit_s is killed: the start fails, or a restart counts as a death.
+    - A restart for which the system lacks descriptors, processes, threads or memory is tried again for ever, and counts
+      as one.
     - An engine that would compute other numbers than the one before, as its fingerprint tells, takes nothing over.
 
     Invariant: `_live` holds the live requests, in order of arrival; if an engine is ready, it has all of them.
@@ -63,11 +59,12 @@ class Supervisor:
         *,
         max_restarts: int,
         stall_limit_s: float,
+        load_limit_s: float,
     ) -> None:
         self._make_client = make_client
         self._max_restarts = max_restarts
         self._stall_limit_s = stall_limit_s
-        self._load_limit_s = math.inf
+        self._load_limit_s = load_limit_s
         self._client = make_client()
         self._info: EngineInfo | None = None
         self._earlier_stats = EngineStats()
@@ -75,6 +72,7 @@ class Supervisor:
         self._is_ready = False
         self._restarts: Counter[DeathKind] = Counter()
         self._num_restarts_in_a_row = 0
+        self._num_convictions_in_a_row = 0
         self._death: EngineDiedError | None = None
         self._died = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -103,14 +101,11 @@ class Supervisor:
 
     async def start(self) -> None:
         """Load the model and decode one real token. Raises EngineStartError: an engine that never ran is let be."""
-        clock = asyncio.get_running_loop().time
-        started_at = clock()
         try:
-            await self._client.start()
+            await self._load()
         except EngineStartError as error:
             self._end(EngineDiedError(str(error), "load"))
             raise
-        self._load_limit_s = max(self._stall_limit_s, 10 * (clock() - started_at))
         self._info, self._is_ready = self._client.info, True
         self._task = asyncio.create_task(self._supervise())
 
@@ -131,7 +126,7 @@ class Supervisor:
         return self._dead()
 
     async def close(self) -> None:
-        self._end(EngineDiedError("the engine was closed"))
+        self._end(EngineDiedError("the engine was closed", "closed"))
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -145,10 +140,8 @@ class Supervisor:
         live.token_ids += output.token_ids
         live.num_scored_tokens += len(output.prompt_logprobs or ())
         if output.token_ids:
-            live.num_outputs += 1
-            self._num_restarts_in_a_row = 0
-        if live.num_outputs >= CLEARING_STEPS:
-            live.num_deaths = live.num_deaths_alone = 0
+            live.blame = live.blame.step_gave_token()
+            self._num_restarts_in_a_row = self._num_convictions_in_a_row = 0
         if output.finish_reason is not None:
             del self._live[output.request_id]
         live.stream.push(output)
@@ -196,39 +189,40 @@ class Supervisor:
             death.cancel()
 
     def _judge(self, death: EngineDiedError) -> None:
-        """Count the death against all that may have been in a step; fail the one tried alone, the second time."""
+        """Count the death against the one on trial, or else against all that may have been in a step."""
         in_order = sorted(self._live.values(), key=lambda live: live.request.priority)  # then by arrival
-        tried = next((live for live in in_order if live.num_deaths >= SUSPICIOUS_FAILURES), None)
-        if tried is not None:
-            tried.num_deaths_alone += 1
-            if tried.num_deaths_alone > _MAX_DEATHS_BY_CHANCE:
-                request_id = tried.request.request_id
-                logger.error("request %s fails: the engine died whenever it had that request", request_id)
-                message = f"the engine died whenever it had this request; the last time: {death}"
-                self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
-        for live in in_order[: self.info.max_num_seqs]:  # nobody is overtaken: those behind waited for a seat
-            live.num_deaths += 1
+        on_trial = next((live for live in in_order if live.blame.is_suspect), None)
+        # Nobody is overtaken: those behind waited for a seat.
+        computed = in_order[: self.info.max_num_seqs] if on_trial is None else [on_trial]
         for live in in_order:
-            live.num_outputs = 0
+            live.blame = live.blame.engine_died_elsewhere()
+        for live in computed:
+            live.blame = live.blame.engine_died(on_trial=live is on_trial)
+        if on_trial is not None and on_trial.blame.is_convicted:
+            self._num_restarts_in_a_row = 0
+            self._num_convictions_in_a_row += 1
+            request_id = on_trial.request.request_id
+            logger.error("request %s fails: the engine died whenever it had that request", request_id)
+            message = f"the engine died whenever it had this request; the last time: {death}"
+            self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
 
     async def _replace(self, death: EngineDiedError) -> None:
         """Start engines until one is ready and has all live requests. Raises EngineDiedError if there will be none."""
         clock = asyncio.get_running_loop().time
         died_at = clock()
+        if self._num_convictions_in_a_row >= MAX_CONVICTIONS_IN_A_ROW:
+            all_of_them = f"{MAX_CONVICTIONS_IN_A_ROW} requests in a row, each alone"
+            raise EngineDiedError(f"{death}; engines died with {all_of_them}", death.kind)
         while self._num_restarts_in_a_row < self._max_restarts:
             self._num_restarts_in_a_row += 1
             self._restarts[death.kind] += 1
             logger.error("%s; starting another one for %d live requests", death, len(self._live))
             if self._num_restarts_in_a_row > 1:
-                await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (self._num_restarts_in_a_row - 2), _MAX_DELAY_S))
-            self._client = self._make_client()
+                await asyncio.sleep(_delay_s(self._num_restarts_in_a_row - 2))
             try:
-                async with asyncio.timeout(self._load_limit_s):
-                    await self._client.start()
-            except (EngineStartError, TimeoutError) as error:
-                await self._client.close()
-                late = f"the engine did not load within {self._load_limit_s:g} s"
-                death = EngineDiedError(str(error) or late, "load")
+                await self._load_another()
+            except EngineStartError as error:
+                death = EngineDiedError(str(error), "load")
                 continue
             if self._client.info.fingerprint != self.info.fingerprint:
                 await self._client.close()
@@ -240,6 +234,28 @@ class Supervisor:
         tried = f"; {self._max_restarts} restarts in a row were of no use" if self._max_restarts else ""
         raise EngineDiedError(f"{death}{tried}", death.kind)
 
+    async def _load_another(self) -> None:
+        """Load a new engine, once the system has what that takes. Raises EngineStartError."""
+        for num_attempts in itertools.count():
+            self._client = self._make_client()
+            try:
+                await self._load()
+            except ScarcityError as error:
+                if num_attempts == 0:
+                    logger.error("%s; trying again until it works", error)
+                await asyncio.sleep(_delay_s(num_attempts))
+            else:
+                return
+
+    async def _load(self) -> None:
+        """Load the engine of the client. Raises EngineStartError, then nothing is left of it."""
+        try:
+            async with asyncio.timeout(self._load_limit_s):
+                await self._client.start()
+        except TimeoutError:
+            await self._client.close()
+            raise EngineStartError(f"the engine did not load within {self._load_limit_s:g} s") from None
+
     def _resume(self, live: _Live) -> Request:
         """Return the request for what is left of it."""
         token_ids = (*live.request.generated_token_ids, *live.token_ids)
@@ -247,7 +263,7 @@ class Supervisor:
             live.request,
             generated_token_ids=token_ids,
             num_scored_tokens=live.request.num_scored_tokens + live.num_scored_tokens,
-            num_failures=live.num_deaths,
+            blame=live.blame,
         )
 
     def _abort(self, request_ids: Sequence[str]) -> None:
@@ -265,5 +281,10 @@ class Supervisor:
 
     def _dead(self) -> EngineDiedError:
         if self._death is None:
-            return EngineDiedError("the engine has not been started")
+            return EngineDiedError("the engine has not been started", "load")
         return EngineDiedError(str(self._death), self._death.kind)
+
+
+def _delay_s(num_attempts: int) -> float:
+    """Return how long to wait after so many attempts that did not help."""
+    return min(_FIRST_DELAY_S * 2.0 ** min(num_attempts, 16), _MAX_DELAY_S)  # a power that cannot overflow

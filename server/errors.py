@@ -82,6 +82,11 @@ def unavailable(message: str, *, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"retry-after": str(UNAVAILABLE_RETRY_AFTER_S)})
 
 
+def shutting_down() -> ApiError:
+    """Return what a client is told that asks, or is cut off, while the server shuts down."""
+    return unavailable("the server is shutting down", code="draining")
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Return what a client is told about `error`; one that nobody expected is a 500."""
     match error:
@@ -99,6 +104,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error), code="journal_failed")
         case QueueFullError():
             return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after_s)})
+        case EngineDiedError(kind="closed"):
+            return shutting_down()
         case EngineDiedError():
             return unavailable(f"the engine has died: {error}", code="engine_unavailable")
     return ApiError(500, "the server failed to answer this request", code=INTERNAL_ERROR)

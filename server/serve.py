@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
@@ -32,9 +34,11 @@ if TYPE_CHECKING:
     from server.http_server import HttpServer  # it imports the web framework
 
 EXIT_OK = 0
-EXIT_ENGINE_DIED = 1  # not 0, or whoever is to restart us would not
+EXIT_FAILED = 1  # not 0, or whoever is to restart us would not
 LAST_EVENTS_LIMIT_S = 5  # for clients to take what is left for them once nothing more is computed
-HUNG_UP_LIMIT_S = 5  # for what runs on although its client is gone; nothing is known to
+HUNG_UP_LIMIT_S = 5  # for what runs on although its client is gone, as it waits for the journal
+CLOSING_LIMIT_S = 20  # for all of the closing: the two above, the engine's 5 s and the journal's last writes
+HURRIED_LIMIT_S = 5  # for the same after a second signal: only a disk or a thread that hangs takes longer
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +56,26 @@ def serve(settings: ServerSettings) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _bind(settings.host, settings.port) as listener:
         folder = resolve_model(settings.model, settings.revision)
+        process = ServingProcess(settings, folder, listener)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(ServingProcess(settings, folder, listener).run())
+            try:
+                status = runner.run(process.run())
+            except Exception as error:
+                if not process.hangs:
+                    raise
+                logger.critical("ending: %s", error)
+                status = EXIT_FAILED
+            if process.hangs:
+                sys.stderr.flush()
+                os._exit(status)  # any other way waits for the threads that hang
+            return status
 
 
 class ServingProcess:
-    """One server from its loading to its end. The first SIGINT or SIGTERM drains it, the second ends it at once."""
+    """One server from its loading to its end. The first SIGINT or SIGTERM drains it, the second ends it at once.
+
+    `hangs` tells, once `run` has ended, whether threads were left behind that did not end in time: a disk may hang.
+    """
 
     def __init__(self, settings: ServerSettings, folder: Path, listener: socket.socket) -> None:
         self._settings = settings
@@ -65,6 +83,8 @@ class ServingProcess:
         self._listener = listener
         self._told_to_stop = asyncio.Event()
         self._told_twice = asyncio.Event()
+        self._out_of_time = asyncio.Event()
+        self.hangs = False
         config = replace(settings.engine, model_dir=folder)
         factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
         self._journal = Journal(settings.state_dir)
@@ -74,6 +94,7 @@ class ServingProcess:
                 partial(ProcessClient, factory),
                 max_restarts=settings.max_engine_restarts,
                 stall_limit_s=settings.engine_stall_timeout_s,
+                load_limit_s=settings.engine_load_timeout_s,
             )
 
     async def run(self) -> int:
@@ -86,11 +107,14 @@ class ServingProcess:
             await _first(self._told_to_stop.wait(), loading)
             if not loading.done():
                 loading.cancel()
+                logger.info("shutting down (Ctrl-C again to quit)")
                 return EXIT_OK
             return await self._serve(loading.result())
         finally:
-            await self._engine.close()
-            await self._journal.close()
+            self._limit_closing(CLOSING_LIMIT_S)
+            await self._finish(self._engine.close(), "the engine")
+            await self._finish(self._journal.close(), "the journal")
+            await self._finish(loop.shutdown_default_executor(), "a thread")
 
     async def _load(self) -> HttpServer:
         try:
@@ -102,7 +126,24 @@ class ServingProcess:
         return server
 
     def _receive_signal(self) -> None:
-        (self._told_twice if self._told_to_stop.is_set() else self._told_to_stop).set()
+        if self._told_to_stop.is_set():
+            self._told_twice.set()
+            self._limit_closing(HURRIED_LIMIT_S)
+        self._told_to_stop.set()
+
+    def _limit_closing(self, limit_s: float) -> None:
+        """Let `_finish` wait no longer than for limit_s from now; an earlier limit stays."""
+        asyncio.get_running_loop().call_later(limit_s, self._out_of_time.set)
+
+    async def _finish(self, closing: Awaitable[object], name: str) -> None:
+        """Wait for a part of the closing up to the time limit."""
+        task = asyncio.ensure_future(closing)
+        await _first(task, self._out_of_time.wait())
+        if task.done():
+            task.result()
+        else:
+            logger.warning("ending without %s: it does not finish", name)
+            self.hangs = True
 
     def _build_server(self) -> HttpServer:
         """Import the web framework and open the tokenizer, in a thread: it takes as long as loading a small model."""
@@ -146,32 +187,34 @@ class ServingProcess:
         await _first(self._told_to_stop.wait(), self._engine.wait_until_dead(), serving)
         if self._told_to_stop.is_set():
             await self._drain(server)
+        self._limit_closing(CLOSING_LIMIT_S)
         status = EXIT_OK
         if not self._engine.is_alive:
-            status = EXIT_ENGINE_DIED
+            status = EXIT_FAILED
             logger.critical("ending: %s", await self._engine.wait_until_dead())
-        await self._engine.close()  # what still streams ends with an error event
+        await self._finish(self._engine.close(), "the engine")  # what still streams ends with an error event
         server.should_exit = True
         await _first(serving, self._told_twice.wait(), asyncio.sleep(LAST_EVENTS_LIMIT_S))
         if not serving.done():
             why = "told to stop again" if self._told_twice.is_set() else f"{LAST_EVENTS_LIMIT_S} s have passed"
             server.hang_up(why)
-        await serving
-        await server.store.settle()
+        await self._finish(serving, "requests that wait for the journal")
+        await self._finish(server.store.settle(), "kept completions")
         return status
 
     async def _drain(self, server: HttpServer) -> None:
         """Refuse what is new, leave to the next start what is journaled, wait for the rest up to the time limit."""
-        lifecycle = server.lifecycle
+        lifecycle, limit_s = server.lifecycle, self._settings.shutdown_timeout_s
         lifecycle.drain()
-        await server.store.suspend()
-        limit_s = self._settings.shutdown_timeout_s
-        logger.info("stopping: %d completions may finish within %g s", lifecycle.num_active, limit_s)
+        waiting = f"; waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
+        logger.info("shutting down%s (Ctrl-C again to quit)", waiting)
+        suspending = asyncio.create_task(server.store.suspend())  # begins before any time limit is up
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await _first(lifecycle.wait_idle(), self._told_twice.wait(), self._engine.wait_until_dead())
+                idle = asyncio.gather(suspending, lifecycle.wait_idle())
+                await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead())
         if lifecycle.num_active:
-            logger.warning("%d completions are cut off", lifecycle.num_active)
+            logger.warning("cutting off %s", _requests(lifecycle.num_active))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -188,6 +231,10 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise StartError(f"cannot listen on {host} port {port}: {error.strerror}") from error
     return listener
+
+
+def _requests(number: int) -> str:
+    return f"{number} request{'' if number == 1 else 's'}"
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:

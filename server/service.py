@@ -13,7 +13,7 @@ from engine.client import EngineClient, TokenStream
 from engine.errors import EngineError
 from engine.request import Request
 from server.body import IncomingBodies
-from server.errors import ApiError, show, to_api_error, unavailable
+from server.errors import ApiError, show, shutting_down, to_api_error, unavailable
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from weights.chat import ChatTemplate
@@ -124,9 +124,9 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _check_open(self) -> None:
+        if self.lifecycle.is_draining:  # first: once it has drained, the engine is closed
+            raise shutting_down()
         self.check_alive()
-        if self.lifecycle.is_draining:
-            raise unavailable("the server is shutting down", code="draining")
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:

@@ -108,6 +108,8 @@ class ServerSettings:
     max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
     # A step of 512 tokens takes a 7B model a minute on two cores.
     engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0
+    # 140 GB, a 70B model in bf16, take 25 minutes at 100 MB/s.
+    engine_load_timeout_s: Annotated[float, "seconds an engine may take to load, at the start and at restarts"] = 1800.0
     log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
     log_level: Annotated[LogLevel, "least severity to log"] = "info"
     in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
@@ -128,6 +130,8 @@ class ServerSettings:
             raise SettingsError(f"max-engine-restarts must be at least 0, got {self.max_engine_restarts}")
         if not (math.isfinite(self.engine_stall_timeout_s) and self.engine_stall_timeout_s > 0):
             raise SettingsError(f"engine-stall-timeout must be over 0 seconds, got {self.engine_stall_timeout_s}")
+        if not (math.isfinite(self.engine_load_timeout_s) and self.engine_load_timeout_s > 0):
+            raise SettingsError(f"engine-load-timeout must be over 0 seconds, got {self.engine_load_timeout_s}")
         if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
             raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
         if not (math.isfinite(self.result_ttl_s) and self.result_ttl_s >= 0):

@@ -51,7 +51,8 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 def supervise(factory: EngineFactory) -> Supervisor:
     """Return a supervisor that lets a dead engine be, as the other clients do."""
-    return Supervisor(functools.partial(ProcessClient, factory), max_restarts=0, stall_limit_s=LIMIT_S)
+    client = functools.partial(ProcessClient, factory)
+    return Supervisor(client, max_restarts=0, stall_limit_s=LIMIT_S, load_limit_s=LIMIT_S)
 
 
 @pytest.fixture(params=[ProcessClient, ThreadClient, supervise])

@@ -271,6 +271,23 @@ def test_aborted_requests_leave_nothing_behind(tiny_gpt2: Path) -> None:
     assert engine.step() == []
 
 
+def test_an_abort_while_a_step_runs_leaves_the_others_what_is_theirs(tiny_gpt2: Path) -> None:
+    stays = make_request("stays", [3, 4], logprobs=1, max_tokens=5)
+    alone = run(make_engine(tiny_gpt2), [stays])
+    engine = make_engine(tiny_gpt2)
+    compute = engine._runner.run
+
+    def abort_meanwhile(batch: ScheduledBatch) -> StepResult:
+        result = compute(batch)
+        engine.abort("goes")
+        return result
+
+    engine._runner.run = abort_meanwhile  # type: ignore[method-assign]
+    goes = make_request("goes", [1, 2], logprobs=1, prompt_logprobs=1)
+
+    assert run(engine, [goes, stays]) == {"goes": [], **alone}
+
+
 def test_stats_count_tokens_and_hits(tiny_gpt2: Path) -> None:
     engine = make_engine(tiny_gpt2)
     assert engine.stats == EngineStats()

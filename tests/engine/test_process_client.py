@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import select
@@ -174,6 +175,52 @@ def test_engine_ends_with_its_parent_however_that_ends(parent: str, first: int) 
             os.close(engine)
         finally:
             process.kill()
+
+
+PARENT_OF_A_LOAD = """
+import asyncio, functools, os, signal, sys
+from multiprocessing import active_children
+from engine.process_client import ProcessClient
+from tests.engine import fake_step_engine as fake
+
+async def main(moment, gate):
+    waits = functools.partial(fake.load, gate, "waits")
+    client = ProcessClient(fake.UnpickledSlowly(gate) if moment == "imports" else waits)
+    starting = asyncio.create_task(client.start())
+    await asyncio.sleep(0)
+    pid = active_children()[0].pid
+    if moment == "has hardly begun":
+        os.kill(pid, signal.SIGSTOP)
+    print(pid, flush=True)
+    await starting
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a load outlives the parent")
+@pytest.mark.parametrize("moment", ["has hardly begun", "imports"])
+def test_engine_that_loads_ends_with_its_parent(tmp_path: Path, moment: str) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)  # nobody opens it: what waits there waits for ever
+    command = [sys.executable, "-c", PARENT_OF_A_LOAD, moment, str(gate)]
+    with subprocess.Popen(command, stdout=PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        engine = os.pidfd_open(int(process.stdout.readline()))
+        try:
+            if moment == "imports":
+                assert process.stdout.readline() == "imports\n"
+            assert not ended(engine, 0)
+            process.kill()
+            process.wait(LIMIT_S)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(engine, signal.SIGCONT)
+            assert ended(engine, LIMIT_S)
+        finally:
+            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(engine, signal.SIGKILL)
+            os.close(engine)
 
 
 def environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.blame import Blame
 from engine.block_pool import BlockPool
 from engine.errors import InvalidConfigurationError
 from engine.request import FinishReason, Request, SamplingParams
@@ -544,7 +545,7 @@ def test_an_abandoned_step_is_computed_again_and_shares_nothing_it_was_to_fill()
     assert tokens_by_name(batch) == {"first": 6, "second": 4}
     assert scheduler.abandon(batch) is None
     scheduler.check_invariants()
-    assert (first.status, first.num_computed, first.num_failures) == (SequenceStatus.WAITING, 0, 1)
+    assert (first.status, first.num_computed, first.blame.num_failures) == (SequenceStatus.WAITING, 0, 1)
     assert step(scheduler) == {"first": 6, "second": 4}, "the block of the step before is still found"
 
 
@@ -620,7 +621,7 @@ def test_a_sequence_begun_elsewhere_waits_as_long_as_it_takes() -> None:
     step(scheduler)
     begun = Request("begun", (3,), SamplingParams(max_tokens=8), seed=0, generated_token_ids=(7,))
     scheduler.add(begun)
-    scheduler.add(replace(begun, request_id="in its prompt", generated_token_ids=(), num_failures=1))
+    scheduler.add(replace(begun, request_id="in its prompt", generated_token_ids=(), blame=Blame(1)))
     new = add(scheduler, "new", [3])
     clock.now += 1000.0
     assert scheduler.expire_waiting() == [new]
@@ -649,12 +650,12 @@ def test_after_two_failures_in_a_row_suspects_are_tried_alone_and_one_that_fails
     everyone = {"good": 3, "bad": 4, "fine": 5}
     assert fail(scheduler) == (everyone, None)
     assert fail(scheduler) == (everyone, None)
-    assert good.is_suspect
-    assert bad.is_suspect
+    assert good.blame.is_suspect
+    assert bad.blame.is_suspect
     add(scheduler, "new", [50])
     assert step(scheduler) == {"good": 3}
     assert step(scheduler) == {"good": 1}
-    assert good.num_failures == 0, "two tokens clear it"
+    assert good.blame.num_failures == 0, "two tokens clear it"
     assert fail(scheduler) == ({"bad": 4}, bad)
     assert bad.finish_reason is FinishReason.ERROR
     assert step(scheduler) == {"fine": 5}
@@ -669,7 +670,7 @@ def test_two_tokens_between_two_failures_make_no_suspect() -> None:
         assert fail(scheduler) == ({"a": num_uncomputed}, None)
         assert step(scheduler) == {"a": num_known}
         assert step(scheduler) == {"a": 1}
-        assert sequence.num_failures == 0
+        assert sequence.blame.num_failures == 0
 
 
 def test_one_that_fails_whenever_it_decodes_is_guilty_although_its_prompt_gives_a_token() -> None:
@@ -683,7 +684,7 @@ def test_one_that_fails_whenever_it_decodes_is_guilty_although_its_prompt_gives_
     assert fail(scheduler) == ({"bad": 1}, bad)
     assert step(scheduler) == {"good": 4}
     assert step(scheduler) == {"good": 1}
-    assert not good.is_suspect
+    assert not good.blame.is_suspect
 
 
 def test_a_part_of_a_prompt_computed_in_between_does_not_clear_a_suspect() -> None:
@@ -702,7 +703,7 @@ def test_a_suspect_takes_seat_and_blocks_from_whoever_has_them() -> None:
     add(scheduler, "young", range(20, 30))
     assert step(scheduler) == {"old": 16, "young": 10}
     params = SamplingParams(max_tokens=3)
-    scheduler.add(Request("suspect", tuple(range(12)), params, seed=0, generated_token_ids=(7,), num_failures=2))
+    scheduler.add(Request("suspect", tuple(range(12)), params, seed=0, generated_token_ids=(7,), blame=Blame(2)))
     assert step(scheduler) == {"suspect": 13}, "it was in engines that died"
     assert step(scheduler) == {"suspect": 1}
     assert step(scheduler) == {"old": 1, "young": 11}
@@ -714,7 +715,7 @@ def test_a_suspect_that_grows_takes_the_block_it_lacks_from_another() -> None:
     add(scheduler, "old", range(16))
     assert step(scheduler) == {"old": 16}
     params = SamplingParams(max_tokens=3)
-    scheduler.add(Request("suspect", tuple(range(15)), params, seed=0, generated_token_ids=(7,), num_failures=2))
+    scheduler.add(Request("suspect", tuple(range(15)), params, seed=0, generated_token_ids=(7,), blame=Blame(2)))
     assert step(scheduler) == {"suspect": 16}
     assert step(scheduler) == {"suspect": 1}
     assert step(scheduler) == {"old": 17}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import re
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +19,7 @@ import pytest
 
 from engine.client import EngineClient, TokenStream
 from engine.config import EngineConfig
-from engine.errors import DeathKind, EngineDiedError
+from engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
 from engine.process_client import ProcessClient
 from engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from engine.supervisor import Supervisor
@@ -77,10 +79,12 @@ def tally(tmp_path: Path) -> str:
 
 @pytest.fixture
 def make_supervisor(tally: str, gate: Gate, hold: EngineGate) -> MakeSupervisor:
-    def make(max_restarts: int = 5, stall_limit_s: float = LIMIT_S, **options: Any) -> Supervisor:
+    def make(
+        max_restarts: int = 5, stall_limit_s: float = LIMIT_S, load_limit_s: float = LIMIT_S, **options: Any
+    ) -> Supervisor:
         factory = functools.partial(fake.load, gate.path, tally=tally, **options)
         client = functools.partial(ProcessClient, functools.partial(held_engine.load, hold.folder, factory))
-        return Supervisor(client, max_restarts=max_restarts, stall_limit_s=stall_limit_s)
+        return Supervisor(client, max_restarts=max_restarts, stall_limit_s=stall_limit_s, load_limit_s=load_limit_s)
 
     return make
 
@@ -179,6 +183,71 @@ def test_many_poisons_fail_one_by_one_and_nobody_else(make_supervisor: MakeSuper
     run(test())
 
 
+def test_an_engine_that_dies_with_everything_is_given_up(
+    make_supervisor: MakeSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.0)
+        async with started(make_supervisor()) as client:
+            streams = [client.submit([make_request(f"{n}", first=fake.KILL)]) for n in range(64)]
+            cause = r"the engine process was killed by signal 9 .*; engines died with 5 requests in a row, each alone"
+            for stream in streams[:5]:
+                [output] = await all_outputs(stream)
+                assert output.finish_reason is FinishReason.ERROR
+            for stream in streams[5:]:
+                with pytest.raises(EngineDiedError, match=f"^{cause}$"):
+                    await collect(stream)
+            assert re.fullmatch(cause, str(await client.wait_until_dead()))
+            assert not client.is_alive
+            assert (tmp_path / "tally").stat().st_size == 12, "4 engines for the first, 2 for each other one"
+
+    run(test())
+
+
+def test_a_token_between_convictions_shows_that_the_engine_works(
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.0)
+        monkeypatch.setattr("engine.supervisor.MAX_CONVICTIONS_IN_A_ROW", 2)
+        async with started(make_supervisor()) as client:
+            for n in range(3):
+                poison = client.submit([make_request(f"poison {n}", first=fake.KILL)])
+                assert (await last_output(poison)).finish_reason is FinishReason.ERROR
+                good = make_request(f"good {n}")
+                assert await collect(client.submit([good])) == {good.request_id: expected(good)}
+            assert client.is_alive
+
+    run(test())
+
+
+def test_nobody_is_blamed_for_the_deaths_of_another_on_trial(
+    make_supervisor: MakeSupervisor, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.0)
+        async with started(make_supervisor()) as client:
+
+            async def die() -> None:
+                number = client.restarts["killed"] + 1
+                kill_engine()
+                await until(lambda: client.restarts["killed"] == number and client.is_ready)
+
+            first = client.submit([make_request("first", 1, first=fake.WAIT)])
+            await die()
+            await die()
+            second = client.submit([make_request("second", 1, first=fake.WAIT)])
+            await die()
+            await die()
+            assert (await last_output(first)).finish_reason is FinishReason.ERROR
+            await die()
+            await die()  # the first two that it is blamed for: it is to be tried
+            gate.open()
+            assert await collect(second) == {"second": expected(make_request("second", 1))}
+
+    run(test())
+
+
 def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervisor, gate: Gate) -> None:
     async def test() -> None:
         async with started(make_supervisor()) as client:
@@ -241,6 +310,58 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor, hold: 
     run(test())
 
 
+def test_a_lack_of_descriptors_uses_up_no_restart_and_is_logged_once(
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("engine.supervisor._FIRST_DELAY_S", 0.001)
+        client = make_supervisor(max_restarts=1)
+        make_client, num_made = client._make_client, 0
+
+        def count_clients() -> ProcessClient:
+            nonlocal num_made
+            num_made += 1
+            return make_client()
+
+        client._make_client = count_clients
+        async with started(client):
+            request = make_request("a", LONG)
+            stream = client.submit([request])
+            begun = (await first_output(stream)).token_ids
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            kill_engine()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those there are go on working
+            try:
+                await until(lambda: num_made > 5)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert client.is_alive
+            assert [*begun, *(await collect(stream))["a"]] == expected(request)
+            assert dict(client.restarts) == {"killed": 1}
+        assert caplog.text.count("Too many open files; trying again until it works") == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("limit", ["processes", "threads"])
+def test_what_the_system_lacks_for_now_is_told_apart(
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    def lack(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no process") if limit == "processes" else RuntimeError("no thread")
+
+    async def test() -> None:
+        client = make_supervisor()
+        target = "multiprocessing.popen_spawn_posix.Popen" if limit == "processes" else "threading.Thread"
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{target}.{'_launch' if limit == 'processes' else 'start'}", lack)
+            with pytest.raises(ScarcityError, match=r"the engine could not be started: .*no (process|thread)"):
+                await client.start()
+        await client.close()
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
@@ -249,8 +370,8 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor, hold: 
             "load 3 was told to fail; 2 restarts in a row were of no use",
         ),
         (
-            {"max_restarts": 1, "loading": "waits after the first"},
-            "the engine did not load within .* s; 1 restarts in a row were of no use",
+            {"max_restarts": 1, "load_limit_s": 3.0, "loading": "waits after the first"},
+            "the engine did not load within 3 s; 1 restarts in a row were of no use",
         ),
         ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
         ({"changed_loads": (2,)}, "the engine came back with other weights or on other hardware"),
@@ -276,6 +397,16 @@ def test_what_no_restart_helps_ends_every_stream_with_the_cause(
                 client.submit([make_request("late")])
 
     run_hurried(test())
+
+
+def test_a_first_load_that_hangs_fails_the_start(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        client = make_supervisor(load_limit_s=0.1, loading="waits")
+        with pytest.raises(EngineStartError, match=r"^the engine did not load within 0\.1 s$"):
+            await client.start()
+        assert not client.is_alive
+
+    run(test())  # without close: a failed start leaves nothing
 
 
 def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: MakeSupervisor) -> None:
@@ -358,7 +489,8 @@ def supervise_real(
 ) -> Supervisor:
     config = EngineConfig(folder, device="cpu", dtype="float32", kv_cache_bytes=2**24, num_threads=1, **limits or {})
     factory = functools.partial(mortal.load, config, str(tmp_path / "tally"), deaths, **options)
-    return Supervisor(functools.partial(ProcessClient, factory), max_restarts=5, stall_limit_s=LIMIT_S)
+    client = functools.partial(ProcessClient, factory)
+    return Supervisor(client, max_restarts=5, stall_limit_s=LIMIT_S, load_limit_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_sigterm_refuses_what_is_new_finishes_what_runs_and_ends_with_status_0(
 
         # To the whole group, as a terminal's Ctrl-C is: the engine's process must not die of it.
         os.killpg(process.popen.pid, signal.SIGINT)
-        process.wait_for_line("completions may finish within 600 s")
+        process.wait_for_line("shutting down; waiting up to 600 s for 2 requests (Ctrl-C again to quit)")
         refused = client.post("/v1/completions", json={"prompt": "Once"})
         ready = client.get("/ready")
         health = client.get("/health")
@@ -101,22 +101,23 @@ def test_after_the_time_limit_streams_end_with_an_error_and_the_status_is_0(laun
         process.popen.terminate()
         *_, last = running
 
-    assert "closed" in error_of(last)
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["message"], error["code"]) == ("the server is shutting down", "draining")
     status, log = process.wait()
     assert status == 0
-    assert "1 completions are cut off" in log
+    assert "cutting off 1 request\n" in log
 
 
 def test_a_second_signal_ends_at_once(launch_held: Any) -> None:
     process = launch_held("--shutdown-timeout", "3600")
     with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16):
         process.popen.terminate()
-        process.wait_for_line("stopping")
+        process.wait_for_line("shutting down; waiting up to 3600 s for 1 request (Ctrl-C again to quit)")
         process.popen.terminate()
         status, log = process.wait()
 
     assert status == 0
-    assert "1 completions are cut off" in log
+    assert "cutting off 1 request" in log
 
 
 @contextlib.contextmanager
@@ -145,7 +146,7 @@ def test_a_second_signal_ends_at_once_what_a_client_does_not_read(launch: Any) -
     process = launch("--shutdown-timeout", "0", "--write-timeout", "3600", main=patient)
     with process.wait_until_ready() as client, client_that_does_not_read(client):
         process.popen.terminate()
-        process.wait_for_line("1 completions are cut off")
+        process.wait_for_line("cutting off 1 request")
         process.popen.terminate()
         status, log = process.wait()
 
@@ -164,6 +165,94 @@ def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) 
     assert status == 0
     assert "hanging up on 1 clients: 5 s have passed" in log
     assert "ERROR" not in log
+
+
+DISK_THAT_HANGS = """
+import functools, os, sqlite3, sys
+import server.serve
+from server.cli import main
+
+class Connection(sqlite3.Connection):
+    def execute(self, statement, *arguments):
+        if statement == "COMMIT" and os.path.exists(os.environ["GATE"]):
+            print("the disk hangs", file=sys.stderr, flush=True)
+            open(os.environ["GATE"]).read()
+        return super().execute(statement, *arguments)
+
+sqlite3.connect = functools.partial(sqlite3.connect, factory=Connection)
+server.serve.CLOSING_LIMIT_S = float(os.environ["CLOSING_LIMIT_S"])
+main(sys.argv[1:])
+"""
+BACKGROUND = b'{"prompt": "Once", "background": true}'
+
+
+@contextlib.contextmanager
+def background_completion(client: httpx.Client) -> Iterator[None]:
+    """Ask for a completion that is kept, and wait for no answer."""
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(BACKGROUND)}\r\n"
+        connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + BACKGROUND)
+        yield
+
+
+@pytest.mark.parametrize("moment", ["while loading", "while serving"])
+def test_a_second_signal_ends_a_server_whose_disk_hangs(launch: Any, tmp_path: Path, moment: str) -> None:
+    gate, flags = tmp_path / "gate", ("--state-dir", str(tmp_path), "--shutdown-timeout", "3600")
+    if moment == "while loading":
+        os.mkfifo(gate)
+    process = launch(*flags, main=DISK_THAT_HANGS, GATE=str(gate), CLOSING_LIMIT_S="3600")
+    with contextlib.ExitStack() as stack:
+        if moment == "while serving":
+            client = stack.enter_context(process.wait_until_ready())
+            os.mkfifo(gate)
+            stack.enter_context(background_completion(client))
+        process.wait_for_line("the disk hangs")
+        process.popen.terminate()
+        process.wait_for_line("shutting down")
+        process.popen.terminate()
+        status, log = process.wait()
+
+    assert status == 0
+    assert "it does not finish" in log
+
+
+def test_without_a_second_signal_a_server_waits_for_a_disk_that_hangs_up_to_its_limit(
+    launch: Any, tmp_path: Path
+) -> None:
+    gate, flags = tmp_path / "gate", ("--state-dir", str(tmp_path), "--shutdown-timeout", "0")
+    process = launch(*flags, main=DISK_THAT_HANGS, GATE=str(gate), CLOSING_LIMIT_S="0.5")
+    with process.wait_until_ready() as client:
+        os.mkfifo(gate)
+        with background_completion(client):
+            process.wait_for_line("the disk hangs")
+            process.popen.terminate()
+            status, log = process.wait()
+
+    assert status == 0
+    assert "ending without the journal: it does not finish" in log
+
+
+def test_a_disk_that_only_was_slow_ends_a_server_in_order(launch: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    process = launch("--state-dir", str(tmp_path), main=DISK_THAT_HANGS, GATE=str(gate), CLOSING_LIMIT_S="3600")
+    with process.wait_until_ready() as client:
+        os.mkfifo(gate)
+        with background_completion(client):
+            process.wait_for_line("the disk hangs")
+            process.popen.terminate()
+            process.wait_for_line("shutting down")
+            with gate.open("w"):
+                gate.unlink()
+            status, log = process.wait()
+
+    assert status == 0
+    assert "does not finish" not in log
+
+
+def test_a_load_that_hangs_ends_the_start(launch: Any) -> None:
+    status, log = launch("--engine-load-timeout", "0.01").wait()
+
+    assert_one_sentence(status, log, "gptserve: the engine did not load within 0.01 s")
 
 
 def test_an_engine_that_is_not_replaced_ends_streams_with_an_error_and_the_process_with_status_1(
