@@ -1,12 +1,15 @@
 """Matrix products with weights: the one place that decides how y = x W^T + b is computed.
 
 On a CPU the weight is packed once for oneDNN, which reads it near memory speed and gives each row of x the same bits
-whatever the other rows are, as long as there are at least two of them (the batch pads a single row). Elsewhere it is
-torch's own linear. layers.py and decoder.py build one `Linear` per weight and know nothing of packing.
+whatever the other rows are, as long as there are at least two of them (the batch pads a single row) and it does without
+AMX. Elsewhere it is torch's own linear. layers.py and decoder.py build one `Linear` per weight and know nothing of
+packing.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -17,6 +20,11 @@ from weights.config import Activation
 
 MIN_ROWS = 2
 """A single row takes another code path in oneDNN with another order of summation; two and more agree bit for bit."""
+
+_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+_PROBED_ROWS = (2, 9, 24, 33, 65, 160, 256)
+"""Numbers of rows between which oneDNN was seen to change its order of summation, with AMX; the last is the largest."""
+_PROBED_COLUMNS = 8192  # of a head with a large vocabulary; the sums of more columns take memory and show nothing new
 
 _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
     None: ("none", ""),
@@ -40,6 +48,36 @@ def has_onednn() -> bool:
     """Return whether this build of torch can pack weights for the CPU."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available
+
+
+def avoid_amx() -> None:
+    """Have oneDNN do without AMX, with which a row's bits depend on how many rows there are.
+
+    It heeds the environment when it computes for the first time in a process. A limit that the user set is left.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        os.environ.setdefault(_ISA_VARIABLE, "AVX512_CORE_BF16")
+
+
+def rows_are_independent(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Return whether packed weights of these shapes (in, out) give a row the same bits however many rows there are.
+
+    A probe, not a proof: it compares some numbers of rows, on one thread and on all.
+    """
+    generator, num_threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    try:
+        for num_in, num_out in shapes:
+            weight = torch.randn(min(num_out, _PROBED_COLUMNS), num_in, generator=generator).to(dtype)
+            x = torch.randn(_PROBED_ROWS[-1], num_in, generator=generator).to(dtype)
+            linear = PackedLinear(weight, None)
+            whole = linear(x)
+            for threads in {1, num_threads}:
+                torch.set_num_threads(threads)
+                if not all(torch.equal(linear(x[:num_rows]), whole[:num_rows]) for num_rows in _PROBED_ROWS):
+                    return False
+    finally:
+        torch.set_num_threads(num_threads)
+    return True
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Linear:

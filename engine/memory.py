@@ -51,6 +51,18 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     return counts
 
 
+def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
+    """Return the shapes (in, out) of the model's matrix products."""
+    attention = model.num_heads * model.head_size
+    return {
+        (model.hidden_size, attention + 2 * model.num_kv_heads * model.head_size),
+        (attention, model.hidden_size),
+        (model.hidden_size, model.ffn_size * (2 if model.gated_ffn else 1)),
+        (model.ffn_size, model.hidden_size),
+        (model.embed_size or model.hidden_size, model.vocab_size),
+    }
+
+
 def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
     """Return the bytes the keys and values of one token take, over all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_size * dtype_bytes

@@ -21,13 +21,15 @@ from engine.errors import InvalidConfigurationError
 from engine.fingerprint import digest_of, fingerprint, numeric_causes
 from engine.host_cpus import usable_cpus
 from engine.kv_cache import KVCache, plan_cache
-from engine.linear import MIN_ROWS, has_onednn
+from engine.linear import MIN_ROWS, avoid_amx, has_onednn, rows_are_independent
+from engine.memory import linear_shapes
 from engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from engine.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
 from engine.schedule import ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence
 from engine.step_threads import StepThreads, StepWork
 from weights.checkpoint import Checkpoint
+from weights.config import ModelConfig
 from weights.families import load_config
 
 logger = logging.getLogger(__name__)
@@ -64,13 +66,12 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        avoid_amx()
         num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
-        if self.device.type == "cpu" and not has_onednn():
-            logger.warning("linear: torch has no oneDNN here; products are slower and their bits depend on the batch")
-        is_invariant = self.device.type == "cpu" and has_onednn()
         self._model = load_config(config.model_dir)
+        is_invariant = _is_batch_invariant(self._model, self.device, dtype)
         _check_max_model_len(config, self._model.max_position)
         backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
         checkpoint = Checkpoint(config.model_dir, self._model)
@@ -177,6 +178,22 @@ class ModelRunner:
             targets = torch.tensor([sequence.token_ids[p] for p in positions], device=self.device)
             entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
         return entries
+
+
+def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether an answer's bits do not depend on what is computed beside it; warn on a CPU where they do."""
+    if device.type != "cpu":
+        return False
+    if not has_onednn():
+        logger.warning("linear: torch has no oneDNN here; products are slower and their bits depend on the batch")
+        return False
+    if not rows_are_independent(linear_shapes(model), dtype):
+        logger.warning(
+            "linear: with the instructions that oneDNN uses here, the bits of its products depend on the batch; "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment leaves out AMX"
+        )
+        return False
+    return True
 
 
 def _log_numbers(info: EngineInfo) -> None:

@@ -121,7 +121,7 @@ def _version(path: Path) -> object:
 
 def _read(path: Path) -> bytes:
     """Return the content of a regular file. Opening a pipe would wait for its writer. Raises KeyFileError, OSError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise KeyFileError(f"api-key-file must be a regular file, got {path}")
         content = file.read(MAX_FILE_BYTES + 1)

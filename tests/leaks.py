@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
 import psutil
+import uvloop
 
 KEPT_THREADS = ("tqdm_monitor",)
 """Threads that libraries keep for good."""
@@ -26,6 +27,7 @@ LIMIT_S = 20.0
 def holdings() -> set[str]:
     """Return what this process holds, but for what libraries keep for good."""
     resource_tracker.ensure_running()  # multiprocessing's process that outlives all others, and its descriptor
+    uvloop.new_event_loop().close()  # the first one opens a pipe that the library keeps for all of them
     gc.collect()  # a cycle may hold what nobody uses
     return {*_children(), *_threads(), *_tasks(), *_descriptors()}
 

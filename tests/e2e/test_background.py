@@ -223,7 +223,7 @@ def test_without_a_folder_background_work_is_waited_for(launch: Launch, gate: En
         follower = Follower(client.base_url, completion_id, events)
         wait_until_held(gate, follower, events)
         process.popen.terminate()
-        process.wait_for_line("may finish within 600 s")
+        process.wait_for_line("waiting up to 600 s for 1 request")
         gate.open()
         follower.join(LIMIT_S)
     assert is_over(events)

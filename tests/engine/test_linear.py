@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from itertools import pairwise
 
 import pytest
 import torch
 
-from engine.linear import MIN_ROWS, DenseLinear, PackedLinear, make_linear
+from engine.linear import MIN_ROWS, DenseLinear, PackedLinear, make_linear, rows_are_independent
 from weights.config import Activation
 
 ACTIVATIONS: tuple[Activation | None, ...] = (None, "gelu", "gelu_tanh", "relu", "silu")
@@ -62,3 +66,39 @@ def test_a_single_row_is_refused() -> None:
 def test_the_cpu_gets_the_packed_linear() -> None:
     assert isinstance(make_linear(torch.randn(8, 8), None), PackedLinear)
     assert isinstance(make_linear(torch.randn(8, 8).half(), None), DenseLinear)
+
+
+def in_a_process_of_its_own(code: str, **environment: str) -> str:
+    """Return what Python prints that computes by oneDNN for the first time."""
+    inherited = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=100, check=True)
+    return done.stdout.strip()
+
+
+PROBE = """
+    import torch
+    from engine.linear import avoid_amx, rows_are_independent
+    avoid_amx()
+    print(rows_are_independent([(768, 2304), (3072, 768), (768, 768), (2048, 8192)], torch.bfloat16))
+"""
+
+
+def test_whatever_the_cpu_rows_are_independent_once_amx_is_avoided() -> None:
+    assert in_a_process_of_its_own(PROBE) == "True"
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
+def test_a_limit_that_the_user_sets_is_left_and_what_it_costs_is_seen() -> None:
+    assert in_a_process_of_its_own(PROBE, ONEDNN_MAX_CPU_ISA="DEFAULT") == "False"
+
+
+def test_a_product_whose_rows_depend_on_their_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = PackedLinear.__call__
+
+    def depending(self: PackedLinear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return compute(self, x, residual) * (1.0 if len(x) != 33 else 1.01)
+
+    assert rows_are_independent([(64, 32)], torch.float32)
+    monkeypatch.setattr(PackedLinear, "__call__", depending)
+    assert not rows_are_independent([(64, 32)], torch.float32)

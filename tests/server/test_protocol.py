@@ -249,7 +249,7 @@ def reader_that_stands_still(server: LiveServer, body: dict[str, object]) -> Ite
 
 def test_a_stream_that_nobody_reads_is_aborted(serve: Callable[..., LiveServer]) -> None:
     server = serve(FakeEngineClient(auto=False), protocol=Patient, write_limit_s=0.1)
-    body = {"prompt": "x", "n": 128, "max_tokens": 200, "stream": True, "logprobs": 5}
+    body = {"prompt": "x", "n": 128, "max_tokens": 200, "stream": True, "logprobs": 4}
     with reader_that_stands_still(server, body):
         server.engine.wait_for(lambda: len(server.engine.submitted) == 128)
         for _ in range(100):
@@ -262,7 +262,7 @@ def test_a_stream_that_nobody_reads_is_aborted(serve: Callable[..., LiveServer])
 
 def test_an_answer_that_nobody_reads_is_dropped(serve: Callable[..., LiveServer]) -> None:
     server = serve(FakeEngineClient(), protocol=Patient, write_limit_s=0.1)
-    with reader_that_stands_still(server, {"prompt": "x", "n": 128, "max_tokens": 200, "logprobs": 5}):
+    with reader_that_stands_still(server, {"prompt": "x", "n": 128, "max_tokens": 200, "logprobs": 4}):
         server.engine.wait_for(lambda: server.engine.num_outputs == 128 * 200)
         while server.metric("gptserve_connections") > 1:
             pass
@@ -270,7 +270,7 @@ def test_an_answer_that_nobody_reads_is_dropped(serve: Callable[..., LiveServer]
 
 def test_the_time_limit_of_a_request_ends_it_although_nobody_reads(serve: Callable[..., LiveServer]) -> None:
     server = serve(FakeEngineClient(auto=False), protocol=Patient, write_limit_s=3600)
-    body = {"prompt": "x", "n": 128, "max_tokens": 200, "stream": True, "logprobs": 5, "timeout_ms": 1000}
+    body = {"prompt": "x", "n": 128, "max_tokens": 200, "stream": True, "logprobs": 4, "timeout_ms": 1000}
     with reader_that_stands_still(server, body):
         server.engine.wait_for(lambda: len(server.engine.submitted) == 128)
         for _ in range(100):
