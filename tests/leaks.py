@@ -63,5 +63,5 @@ def _descriptors() -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             target = os.readlink(f"/proc/self/fd/{number}")
-            if not target.startswith(KEPT_FILES):
+            if not target.startswith(KEPT_FILES) and int(number) != resource_tracker._resource_tracker._fd:
                 yield f"descriptor {number}: {target}"

@@ -56,13 +56,15 @@ def launch(gate: EngineGate) -> Iterator[Launch]:
 
 
 async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event) -> Events:
-    """Return the events of a stream, which count from 1, or a plain answer's choices; set `begun` by the first."""
+    """Return the events of a stream, or a plain answer's choices; set `begun` by the first.
+
+    What is compared is every event of every choice, in order: one that is lost or comes twice is seen by that.
+    """
     if not body["stream"]:
         begun.set()
         answer = (await client.post("/v1/completions", json=body)).json()
         return {choice["index"]: [choice] for choice in answer["choices"]}
     events: Events = {index: [] for index in range(body["n"])}
-    numbers: list[int] = []
     is_done = False
     async with (
         client.stream("POST", "/v1/completions", json=body) as response,
@@ -70,17 +72,14 @@ async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyn
     ):
         async for line in lines:
             field, _, value = line.partition(": ")
-            if field == "id":
-                numbers.append(int(value))
-            elif line == "data: [DONE]":
+            assert field in ("data", ""), "an event of a plain stream is its data alone"
+            if line == "data: [DONE]":
                 is_done = True
             elif field == "data":
                 begun.set()
                 [choice] = json.loads(value)["choices"]
                 events[choice["index"]].append(choice)
     assert is_done
-    assert numbers == list(range(1, len(numbers) + 1)), "an event is missing or came twice"
-    assert len(numbers) == sum(map(len, events.values()))
     return events
 
 
