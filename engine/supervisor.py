@@ -245,7 +245,11 @@ class Supervisor:
                     logger.error("%s; trying again until it works", error)
                 await asyncio.sleep(_delay_s(num_attempts))
             else:
-                return
+                break
+        context, before = self._client.info.max_model_len, self.info.max_model_len
+        if context < before:  # it takes the longest that fits the memory, and a live request may be longer than that
+            await self._client.close()
+            raise EngineStartError(f"the engine came back with a context of {context} tokens instead of {before}")
 
     async def _load(self) -> None:
         """Load the engine of the client. Raises EngineStartError, then nothing is left of it."""

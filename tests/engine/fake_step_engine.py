@@ -167,6 +167,7 @@ def load(
     tally: str = "",
     failing_loads: Container[int] = (),
     changed_loads: Container[int] = (),
+    cramped_loads: Container[int] = (),
     **info: int,
 ) -> FakeStepEngine:
     """Load an engine; `tally` is a file that counts the loads, so that those of some numbers, from 1, can be chosen."""
@@ -175,6 +176,8 @@ def load(
         raise InvalidConfigError(f"load {number} was told to fail")
     if number in changed_loads:
         return FakeStepEngine(dataclasses.replace(INFO, fingerprint="changed"), gate, step_s, tally)
+    if number in cramped_loads:
+        return FakeStepEngine(dataclasses.replace(INFO, max_model_len=INFO.max_model_len - 1), gate, step_s, tally)
     if loading == "waits" or (loading == "waits after the first" and number > 1):
         wait(gate)
     if loading == "refuses":

@@ -374,6 +374,10 @@ def test_what_the_system_lacks_for_now_is_told_apart(
             "the engine did not load within 3 s; 1 restarts in a row were of no use",
         ),
         ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
+        (
+            {"max_restarts": 1, "cramped_loads": (2,)},
+            "the engine came back with a context of [0-9]+ tokens instead of [0-9]+; 1 restarts in a row .*",
+        ),
         ({"changed_loads": (2,)}, "the engine came back with other weights or on other hardware"),
     ],
 )
