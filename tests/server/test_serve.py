@@ -156,6 +156,7 @@ def test_a_second_signal_ends_at_once_what_a_client_does_not_read(launch: Any) -
     assert "status=499" in log
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) -> None:
     process = launch("--shutdown-timeout", "0", "--write-timeout", "3600")
     with process.wait_until_ready() as client, client_that_does_not_read(client):
