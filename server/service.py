@@ -63,7 +63,7 @@ class AppOptions:
     keep_alive_s: float = 15.0
     max_choices: int = 128
     max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context
-    max_logprobs_held: int = 150_000  # at 240 (20 alternatives) to 1,250 bytes (none), 36 to 188 MB until they are sent
+    max_logprobs_held: int = 150_000  # at 240 bytes each with 20 alternatives, 1,250 without: at most 164 MB
     result_ttl_s: float = 3600.0
     max_results: int = 1_000
     chat_template: ChatTemplate | None = None
