@@ -21,7 +21,7 @@ from engine.errors import InvalidConfigurationError
 from engine.fingerprint import digest_of, fingerprint, numeric_causes
 from engine.host_cpus import usable_cpus
 from engine.kv_cache import KVCache, plan_cache
-from engine.linear import MIN_ROWS, avoid_amx, has_onednn, rows_are_independent
+from engine.linear import MIN_ROWS, has_onednn, rows_are_independent
 from engine.memory import linear_shapes
 from engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from engine.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
@@ -66,7 +66,6 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        avoid_amx()
         num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)

@@ -17,9 +17,6 @@ from tests.leaks import holdings, wait_until_gone
 # Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
 # many short parallel regions waits for the one that is not running. Child processes inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
-# oneDNN heeds this when it computes for the first time, which in a test process may be anywhere; engines of their own
-# process see to it themselves (tests/engine/test_linear.py).
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 MakeGPT2 = Callable[..., Path]
 

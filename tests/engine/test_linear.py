@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from itertools import pairwise
 
 import pytest
@@ -68,29 +64,37 @@ def test_the_cpu_gets_the_packed_linear() -> None:
     assert isinstance(make_linear(torch.randn(8, 8).half(), None), DenseLinear)
 
 
-def in_a_process_of_its_own(code: str, **environment: str) -> str:
-    """Return what Python prints that computes by oneDNN for the first time."""
-    inherited = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=100, check=True)
-    return done.stdout.strip()
+SHAPES = [(768, 2304), (3072, 768), (768, 768), (2048, 8192), (1024, 256)]
 
 
-PROBE = """
-    import torch
-    from engine.linear import avoid_amx, rows_are_independent
-    avoid_amx()
-    print(rows_are_independent([(768, 2304), (3072, 768), (768, 768), (2048, 8192)], torch.bfloat16))
-"""
-
-
-def test_whatever_the_cpu_rows_are_independent_once_amx_is_avoided() -> None:
-    assert in_a_process_of_its_own(PROBE) == "True"
+def test_whatever_the_cpu_rows_are_independent_in_bf16() -> None:
+    assert rows_are_independent(SHAPES, torch.bfloat16)
 
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
-def test_a_limit_that_the_user_sets_is_left_and_what_it_costs_is_seen() -> None:
-    assert in_a_process_of_its_own(PROBE, ONEDNN_MAX_CPU_ISA="DEFAULT") == "False"
+def test_calls_of_any_number_of_rows_would_depend_on_it_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.linear._AMX_ROWS", 1000)
+    assert not rows_are_independent(SHAPES, torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_rows", [2, 32, 33, 65, 100])
+def test_with_amx_no_call_has_more_rows_than_keep_their_bits_nor_a_single_one(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    linear = PackedLinear(torch.randn(48, 32).bfloat16(), None)
+    multiply, calls = linear._multiply, list[int]()
+
+    def counting(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        calls.append(len(x))
+        return multiply(x, residual)
+
+    monkeypatch.setattr(linear, "_multiply", counting)
+    x, residual = torch.randn(num_rows, 32).bfloat16(), torch.randn(num_rows, 48).bfloat16()
+    torch.testing.assert_close(linear(x, residual), multiply(x, residual))
+    assert linear(x).shape == (num_rows, 48)
+    assert sum(calls) == 2 * num_rows
+    assert all(2 <= rows <= 32 for rows in calls)
 
 
 def test_a_product_whose_rows_depend_on_their_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
