@@ -114,10 +114,9 @@ def wait_until_held(gate: EngineGate, follower: Follower, events: list[str]) -> 
         assert follower.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("bodies", "least_kills"), [(BODIES[:7], 2), pytest.param(BODIES, 3, marks=pytest.mark.slow)], ids=["few", "many"]
-)
+@pytest.mark.parametrize(("bodies", "least_kills"), [(BODIES[:7], 2), (BODIES, 3)], ids=["few", "many"])
 def test_killed_again_and_again_every_completion_is_the_undisturbed_one(
     launch: Launch, gate: EngineGate, tmp_path: Path, bodies: list[dict[str, Any]], least_kills: int
 ) -> None:

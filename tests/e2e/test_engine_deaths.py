@@ -130,6 +130,7 @@ def test_32_clients_notice_nothing(launch: Launch, gate: EngineGate, number: sig
     )
 
 
+@pytest.mark.slow
 def test_a_poison_gets_status_500_and_its_31_neighbours_what_they_asked_for(launch: Launch) -> None:
     server = launch()
     with server.wait_until_ready() as client:

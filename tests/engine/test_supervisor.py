@@ -505,7 +505,7 @@ def supervise_real(
         pytest.param({1: ("kill", 3), 2: ("kill", 30)}, {"killed": 2}, marks=pytest.mark.slow),
         pytest.param({1: ("kill", 30), 2: ("segfault", 2)}, {"killed": 2}, marks=pytest.mark.slow),
         pytest.param({1: ("kill", 20), 2: ("kill", 0)}, {"killed": 1, "load": 1}, marks=pytest.mark.slow),
-        ({1: ("no memory", 20)}, {"raised": 1}),
+        pytest.param({1: ("no memory", 20)}, {"raised": 1}, marks=pytest.mark.slow),
         ({1: ("hang", 20)}, {"stalled": 1}),
     ],
     ids=["killed", "crashed", "twice", "again at once", "in the load", "out of memory", "hung"],

@@ -141,6 +141,7 @@ def metric(client: httpx.Client, name: str) -> float:
     return float(line.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_what_a_client_does_not_read(launch: Any) -> None:
     patient = f"import server.serve; server.serve.LAST_EVENTS_LIMIT_S = {2 * LIMIT_S}; {MAIN}"
     process = launch("--shutdown-timeout", "0", "--write-timeout", "3600", main=patient)
@@ -196,7 +197,7 @@ def background_completion(client: httpx.Client) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("moment", ["while loading", "while serving"])
+@pytest.mark.parametrize("moment", [pytest.param("while loading", marks=pytest.mark.slow), "while serving"])
 def test_a_second_signal_ends_a_server_whose_disk_hangs(launch: Any, tmp_path: Path, moment: str) -> None:
     gate, flags = tmp_path / "gate", ("--state-dir", str(tmp_path), "--shutdown-timeout", "3600")
     if moment == "while loading":
@@ -217,6 +218,7 @@ def test_a_second_signal_ends_a_server_whose_disk_hangs(launch: Any, tmp_path: P
     assert "it does not finish" in log
 
 
+@pytest.mark.slow
 def test_without_a_second_signal_a_server_waits_for_a_disk_that_hangs_up_to_its_limit(
     launch: Any, tmp_path: Path
 ) -> None:
@@ -271,6 +273,7 @@ def test_an_engine_that_is_not_replaced_ends_streams_with_an_error_and_the_proce
     assert "leaked" not in log
 
 
+@pytest.mark.slow
 def test_idle_connections_leave_the_descriptors_that_a_new_engine_takes() -> None:
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 256)); "
     process = Process(main=few + MAIN)
