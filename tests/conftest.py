@@ -5,11 +5,13 @@ A test process that leaves anything behind fails.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.leaks import holdings, wait_until_gone
@@ -17,6 +19,9 @@ from tests.leaks import holdings, wait_until_gone
 # Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
 # many short parallel regions waits for the one that is not running. Child processes inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Every new client would read all certificates of certifi again, which takes longer than most requests here.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
 
 MakeGPT2 = Callable[..., Path]
 

@@ -230,6 +230,7 @@ def test_without_a_folder_background_work_is_waited_for(launch: Launch, gate: En
     assert process.wait()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_changed_model_takes_nothing_up(launch: Launch, gate: EngineGate, tmp_path: Path) -> None:
     process = launch("--state-dir", str(tmp_path))
     with process.wait_until_ready() as client:

@@ -59,6 +59,7 @@ AXES: dict[str, dict[str, Any]] = {
     "drafts, batches of 5": {"speculative_ngram": 4, "max_num_seqs": 5, "max_num_batched_tokens": 20},
     "drafts while preempted": {"speculative_ngram": 2, "num_blocks": 130, "block_size": 8, "max_num_seqs": 8},
 }
+ALSO_IN_BF16 = ("a batch of 64", "two threads", "preempted", "drafts, one at a time")
 
 
 @functools.cache
@@ -91,8 +92,13 @@ def reseeded() -> tuple[Request, ...]:
     return tuple(replace(r, seed=r.seed + 1000) for r in requests() if not is_greedy(r.params))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(
+    ("axis", "dtype"),
+    [
+        *[(axis, "float32") for axis in AXES],
+        *[pytest.param(axis, "bfloat16", marks=() if axis in ALSO_IN_BF16 else pytest.mark.slow) for axis in AXES],
+    ],
+)
 def test_the_first_requests_alone_equal_those_under_any_load(
     axis: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,9 +119,9 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(
     ("what", "when", "place", "kind"),
     [
         (fake.KILL, 0, 0, "killed"),
-        (fake.KILL, 20, 7, "killed"),
+        pytest.param(fake.KILL, 20, 7, "killed", marks=pytest.mark.slow),
         (fake.EXIT, 0, 3, "exited"),
-        (fake.RAISE, 20, 0, "raised"),
+        pytest.param(fake.RAISE, 20, 0, "raised", marks=pytest.mark.slow),
         (fake.HANG, 20, 3, "stalled"),
     ],
 )

@@ -47,6 +47,11 @@ class Api:
         options = {"chat_template": chat_template, **options}
         self.app = create_app(engine, tokenizer or ByteTokenizer(), AppOptions(MODEL, **options), self.journal)
 
+    def close(self) -> None:
+        """End the thread of the journal; the event loops that wrote to it are closed already."""
+        self.journal._thread.submit(self.journal._disconnect)
+        self.journal._thread.shutdown()
+
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """Send one request on an event loop of its own."""
 
@@ -150,13 +155,21 @@ class LiveServer(Api):
 
 
 @pytest.fixture
-def api() -> Api:
-    return Api(FakeEngineClient())
+def api(make_api: Callable[..., Api]) -> Api:
+    return make_api(FakeEngineClient())
 
 
 @pytest.fixture
-def make_api() -> Callable[..., Api]:
-    return Api
+def make_api() -> Iterator[Callable[..., Api]]:
+    """Make applications whose journals are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*arguments: Any, **options: Any) -> Api:
+            made = Api(*arguments, **options)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 @pytest.fixture

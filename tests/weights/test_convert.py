@@ -43,9 +43,8 @@ def nanogpt_state(bias: bool) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module."])
-def test_a_checkpoint_of_nanogpt_becomes_a_model_that_loads(tmp_path: Path, bias: bool, prefix: str) -> None:
+@pytest.mark.parametrize(("prefix", "bias"), [("", True), ("_orig_mod.", False), ("module.", True)])
+def test_a_checkpoint_of_nanogpt_becomes_a_model_that_loads(tmp_path: Path, prefix: str, bias: bool) -> None:
     state = {prefix + name: tensor for name, tensor in nanogpt_state(bias).items()}
     saved = {"model": state, "model_args": {**ARGUMENTS, "bias": bias}, "iter_num": 7, "config": {"out_dir": "out"}}
     torch.save(saved, tmp_path / "ckpt.pt")
