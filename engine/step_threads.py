@@ -38,6 +38,8 @@ _NUM_PROOFS = 2
 """Steps in a row that must be slow, or fast, before the number of threads changes: one alone may be chance."""
 _GAIN = 0.9
 """More threads must take less than this share of the time: they take CPUs from others."""
+_BUSY = 2.0
+"""Steps that take more than so many times their best show that the CPUs are busy, which concerns steps of all sizes."""
 _MIN_PAUSE, _MAX_PAUSE = 2.0, 32.0
 """The next trial comes after so many times the duration of the step that failed: trials of a size cost at most 3 %."""
 
@@ -75,7 +77,8 @@ class StepThreads:
     """Chooses from 1, ..., max_threads / 2, max_threads; call `begin` before a step and `end` after one that succeeded.
 
     Its choices depend on nothing but the sizes of the steps and `clock`, which counts seconds. Steps are judged among
-    those of their size: more threads may pay for a prompt and not for a token.
+    those of their size: more threads may pay for a prompt and not for a token. But when steps in a row take several
+    times their best, all sizes give way at once, and when a trial pays for one, all try again.
     """
 
     def __init__(self, max_threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -87,6 +90,7 @@ class StepThreads:
         self._level = len(self._widths) - 1
         self._size: _Size | None = None
         self._work, self._start = 1, 0.0
+        self._num_busy = 0
 
     def begin(self, work: int) -> int:
         """Return the number of threads for a step of this size."""
@@ -102,10 +106,22 @@ class StepThreads:
 
     def end(self) -> None:
         """Take the time of the step that has just been computed."""
-        if self._size is not None:
-            now = self._clock()
-            self._size.judge((now - self._start) / self._work, now - self._start, now)
-            self._level = self._size.level
+        size, now = self._size, self._clock()
+        if size is None:
+            return
+        rate, before = (now - self._start) / self._work, size.level
+        slowdown = rate / size.timings[size.used].best
+        size.judge(rate, now - self._start, now)
+        if size.level > before:
+            for other in self._sizes.values():
+                other.retry_at = now
+        elif size.used == size.base > 0:
+            self._num_busy = self._num_busy + 1 if slowdown > _BUSY else 0
+            if self._num_busy == _NUM_PROOFS:
+                self._num_busy = 0
+                for other in self._sizes.values():
+                    other.give_way(size.used - 1, slowdown, now)
+        self._level = size.level
 
 
 @dataclass(slots=True)
@@ -124,6 +140,7 @@ class _Size:
     pause: float = _MIN_PAUSE
     pause_s: float = 0.0
     retry_at: float = -math.inf
+    seconds: float = 0.0
 
     def choose(self, top: int, now: float) -> int:
         """Return the level of the next step; its work pays for no more than `top`."""
@@ -137,6 +154,7 @@ class _Size:
     def judge(self, rate: float, seconds: float, now: float) -> None:
         """Take what the step took, in seconds and in seconds for a unit of work, and change the level by it."""
         self.timings[self.used].add(rate)
+        self.seconds = seconds
         if self.used > self.base:
             is_fast = rate < _GAIN * self.timings[self.base].best
             self.num_fast = self.num_fast + 1 if is_fast else 0
@@ -153,6 +171,13 @@ class _Size:
                 if now - self.retry_at > self.pause_s:  # it was fast for longer than it was avoided: this is news
                     self.pause = _MIN_PAUSE
                 self._wait(seconds, now)
+
+    def give_way(self, level: int, slowdown: float, now: float) -> None:
+        """Go down to the level, as steps of another size took so many times their best above it."""
+        if self.level > level:
+            self.level, self.num_slow = level, 0
+            self.pause = _MAX_PAUSE
+            self._wait(slowdown * self.seconds, now)
 
     def _wait(self, seconds: float, now: float) -> None:
         """Put the next trial off; `seconds` is what the step took that has shown it to be too early."""

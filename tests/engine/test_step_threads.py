@@ -152,6 +152,17 @@ def test_a_size_not_seen_before_begins_where_the_last_step_stood() -> None:
     assert machine.run([PREFILL]) == [1]
 
 
+def test_what_slows_one_size_down_makes_all_give_way_and_a_trial_that_pays_brings_them_back() -> None:
+    machine = Machine(2, idle)
+    machine.run([PREFILL, DECODE, DECODE] * 100)
+    machine.seconds = one_neighbour
+    assert machine.run([DECODE] * 4)[-1] == 1
+    assert set(machine.run([PREFILL] * 20)) == {1}
+    machine.seconds = idle
+    machine.run([DECODE] * 100)
+    assert Counter(machine.run([PREFILL] * 20))[2] >= 19
+
+
 def test_noise_of_a_fifth_changes_little() -> None:
     rng = random.Random(2)
     machine = Machine(2, lambda work, n: idle(work, n) * rng.uniform(1, 1.2))
