@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "engine.attention._cpu_paged",
+            "gptserve.engine.attention._cpu_paged",
             sources=["engine/attention/cpu_paged.cpp"],
             depends=["engine/attention/cpu_paged_kernel.h"],
             language="c++",

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from bench.machine import cpu_name
-from engine.attention import AttentionMetadata, AttentionSpec
-from engine.attention.cpu import CpuAttention
-from engine.attention.reference import ReferenceAttention
+from gptserve.engine.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.attention.reference import ReferenceAttention
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 192 << 20

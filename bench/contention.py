@@ -29,11 +29,11 @@ import torch
 from bench.machine import cpu_name
 from bench.models import SHAPES, write_model
 from bench.serving import versions
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.request import Request, SamplingParams
-from engine.step_threads import StepThreads
-from weights.source import EMBEDDED_MODEL, resolve_model
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.engine import Engine
+from gptserve.engine.model.step_threads import StepThreads
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.weights.source import EMBEDDED_MODEL, resolve_model
 
 NEIGHBOUR = "import os, time\nwhile time.monotonic() < {end} and os.getppid() == {parent}: pass"
 NEIGHBOUR_LIMIT_S = 600  # longer than any group of runs; a neighbour never outlives it
@@ -113,11 +113,8 @@ def measure(
 
 @contextmanager
 def fixed_threads(number: int) -> Iterator[None]:
-    """Compute every step on so many threads and time none."""
-    with (
-        mock.patch.object(StepThreads, "begin", return_value=number),
-        mock.patch.object(StepThreads, "end", return_value=None),
-    ):
+    """Compute every step on so many threads."""
+    with mock.patch.object(StepThreads, "choose", return_value=number):
         yield
 
 

@@ -22,9 +22,9 @@ import torch
 
 from bench.machine import cpu_name
 from bench.models import SHAPES, write_model
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.request import Request, SamplingParams
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.engine import Engine
+from gptserve.engine.request import Request, SamplingParams
 
 
 def main() -> None:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from bench.models import SHAPES, write_model
 from bench.serving import versions
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.request import Request, SamplingParams
-from engine.sampler import SamplingPosition
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.engine import Engine
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.sampling.sampler import SamplingPosition
 
 
 def main() -> None:
@@ -77,9 +77,9 @@ def seconds(engine: Engine, prompts: list[list[int]], max_tokens: int, temperatu
 def unpadded() -> Iterator[None]:
     """Compute a single row as one."""
     with (
-        mock.patch("engine.linear.MIN_ROWS", 1),
-        mock.patch("engine.batch.MIN_ROWS", 1),
-        mock.patch("engine.model_runner.MIN_ROWS", 1),
+        mock.patch("gptserve.engine.model.linear.MIN_ROWS", 1),
+        mock.patch("gptserve.engine.model.batch.MIN_ROWS", 1),
+        mock.patch("gptserve.engine.model.runner.MIN_ROWS", 1),
     ):
         yield
 
@@ -93,7 +93,7 @@ def drawn_by_torch() -> Iterator[None]:
         temperature = torch.tensor([p.sequence.request.params.temperature for p in positions])[:, None]
         return torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
-    with mock.patch("engine.sampler._draw", draw):
+    with mock.patch("gptserve.engine.sampling.sampler._draw", draw):
         yield
 
 

@@ -112,9 +112,9 @@ def own_engine(folder: Path, dtype: str) -> Iterator[Connection]:
 
 
 def compute_on_request(pipe: Connection, folder: Path, dtype: str) -> None:
-    from engine.config import EngineConfig
-    from engine.engine import Engine
-    from engine.request import Request, SamplingParams
+    from gptserve.engine.config import EngineConfig
+    from gptserve.engine.engine import Engine
+    from gptserve.engine.request import Request, SamplingParams
 
     engine = Engine(EngineConfig(model_dir=folder, dtype=dtype))  # type: ignore[arg-type]
     while True:

@@ -28,18 +28,17 @@ from typing import Any
 
 import torch
 
-import engine.engine
-import engine.scheduler
-import engine.sequence
 from bench.machine import cpu_name
 from bench.models import write_model
-from engine.config import EngineConfig
-from engine.drafter import PromptLookup
-from engine.engine import Engine
-from engine.request import Request, SamplingParams
-from weights.source import resolve_model
-from weights.storyteller.generator import stories
-from weights.tokenizer import Tokenizer
+from gptserve.engine import engine as engine_module
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.engine import Engine
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.scheduling import scheduler, sequence
+from gptserve.engine.scheduling.drafter import PromptLookup
+from gptserve.weights.source import resolve_model
+from gptserve.weights.storyteller.recipe.generator import stories
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 CASES = ("story", "retelling", "loop", "wrong")
 NUM_PROMPTS = 4
@@ -48,8 +47,8 @@ NUM_PROMPTS = 4
 class WrongDrafter(PromptLookup):
     """Guesses tokens that this bench's models never give, all one after the last, and as many as it may."""
 
-    def draft(self, sequence: engine.sequence.Sequence, most: int) -> tuple[int, ...]:
-        return ((sequence.token_ids[-1] + 1) % 1000,) * most
+    def draft(self, state: sequence.Sequence, most: int) -> tuple[int, ...]:
+        return ((state.token_ids[-1] + 1) % 1000,) * most
 
 
 def main() -> None:
@@ -88,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--ngram", type=int, default=3)
-    parser.add_argument("--step-tokens", type=int, nargs="+", default=[engine.scheduler.DRAFTING_STEP_TOKENS])
+    parser.add_argument("--step-tokens", type=int, nargs="+", default=[scheduler.DRAFTING_STEP_TOKENS])
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
@@ -97,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def load(model: Path, ngram: int, dtype: Any, drafter: Callable[[int], PromptLookup]) -> Engine:
     # No option of the engine asks for a drafter that is wrong.
-    engine.engine.PromptLookup = drafter  # type: ignore[attr-defined]
+    engine_module.PromptLookup = drafter  # type: ignore[attr-defined]
     return Engine(
         EngineConfig(
             model_dir=model, dtype=dtype, speculative_ngram=ngram, enable_prefix_caching=False, kv_cache_bytes=2**28
@@ -115,7 +114,7 @@ def measure(
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Let both sides take turns and return the median tokens per second of each and of their ratios."""
-    engine.scheduler.DRAFTING_STEP_TOKENS = step_tokens
+    scheduler.DRAFTING_STEP_TOKENS = step_tokens
     params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, ignore_eos=True)
     speeds: list[tuple[float, float]] = []
     before = drafting.stats

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from engine.drafter import MAX_NGRAM, MIN_NGRAM
-from engine.errors import InvalidConfigurationError
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.scheduling.drafter import MAX_NGRAM, MIN_NGRAM
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]

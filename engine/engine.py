@@ -10,12 +10,10 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from engine.block_pool import BlockPool
-from engine.config import EngineConfig
-from engine.drafter import PromptLookup
-from engine.errors import EngineStartError
-from engine.model_runner import ModelRunner
-from engine.request import (
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import EngineStartError
+from gptserve.engine.model.runner import ModelRunner
+from gptserve.engine.request import (
     MAX_SCORES_PER_OUTPUT,
     EngineInfo,
     FinishReason,
@@ -24,10 +22,12 @@ from engine.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from engine.schedule import Progress, ScheduledBatch, ScheduledSequence
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.stats import EngineStats
+from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.drafter import PromptLookup
+from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
+from gptserve.engine.scheduling.scheduler import Scheduler
+from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import EngineError
-from engine.loading_bar import LoadingBar
-from engine.request import SEED_LIMIT, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
-from weights.source import resolve_model
-from weights.tokenizer import Tokenizer
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.engine import Engine
+from gptserve.engine.errors import EngineError
+from gptserve.engine.model.loading_bar import LoadingBar
+from gptserve.engine.request import SEED_LIMIT, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+from gptserve.weights.source import resolve_model
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

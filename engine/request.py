@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.blame import NO_BLAME, Blame
-from engine.errors import InvalidRequestError
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
 MAX_LOGPROBS = 20  # vLLM's default cap; each costs a top-k over the vocabulary and ten times a token's wire size
 MAX_LOGIT_BIAS_ENTRIES = 1024

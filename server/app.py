@@ -14,27 +14,27 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.client import EngineClient
-from server.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
-from server.chat import restore_chat
-from server.completion import restore_completion
-from server.envelope import RequestEnvelope, report
-from server.errors import error_response, routing_error
-from server.harmony import find_marks
-from server.journal import Journal
-from server.kept import Restore
-from server.keys import ApiKeys
-from server.lifecycle import Lifecycle
-from server.metrics import Metrics
-from server.routes.chat import chat_router
-from server.routes.completions import completions_router
-from server.routes.models import models_router
-from server.routes.operations import operations_router
-from server.routes.results import results_router
-from server.service import AppOptions as AppOptions
-from server.service import Service, Tokenizer
-from server.shapes import CHAT_SHAPE, TEXT_SHAPE
-from server.store import CompletionStore
+from gptserve.engine.process.client import EngineClient
+from gptserve.server.api.background import results_router
+from gptserve.server.api.chat import chat_router
+from gptserve.server.api.completions import completions_router
+from gptserve.server.api.models import models_router
+from gptserve.server.api.operations import operations_router
+from gptserve.server.background.journal import Journal
+from gptserve.server.background.kept import Restore
+from gptserve.server.background.store import CompletionStore
+from gptserve.server.completions.chat import restore_chat
+from gptserve.server.completions.harmony import find_marks
+from gptserve.server.completions.plan import restore_completion
+from gptserve.server.completions.service import AppOptions as AppOptions
+from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
+from gptserve.server.errors import error_response, routing_error
+from gptserve.server.http.envelope import RequestEnvelope, report
+from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
+from gptserve.server.operations.keys import ApiKeys
+from gptserve.server.operations.lifecycle import Lifecycle
+from gptserve.server.operations.metrics import Metrics
 
 
 def create_app(

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
-from server.journal import JournalError
-from weights.errors import ChatTemplateError, TokenizerError
+from gptserve.engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
+from gptserve.server.background.journal import JournalError
+from gptserve.weights.errors import ChatTemplateError, TokenizerError
 
 UNAVAILABLE_RETRY_AFTER_S = 5  # about what an orchestrator needs to route elsewhere or a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of an error nobody expected

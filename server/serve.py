@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from engine.client import EngineClient
-from engine.process_client import ProcessClient
-from engine.supervisor import Supervisor
-from engine.thread_client import ThreadClient
-from server.journal import Journal, JournalError
-from server.logs import load_logging_engine
-from server.settings import ServerSettings
-from weights.source import model_name, resolve_model
+from gptserve.engine.process.client import EngineClient
+from gptserve.engine.process.process_client import ProcessClient
+from gptserve.engine.process.supervisor import Supervisor
+from gptserve.engine.process.thread_client import ThreadClient
+from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.operations.logs import load_logging_engine
+from gptserve.server.settings import ServerSettings
+from gptserve.weights.source import model_name, resolve_model
 
 if TYPE_CHECKING:
-    from server.http_server import HttpServer  # it imports the web framework
+    from gptserve.server.http.server import HttpServer  # it imports the web framework
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # not 0, or whoever is to restart us would not
@@ -147,12 +147,12 @@ class ServingProcess:
 
     def _build_server(self) -> HttpServer:
         """Import the web framework and open the tokenizer, in a thread: it takes as long as loading a small model."""
-        from server.app import AppOptions, create_app
-        from server.connections import Connections, affordable_connections
-        from server.http_server import HttpServer
-        from server.tls import load_tls
-        from weights.chat import load_chat_template
-        from weights.tokenizer import Tokenizer
+        from gptserve.server.app import AppOptions, create_app
+        from gptserve.server.http.connections import Connections, affordable_connections
+        from gptserve.server.http.server import HttpServer
+        from gptserve.server.http.tls import load_tls
+        from gptserve.weights.chat.template import load_chat_template
+        from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
         settings = self._settings
         options = AppOptions(

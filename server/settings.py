@@ -19,10 +19,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.config import EngineConfig
-from engine.errors import InvalidConfigurationError
-from server.keys import KEY_RULE, KeyFileError, is_key, read_key_file
-from weights.chat import PLAIN_NAME
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.server.operations.keys import KEY_RULE, KeyFileError, is_key, read_key_file
+from gptserve.weights.chat.template import PLAIN_NAME
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings import load_settings, server_options
+from gptserve.server.settings import load_settings, server_options
 
 ROOT = Path(__file__).parents[1]
 UID = "1000"

@@ -60,4 +60,4 @@ def test_the_example_with_openai(url: str) -> None:
 
 
 def test_the_example_without_a_server() -> None:
-    assert output_of([sys.executable, "-c", example("from engine import LLM")]).strip()
+    assert output_of([sys.executable, "-c", example("from gptserve import LLM")]).strip()

@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weights import mxfp4
-from weights.config import ModelConfig
-from weights.errors import InvalidCheckpointError, shown
-from weights.families import find_family
-from weights.families.family import Family, Source
-from weights.json_file import read_json_object
-from weights.source import require_safetensors
+from gptserve.weights import mxfp4
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import InvalidCheckpointError, shown
+from gptserve.weights.families import find_family
+from gptserve.weights.families.family import Family, Source
+from gptserve.weights.json_file import read_json_object
+from gptserve.weights.source import require_safetensors
 
 ACCEPTED_DTYPES = frozenset(("F32", "F16", "BF16"))
 PACKED_DTYPES = frozenset(("U8",))

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weights.errors import InvalidCheckpointError, ModelNotFoundError, shown
-from weights.families import load_config
+from gptserve.weights.errors import InvalidCheckpointError, ModelNotFoundError, shown
+from gptserve.weights.families import load_config
 
 NANOGPT_FIELDS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -53,7 +53,7 @@ def convert(source: Path, target: Path, tokenizer: Path | None = None) -> None:
 
 def _check(folder: Path) -> None:
     """Raise WeightsError unless the engine would load the folder's configuration and weights."""
-    from weights.checkpoint import Checkpoint  # it imports torch
+    from gptserve.weights.checkpoint import Checkpoint  # it imports torch
 
     Checkpoint(folder, load_config(folder))
 
@@ -75,7 +75,7 @@ def _copy_companions(folder: Path, target: Path) -> None:
 
 def _convert_file(source: Path, target: Path) -> dict[str, Any]:
     """Convert in another process, so that its memory is given back and a hostile file can only end that process."""
-    command = [sys.executable, "-m", "weights.convert", str(source), str(target)]
+    command = [sys.executable, "-m", "gptserve.weights.convert", str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from weights.errors import WeightsError
+from gptserve.weights.errors import WeightsError
 
 SIZE_LIMIT_BYTES = 64 * 2**20  # twice the largest tokenizer.json published; a config.json is a few kilobytes
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError, shown
-from weights.families import open_config
+from gptserve.weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError, shown
+from gptserve.weights.families import open_config
 
 EMBEDDED_MODEL = "storyteller"
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.config import AttentionBackendName
-from engine.errors import InvalidConfigurationError
+from gptserve.engine.config import AttentionBackendName
+from gptserve.engine.errors import InvalidConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,8 @@ def choose_backend(
     Raises InvalidConfigurationError when the one named cannot. "auto" warns when it takes the reference: the result is
     right but slower.
     """
-    from engine.attention.cpu import SUPPORTED_DTYPES, CpuAttention
-    from engine.attention.reference import ReferenceAttention
+    from gptserve.engine.attention.cpu import SUPPORTED_DTYPES, CpuAttention
+    from gptserve.engine.attention.reference import ReferenceAttention
 
     if name == "reference":
         return ReferenceAttention()

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 
 logger = logging.getLogger(__name__)
 

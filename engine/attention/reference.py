@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 
 _MIN_ROWS = 4
 """Fewer rows take another path of bmm in fp32, with another order of summation."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 
-from engine.loop import load_engine
-from engine.thread_client import ThreadClient
-from server.app import create_app
-from server.service import AppOptions, Tokenizer
+from gptserve.engine.process.loop import load_engine
+from gptserve.engine.process.thread_client import ThreadClient
+from gptserve.server.app import create_app
+from gptserve.server.completions.service import AppOptions, Tokenizer
+from gptserve.weights.chat.template import ChatTemplate
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config
-from weights.chat import ChatTemplate
 
 MODEL = "model"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

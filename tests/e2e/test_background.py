@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from server.journal import FILE_NAME
+from gptserve.server.background.journal import FILE_NAME
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.serving import LIMIT_S, MORTAL, ROOT, Process
 

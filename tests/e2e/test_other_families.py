@@ -13,11 +13,11 @@ import httpx
 import pytest
 import torch
 
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.parity.models import load_in_transformers, write_model
 from tests.parity.shapes import SHAPES
 from tests.server.serving import Process
 from tests.weights.tiny_tokenizers import FAMILIES
-from weights.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

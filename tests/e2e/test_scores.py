@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import choose_backend
+from gptserve.engine.attention import choose_backend
+from gptserve.weights.families import load_config
+from gptserve.weights.storyteller.recipe.generator import stories
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.e2e.application import ask
 from tests.parity.test_families import paged_logits
-from weights.families import load_config
-from weights.storyteller.generator import stories
-from weights.tokenizer import Tokenizer
 
 STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
 CONTEXT_LENGTH = 5

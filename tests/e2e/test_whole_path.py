@@ -16,8 +16,8 @@ import openai
 import psutil
 import pytest
 
-from engine import LLM
-from engine.request import SamplingParams
+from gptserve import LLM
+from gptserve.engine.request import SamplingParams
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.exactness_table import compare, contrast
 from tests.server.serving import LIMIT_S, MORTAL, Process

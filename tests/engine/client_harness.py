@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from engine.client import EngineClient, TokenStream
-from engine.request import Request, SamplingParams, TokenOutput
+from gptserve.engine.process.client import EngineClient, TokenStream
+from gptserve.engine.request import Request, SamplingParams, TokenOutput
 from tests.engine import fake_step_engine as fake
 
 LIMIT_S = 100.0  # within that of a test

@@ -15,11 +15,11 @@ import time
 from collections.abc import Container
 from typing import Any, Literal
 
-from engine.blame import CLEARING_STEPS
-from engine.errors import InvalidRequestError
-from engine.request import EngineInfo, FinishReason, Request, TokenOutput
-from engine.stats import EngineStats
-from weights.errors import InvalidConfigError
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from gptserve.engine.scheduling.blame import CLEARING_STEPS
+from gptserve.engine.stats import EngineStats
+from gptserve.weights.errors import InvalidConfigError
 
 REFUSE, FAIL, RAISE, WAIT, HANG, EXIT, KILL, KILL_DECODING = range(90, 98)
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.loop import StepEngine
-from engine.request import EngineInfo, Request, TokenOutput
-from engine.stats import EngineStats
+from gptserve.engine.process.loop import StepEngine
+from gptserve.engine.request import EngineInfo, Request, TokenOutput
+from gptserve.engine.stats import EngineStats
 
 VARIABLE = "ENGINE_GATE"
 """The environment variable with the folder of the gate, for an engine that a server starts."""

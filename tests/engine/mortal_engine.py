@@ -8,15 +8,15 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from engine.config import EngineConfig
-from engine.loop import StepEngine
-from engine.schedule import ScheduledBatch
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.process.loop import StepEngine
+from gptserve.engine.scheduling.schedule import ScheduledBatch
 from tests.engine import held_engine
 from tests.engine.fake_step_engine import count, count_hang
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.model_runner import StepResult
+    from gptserve.engine.engine import Engine
+    from gptserve.engine.model.runner import StepResult
 
 Death = Literal["kill", "segfault", "hang", "no memory"]
 POISON = 13, 13, 13
@@ -27,7 +27,7 @@ def load(
     config: EngineConfig, tally: str, deaths: Mapping[int, tuple[Death, int]], of_poison: Death = "kill"
 ) -> Engine:
     """Load an engine that dies as `deaths` says: by the number of the load, from 1, the way and the step."""
-    from engine.engine import Engine
+    from gptserve.engine.engine import Engine
 
     number = count(tally) if tally else 0
     if deaths.get(number) == ("kill", 0):

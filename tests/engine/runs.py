@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.request import Request, SamplingParams, TokenOutput
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.engine import Engine
+from gptserve.engine.request import Request, SamplingParams, TokenOutput
 
 Outputs = dict[str, list[TokenOutput]]
 

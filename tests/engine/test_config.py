@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import InvalidConfigurationError
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
 
 
 @pytest.mark.parametrize(

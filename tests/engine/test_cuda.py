@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.request import FinishReason
+from gptserve.engine.request import FinishReason
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 
 pytestmark = pytest.mark.gpu

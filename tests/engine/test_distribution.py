@@ -19,8 +19,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.noise import uniform
-from engine.request import Request, SamplingParams
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.sampling.noise import uniform
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, run, token_ids
 

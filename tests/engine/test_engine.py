@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-import engine.engine
-from engine.engine import Engine
-from engine.errors import EngineStartError, InvalidRequestError
-from engine.model_runner import ModelRunner, StepResult
-from engine.request import (
+import gptserve.engine.engine
+from gptserve.engine.engine import Engine
+from gptserve.engine.errors import EngineStartError, InvalidRequestError
+from gptserve.engine.model.runner import ModelRunner, StepResult
+from gptserve.engine.request import (
     MAX_SCORES_PER_OUTPUT,
     FinishReason,
     Request,
@@ -25,9 +25,9 @@ from engine.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from engine.schedule import ScheduledBatch
-from engine.sequence import Sequence
-from engine.stats import EngineStats
+from gptserve.engine.scheduling.schedule import ScheduledBatch
+from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.stats import EngineStats
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 
@@ -356,7 +356,7 @@ def test_a_drafter_changes_nothing_whatever_it_guesses(
 ) -> None:
     plain = run(make_engine(tiny_gpt2), demanding_requests)
     oracle = Oracle({i: token_ids(outputs) for i, outputs in plain.items()}, mood)
-    monkeypatch.setattr(engine.engine, "PromptLookup", lambda longest: oracle)
+    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda longest: oracle)
     drafting = make_engine(tiny_gpt2, speculative_ngram=2, block_size=4, **options)
     outputs = run(drafting, demanding_requests)
     assert {i: outcome(o) for i, o in outputs.items()} == {i: outcome(o) for i, o in plain.items()}
@@ -386,7 +386,7 @@ def test_logits_that_are_not_finite_end_a_request_where_they_would_have_without_
     plain = run(make_engine(tmp_path), requests)
     assert [o[-1].finish_reason for o in plain.values()] == [FinishReason.LENGTH, *[FinishReason.ERROR] * 3]
     oracle = Oracle({i: [*token_ids(outputs), 0, 0, 0] for i, outputs in plain.items()}, "the truth")
-    monkeypatch.setattr(engine.engine, "PromptLookup", lambda longest: oracle)
+    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda longest: oracle)
     drafting = make_engine(tmp_path, speculative_ngram=2)
     assert {i: outcome(o) for i, o in run(drafting, requests).items()} == {i: outcome(o) for i, o in plain.items()}
     assert drafting.stats.num_accepted_tokens > 10
@@ -414,7 +414,7 @@ def make_failing(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     def make(error: BaseException, fails: Fails, **options: Any) -> Engine:
         with monkeypatch.context() as patch:
             make_runner = lambda *args: FailingRunner(ModelRunner(*args), error, fails)  # noqa: E731 - a patch
-            patch.setattr(engine.engine, "ModelRunner", make_runner)
+            patch.setattr(gptserve.engine.engine, "ModelRunner", make_runner)
             return make_engine(tiny_gpt2, **options)
 
     return make

@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.client import LoopClient
-from engine.decoder import Decoder
-from engine.engine import Engine
-from engine.loop import load_engine
-from engine.process_client import ProcessClient
-from engine.request import Request, TokenLogprobs
-from engine.sampler import is_greedy
-from engine.step_threads import StepThreads
-from engine.thread_client import ThreadClient
+from gptserve.engine.engine import Engine
+from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.step_threads import StepThreads
+from gptserve.engine.process.client import LoopClient
+from gptserve.engine.process.loop import load_engine
+from gptserve.engine.process.process_client import ProcessClient
+from gptserve.engine.process.thread_client import ThreadClient
+from gptserve.engine.request import Request, TokenLogprobs
+from gptserve.engine.sampling.sampler import is_greedy
+from gptserve.weights.storyteller.recipe.generator import stories
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
 from tests.exactness_table import PAGE, compare, contrast
-from weights.storyteller.generator import stories
-from weights.tokenizer import Tokenizer
 
 Result = tuple[list[int], list[TokenLogprobs]]
 STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
@@ -132,7 +132,7 @@ def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> 
         seen.add(torch.get_num_threads())
         return compute(*arguments)
 
-    monkeypatch.setattr(StepThreads, "begin", lambda self, work: next(turns))
+    monkeypatch.setattr(StepThreads, "choose", lambda self, work: next(turns))
     monkeypatch.setattr(Decoder, "hidden_states", computing)
     return seen
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import engine
-from engine import LLM
-from engine.errors import EngineError, InvalidRequestError
-from engine.request import FinishReason, SamplingParams
+import gptserve
+from gptserve import LLM
+from gptserve.engine.errors import EngineError, InvalidRequestError
+from gptserve.engine.request import FinishReason, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,6 @@ def test_a_model_may_be_a_folder(tiny_gpt2: Path, storyteller: Path) -> None:
 
 
 def test_the_package_has_nothing_else_to_offer() -> None:
-    assert engine.__all__ == ["LLM"]
-    with pytest.raises(AttributeError, match="'engine' has no attribute 'Model'"):
-        _ = engine.Model
+    assert gptserve.__all__ == ["LLM", "EngineConfig", "SamplingParams"]
+    with pytest.raises(AttributeError, match="'gptserve' has no attribute 'Model'"):
+        _ = gptserve.Model

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequestError
-from engine.request import EngineInfo, Request, SamplingParams
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.request import EngineInfo, Request, SamplingParams
 
 INFO = EngineInfo(
     vocab_size=100,

@@ -25,13 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.block_pool import BlockPool
-from engine.drafter import Drafter
-from engine.request import FinishReason, Request, SamplingParams
-from engine.schedule import ScheduledBatch, ScheduledSequence
-from engine.scheduler import DRAFTING_STEP_TOKENS, Scheduler
-from engine.sequence import Sequence as LiveSequence
-from engine.sequence import SequenceStatus
+from gptserve.engine.request import FinishReason, Request, SamplingParams
+from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.drafter import Drafter
+from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
+from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
+from gptserve.engine.scheduling.sequence import Sequence as LiveSequence
+from gptserve.engine.scheduling.sequence import SequenceStatus
 
 STOP, EOS = 2, 3
 QUEUE_LIMIT_S = 30.0  # steps, by this machine's clock

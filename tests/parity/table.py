@@ -10,13 +10,13 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from engine.attention.cpu import CpuAttention
-from engine.attention.reference import ReferenceAttention
+from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 from tests.parity.test_families import largest_difference
 from tests.weights.tiny_tokenizers import BY_LIBRARY, CORPUS, FAMILIES
-from weights.tokenizer import Tokenizer
 
 TARGET = Path(__file__).parents[2] / "docs" / "parity.md"
 NUM_TEXTS = 2000

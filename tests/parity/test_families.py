@@ -14,19 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.attention import AttentionBackend
-from engine.attention.cpu import CpuAttention
-from engine.attention.reference import ReferenceAttention
-from engine.decoder import Decoder
-from engine.kv_cache import KVCache
-from engine.linear import MIN_ROWS
-from engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
+from gptserve.engine.attention import AttentionBackend
+from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.kv_cache import KVCache
+from gptserve.engine.model.linear import MIN_ROWS
+from gptserve.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.families import FAMILIES, load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 from tests.engine.steps import make_metadata, positions, shuffled_tables
 from tests.parity.models import load_in_transformers, write_model
 from tests.parity.shapes import SHAPES
-from weights.checkpoint import Checkpoint
-from weights.families import FAMILIES, load_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
 NUM_GREEDY = 64

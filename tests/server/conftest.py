@@ -15,13 +15,13 @@ import httpx
 import pytest
 import uvloop
 
-from server.app import AppOptions, create_app
-from server.connections import Connections
-from server.http_server import HttpServer
-from server.journal import Journal
-from server.protocol import BoundedHttpProtocol
+from gptserve.server.app import AppOptions, create_app
+from gptserve.server.background.journal import Journal
+from gptserve.server.http.connections import Connections
+from gptserve.server.http.protocol import BoundedHttpProtocol
+from gptserve.server.http.server import HttpServer
+from gptserve.weights.chat.template import ChatTemplate
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
-from weights.chat import ChatTemplate
 
 MODEL = "test-model"
 TEMPLATE = (

@@ -11,10 +11,10 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from engine.client import TokenStream
-from engine.errors import DeathKind, EngineDiedError, QueueFullError
-from engine.request import MAX_SCORES_PER_OUTPUT, EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
-from engine.stats import EngineStats
+from gptserve.engine.errors import DeathKind, EngineDiedError, QueueFullError
+from gptserve.engine.process.client import TokenStream
+from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
+from gptserve.engine.stats import EngineStats
 
 EOS = 256
 INFO = EngineInfo(

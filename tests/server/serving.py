@@ -17,13 +17,13 @@ import psutil
 
 LIMIT_S = 100  # within that of a test
 ROOT = Path(__file__).parents[2]
-MAIN = "import sys; from server.cli import main; main(sys.argv[1:])"
+MAIN = "import sys; from gptserve.server.cli.main import main; main(sys.argv[1:])"
 MORTAL = """
 import sys
-import server.serve
+import gptserve.server.serve
 from tests.engine import mortal_engine
-from server.cli import main
-server.serve.load_logging_engine = mortal_engine.load_in_server
+from gptserve.server.cli.main import main
+gptserve.server.serve.load_logging_engine = mortal_engine.load_in_server
 main(sys.argv[1:])
 """
 """A server whose engine POISON kills, and that the gate named in its environment holds."""

@@ -7,7 +7,7 @@ from tests.server.conftest import Api
 
 IMPORTS = """
 import sys
-import server.app, server.routes.completions
+import gptserve.server.app, gptserve.server.api.completions
 heavy = {"torch", "numpy", "transformers", "tiktoken"} & set(sys.modules)
 assert not heavy, heavy
 """

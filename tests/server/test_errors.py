@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
-from server.errors import ApiError, show, to_api_error
-from weights.errors import TokenizerError
+from gptserve.engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
+from gptserve.server.errors import ApiError, show, to_api_error
+from gptserve.weights.errors import TokenizerError
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ import httpx
 import psutil
 import pytest
 
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.serving import LIMIT_S, MAIN, MORTAL, ROOT, Process
-from weights.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def metric(client: httpx.Client, name: str) -> float:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_what_a_client_does_not_read(launch: Any) -> None:
-    patient = f"import server.serve; server.serve.LAST_EVENTS_LIMIT_S = {2 * LIMIT_S}; {MAIN}"
+    patient = f"import gptserve.server.serve; gptserve.server.serve.LAST_EVENTS_LIMIT_S = {2 * LIMIT_S}; {MAIN}"
     process = launch("--shutdown-timeout", "0", "--write-timeout", "3600", main=patient)
     with process.wait_until_ready() as client, client_that_does_not_read(client):
         process.popen.terminate()
@@ -171,8 +171,8 @@ def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) 
 
 DISK_THAT_HANGS = """
 import functools, os, sqlite3, sys
-import server.serve
-from server.cli import main
+import gptserve.server.serve
+from gptserve.server.cli.main import main
 
 class Connection(sqlite3.Connection):
     def execute(self, statement, *arguments):
@@ -182,7 +182,7 @@ class Connection(sqlite3.Connection):
         return super().execute(statement, *arguments)
 
 sqlite3.connect = functools.partial(sqlite3.connect, factory=Connection)
-server.serve.CLOSING_LIMIT_S = float(os.environ["CLOSING_LIMIT_S"])
+gptserve.server.serve.CLOSING_LIMIT_S = float(os.environ["CLOSING_LIMIT_S"])
 main(sys.argv[1:])
 """
 BACKGROUND = b'{"prompt": "Once", "background": true}'
@@ -269,7 +269,7 @@ def test_an_engine_that_is_not_replaced_ends_streams_with_an_error_and_the_proce
     assert "the engine process was killed by signal 9" in error_of(last)
     status, log = process.wait()
     assert status == 1
-    assert "CRITICAL server.serve: ending: " in log
+    assert "CRITICAL gptserve.server.serve: ending: " in log
     assert "leaked" not in log
 
 

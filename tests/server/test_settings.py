@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from server.settings import (
+from gptserve.engine.config import EngineConfig
+from gptserve.server.settings import (
     ServerSettings,
     SettingsError,
     add_flags,

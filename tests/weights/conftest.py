@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-import weights.tokenizer
+import gptserve.weights.tokenizers.tokenizer
 from tests.weights.tiny_tokenizers import byte_level
 
 
@@ -29,8 +29,8 @@ def one_file(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="session")
-def tokenizer(one_file: Path) -> weights.tokenizer.Tokenizer:
-    return weights.tokenizer.Tokenizer.open(one_file)
+def tokenizer(one_file: Path) -> gptserve.weights.tokenizers.tokenizer.Tokenizer:
+    return gptserve.weights.tokenizers.tokenizer.Tokenizer.open(one_file)
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
+from gptserve.weights import mxfp4
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import InvalidCheckpointError, ModelNotFoundError, UnsafeCheckpointError, WeightsError
+from gptserve.weights.families import FAMILIES, load_config
+from gptserve.weights.families.family import Family, Source
 from tests.parity.models import write_model
-from weights import mxfp4
-from weights.checkpoint import Checkpoint
-from weights.config import ModelConfig
-from weights.errors import InvalidCheckpointError, ModelNotFoundError, UnsafeCheckpointError, WeightsError
-from weights.families import FAMILIES, load_config
-from weights.families.family import Family, Source
 
 TINY = {"vocab_size": 12, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
 SETTINGS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -353,9 +353,9 @@ import re, sys, torch
 from pathlib import Path
 from safetensors.torch import load_file
 from tests.parity.models import write_model
-from weights import mxfp4
-from weights.checkpoint import Checkpoint
-from weights.families import load_config
+from gptserve.weights import mxfp4
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.families import load_config
 
 def memory(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

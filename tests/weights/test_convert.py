@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.convert import convert
+from gptserve.weights.errors import InvalidCheckpointError, InvalidConfigError, ModelNotFoundError
+from gptserve.weights.families import load_config
 from tests.conftest import MakeGPT2
-from weights.checkpoint import Checkpoint
-from weights.convert import convert
-from weights.errors import InvalidCheckpointError, InvalidConfigError, ModelNotFoundError
-from weights.families import load_config
 
 ARGUMENTS = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 10, "dropout": 0.0}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weights.errors import SHOWN_LENGTH, shown
+from gptserve.weights.errors import SHOWN_LENGTH, shown
 
 
 @pytest.mark.parametrize("value", ["x" * 1000, "\n\x1b[2J", "\ud800", {"a": ["é"] * 100}, 10**300, None])

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import weights.json_file
-from weights.errors import InvalidConfigError, TokenizerError
-from weights.json_file import read_json_object
+import gptserve.weights.json_file
+from gptserve.weights.errors import InvalidConfigError, TokenizerError
+from gptserve.weights.json_file import read_json_object
 
 
 def test_object_is_read(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
 
 def test_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('{"a": 1}')
-    monkeypatch.setattr(weights.json_file, "SIZE_LIMIT_BYTES", 7)
+    monkeypatch.setattr(gptserve.weights.json_file, "SIZE_LIMIT_BYTES", 7)
     with pytest.raises(InvalidConfigError, match="must be at most 7 bytes, got 8"):
         read_json_object(tmp_path / "a.json", InvalidConfigError)
 

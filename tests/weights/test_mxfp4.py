@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weights.mxfp4 import packed_shapes, unpack
+from gptserve.weights.mxfp4 import packed_shapes, unpack
 
 
 def test_every_value_times_every_power_of_two() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gptserve.weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError
+from gptserve.weights.source import model_name, require_safetensors, resolve_config, resolve_model
 from tests.weights.hub import Hub, commit_of, serve_hub
-from weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError
-from weights.source import model_name, require_safetensors, resolve_config, resolve_model
 
 WANTED = {
     "config.json": b'{"model_type": "gpt2"}',
@@ -41,9 +41,9 @@ PINNED = {"config.json": b'{"model_type": "gpt2", "name": "pinned"}', "model.saf
 # The hub's settings are read when huggingface_hub is imported, so each case is a process of its own.
 RESOLVE = """
 import json, sys
-import weights.config, weights.families, weights.tokenizer
-from weights.errors import WeightsError
-from weights.source import resolve_model
+import gptserve.weights.config, gptserve.weights.families, gptserve.weights.tokenizers.tokenizer
+from gptserve.weights.errors import WeightsError
+from gptserve.weights.source import resolve_model
 assert not {"huggingface_hub", "tqdm", "torch", "transformers"} & set(sys.modules)
 model, revision = json.loads(sys.argv[1])
 try:

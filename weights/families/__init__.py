@@ -8,31 +8,31 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from weights.config import ModelConfig
-from weights.errors import InvalidConfigError, UnsupportedModelError, shown
-from weights.families.bloom import BLOOM
-from weights.families.config_keys import refuse_unread
-from weights.families.family import Family, RawConfig
-from weights.families.gemma import GEMMA2, GEMMA3
-from weights.families.gpt2 import GPT2
-from weights.families.gpt_bigcode import GPT_BIGCODE
-from weights.families.gpt_neo import GPT_NEO
-from weights.families.gpt_neox import GPT_NEOX
-from weights.families.gpt_oss import GPT_OSS
-from weights.families.gptj import GPTJ
-from weights.families.llama import LLAMA
-from weights.families.mistral import MISTRAL
-from weights.families.mpt import MPT
-from weights.families.nanochat import NANOCHAT
-from weights.families.nanogpt import NANOGPT
-from weights.families.olmo2 import OLMO2
-from weights.families.openai_gpt import OPENAI_GPT
-from weights.families.opt import OPT
-from weights.families.phi import PHI
-from weights.families.phi3 import PHI3
-from weights.families.qwen import QWEN2, QWEN3
-from weights.families.xglm import XGLM
-from weights.json_file import read_json_object
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from gptserve.weights.families.bloom import BLOOM
+from gptserve.weights.families.config_keys import refuse_unread
+from gptserve.weights.families.family import Family, RawConfig
+from gptserve.weights.families.gemma import GEMMA2, GEMMA3
+from gptserve.weights.families.gpt2 import GPT2
+from gptserve.weights.families.gpt_bigcode import GPT_BIGCODE
+from gptserve.weights.families.gpt_neo import GPT_NEO
+from gptserve.weights.families.gpt_neox import GPT_NEOX
+from gptserve.weights.families.gpt_oss import GPT_OSS
+from gptserve.weights.families.gptj import GPTJ
+from gptserve.weights.families.llama import LLAMA
+from gptserve.weights.families.mistral import MISTRAL
+from gptserve.weights.families.mpt import MPT
+from gptserve.weights.families.nanochat import NANOCHAT
+from gptserve.weights.families.nanogpt import NANOGPT
+from gptserve.weights.families.olmo2 import OLMO2
+from gptserve.weights.families.openai_gpt import OPENAI_GPT
+from gptserve.weights.families.opt import OPT
+from gptserve.weights.families.phi import PHI
+from gptserve.weights.families.phi3 import PHI3
+from gptserve.weights.families.qwen import QWEN2, QWEN3
+from gptserve.weights.families.xglm import XGLM
+from gptserve.weights.json_file import read_json_object
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from weights.config import ModelConfig
-from weights.errors import UnsupportedModelError, shown
-from weights.families.family import RawConfig
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import UnsupportedModelError, shown
+from gptserve.weights.families.family import RawConfig
 
 NUM_SHOWN = 3
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
-from weights.config import Activation, ModelConfig
-from weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 
 MAX_SIZE = 2**31 - 1
 # Far above any model: a file that lies cannot fill memory before its checkpoint contradicts it.

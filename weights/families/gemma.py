@@ -9,10 +9,10 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from weights.config import ModelConfig
-from weights.families.family import ACTIVATIONS, Family, RawConfig, read_windows
-from weights.families.llama import IGNORED, llama_sources, read_llama_config
-from weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, read_windows
+from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.families.rotary import read_rotary, usable_context
 
 NORMS = {
     "attn_norm": "input_layernorm",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from weights.config import ModelConfig
-from weights.families import layout
-from weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:

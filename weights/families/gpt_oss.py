@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weights.config import Experts, ModelConfig
-from weights.families import layout
-from weights.families.family import Family, RawConfig, Source, read_windows
-from weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.config import Experts, ModelConfig
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import Family, RawConfig, Source, read_windows
+from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 MAX_TENSORS = 2**16  # of experts, over all layers
 

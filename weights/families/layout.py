@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weights.config import ModelConfig
-from weights.families.family import Source
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families.family import Source
 
 Part = tuple[str, int]
 """A linear's name in the file and its number of rows, [out, in]."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from weights.config import ModelConfig
-from weights.families import layout
-from weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig, Source
-from weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig, Source
+from gptserve.weights.families.rotary import read_rotary, usable_context
 
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 IGNORED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight")

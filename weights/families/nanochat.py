@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weights.config import ModelConfig
-from weights.families import layout
-from weights.families.family import ACTIVATIONS, Family, RawConfig, Source
-from weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import layout
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source
+from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:

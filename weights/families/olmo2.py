@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from weights.config import ModelConfig
-from weights.families.family import Family, RawConfig
-from weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families.family import Family, RawConfig
+from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 NORMS = {"attn_output_norm": "post_attention_layernorm", "ffn_output_norm": "post_feedforward_layernorm"}
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weights.config import ModelConfig
-from weights.families.family import Family, RawConfig, read_windows
-from weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families.family import Family, RawConfig, read_windows
+from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 
 def _read_qwen2(raw: RawConfig) -> ModelConfig:

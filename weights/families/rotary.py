@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from weights.config import Rotary
-from weights.errors import UnsupportedModelError, shown
-from weights.families.family import MAX_SIZE, RawConfig
+from gptserve.weights.config import Rotary
+from gptserve.weights.errors import UnsupportedModelError, shown
+from gptserve.weights.families.family import MAX_SIZE, RawConfig
 
 Frequencies = tuple[float, ...]
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionSpec
+from gptserve.engine.attention import AttentionSpec
 
 Feature = Literal["alibi_slopes", "sinks", "softcap"]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionMetadata, AttentionSpec
-from engine.attention.cpu import INSTRUCTIONS, CpuAttention, Instructions
+from gptserve.engine.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.attention.cpu import INSTRUCTIONS, CpuAttention, Instructions
 from tests.engine.attention.oracle import FEATURE_SETS, FEATURES, Feature, dense_attention, feature_id, with_features
 
 pytestmark = pytest.mark.skipif(not CpuAttention.is_available(), reason="the package was installed without a compiler")
@@ -308,7 +308,7 @@ def test_kernel_runs_in_the_thread_pool_of_torch(set_threads: Callable[[int], No
 
 
 def test_without_the_library_the_backend_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.attention.cpu.EXTENSION_SUFFIXES", [".absent"])
+    monkeypatch.setattr("gptserve.engine.attention.cpu.EXTENSION_SUFFIXES", [".absent"])
     assert not CpuAttention.is_available()
     assert CpuAttention.supported_instructions() == ()
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionSpec
-from engine.attention.reference import ReferenceAttention
+from gptserve.engine.attention import AttentionSpec
+from gptserve.engine.attention.reference import ReferenceAttention
 from tests.engine.attention.oracle import (
     FEATURE_SETS,
     FEATURES,

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import UnsupportedModelError
+from gptserve.weights.families import FAMILIES, load_config
+from gptserve.weights.families.config_keys import NAMES, PATTERN, SIZES
+from gptserve.weights.families.family import RawConfig
 from tests.weights.families.known import KNOWN
-from weights.config import ModelConfig
-from weights.errors import UnsupportedModelError
-from weights.families import FAMILIES, load_config
-from weights.families.config_keys import NAMES, PATTERN, SIZES
-from weights.families.family import RawConfig
 
 OF_TRANSFORMERS = sorted(FAMILIES.keys() - {"nanogpt"})
 LLAMA = KNOWN["Llama 3 8B"][0]

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, WeightsError
+from gptserve.weights.families import FAMILIES, find_family, load_config
 from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
-from weights.config import ModelConfig
-from weights.errors import InvalidConfigError, UnsupportedModelError, WeightsError
-from weights.families import FAMILIES, find_family, load_config
 
 GOOD = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
 

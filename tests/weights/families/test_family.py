@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from weights.errors import InvalidConfigError
-from weights.families.family import ACTIVATIONS, RawConfig, Source
+from gptserve.weights.errors import InvalidConfigError
+from gptserve.weights.families.family import ACTIVATIONS, RawConfig, Source
 
 
 def test_source_shape_is_that_of_its_parts_joined() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import GPT2Config
 
-from weights.config import ModelConfig
-from weights.errors import InvalidConfigError, UnsupportedModelError
-from weights.families.family import RawConfig
-from weights.families.gpt2 import GPT2
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
+from gptserve.weights.families.family import RawConfig
+from gptserve.weights.families.gpt2 import GPT2
 
 SMALL = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 3, "n_head": 2}
 

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from weights.errors import InvalidConfigError, UnsupportedModelError
-from weights.families.family import RawConfig
-from weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
+from gptserve.weights.families.family import RawConfig
+from gptserve.weights.families.rotary import read_rotary, usable_context
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: list[dict[str, Any]] = [

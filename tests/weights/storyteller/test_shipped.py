@@ -11,11 +11,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel, GPT2TokenizerFast
 
-from weights.storyteller.data import END_ID, END_OF_TEXT
-from weights.storyteller.evaluate import Prompt, held_out_loss, sample
-from weights.storyteller.generator import stories
-from weights.storyteller.judge import name_fault
-from weights.storyteller.train import Recipe
+from gptserve.weights.storyteller.recipe.data import END_ID, END_OF_TEXT
+from gptserve.weights.storyteller.recipe.evaluate import Prompt, held_out_loss, sample
+from gptserve.weights.storyteller.recipe.generator import stories
+from gptserve.weights.storyteller.recipe.judge import name_fault
+from gptserve.weights.storyteller.recipe.train import Recipe
 
 MOST_BYTES = 16_000_000
 

@@ -1,0 +1,103 @@
+"""The only model: embedding and position, N blocks, final norm, head; every choice is a field of ModelConfig.
+
+It turns a step's tokens into hidden states and hidden states into logits. It knows neither requests nor sampling nor
+who owns which block, and no model family. ModelRunner calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.attention import AttentionBackend, AttentionMetadata
+from gptserve.engine.model.kv_cache import KVCache
+from gptserve.engine.model.layers import Block, take_linear, take_norm
+from gptserve.engine.model.linear import make_linear
+from gptserve.engine.model.rotary import RotaryTable, sinusoids
+from gptserve.weights.config import ModelConfig
+
+
+class Decoder:
+    """A decoder-only transformer on one device.
+
+    `tensors` yields (canonical name, tensor) in the order they are taken here, so that at most one tensor waits.
+    `set_max_model_len` must be called before tokens are computed.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], backend: AttentionBackend) -> None:
+        self._config, source = config, StreamedTensors(tensors)
+        self._embedding = source.take("embed.weight")
+        self._positions = source.take("position.weight") if config.position == "learned" else None
+        scale = config.embed_scale  # in the model's dtype, as it was trained with
+        self._embed_scale = None if scale == 1 else torch.tensor(scale).to(self._embedding)
+        self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
+        self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
+        device = self._embedding.device
+        self._blocks = [Block(config, layer, source, backend, device) for layer in range(config.num_layers)]
+        rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in config.rotaries if rotary))
+        self._table_of = [rotaries.index(rotary) if rotary else None for rotary in config.rotaries]
+        self._table_of = self._table_of or [None] * config.num_layers
+        self._tables: list[RotaryTable] = []
+        has_final_norm = config.norm_placement != "sum"
+        self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
+        self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
+        if config.tied_head:
+            self._head = make_linear(self._embedding, None)
+        else:
+            self._head = take_linear(source, "head", bias=config.head_bias)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Compute what depends on positions alone, for positions [0, max_model_len)."""
+        config, device = self._config, self._embedding.device
+        self._tables = [RotaryTable(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
+        if config.position == "sinusoidal":
+            table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
+            self._positions = table.to(self._embedding)
+
+    def hidden_states(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Return the last block's output [T, hidden] and store the step's keys and values in the cache.
+
+        token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
+        """
+        x = self._embed(token_ids_T, positions_T)
+        rotations = [table.at(positions_T) for table in self._tables]
+        for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
+            x = block(x, None if table is None else rotations[table], cache_2NGBD, metadata)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits [rows, vocab_size] of some rows (at least linear.MIN_ROWS) of the hidden states."""
+        x = hidden if self._final_norm is None else self._final_norm(hidden)
+        x = x if self._embed_out is None else self._embed_out(x)
+        logits = self._head(x).to(torch.float32)
+        cap = self._config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        x = self._embedding[token_ids_T]
+        if self._embed_scale is not None:
+            x = x * self._embed_scale
+        if self._embed_norm is not None:
+            x = self._embed_norm(x)
+        if self._embed_in is not None:
+            x = self._embed_in(x)
+        return x if self._positions is None else x + self._positions[positions_T]
+
+
+class StreamedTensors:
+    """Tensors by name from a stream in a known order; names that come early wait until they are taken."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self._waiting: dict[str, Tensor] = {}
+
+    def take(self, name: str) -> Tensor:
+        """Return the tensor of this name; the stream has checked that it is there."""
+        while name not in self._waiting:
+            other, tensor = next(self._tensors)
+            self._waiting[other] = tensor
+        return self._waiting.pop(name)

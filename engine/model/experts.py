@@ -1,0 +1,36 @@
+"""A mixture of experts in the place of one feed-forward.
+
+Each expert computes the rows that chose it; a row's result does not depend on which other rows did. Only layers.py
+builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gptserve.engine.model.linear import MIN_ROWS, Linear
+
+
+class MixtureOfExperts:
+    """The sum of the num_active experts with the highest router logits, weighted by the softmax of these logits."""
+
+    def __init__(self, router: Linear, experts: Sequence[Callable[[Tensor], Tensor]], num_active: int) -> None:
+        self._router, self._experts, self._num_active = router, experts, num_active
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
+        top_TK, chosen_TK = self._router(x).float().topk(self._num_active, dim=-1)
+        weights_TK1 = top_TK.softmax(-1).unsqueeze(-1)
+        parts_TKH = torch.empty(*chosen_TK.shape, x.shape[-1], dtype=torch.float32, device=x.device)
+        # Only the host can start the experts that were chosen: on a GPU this waits for the router.
+        for e in sorted(set(chosen_TK.flatten().tolist())):
+            rows, ranks = torch.where(chosen_TK == e)
+            padding = max(0, MIN_ROWS - len(rows))
+            h = functional.pad(x[rows], (0, 0, 0, padding))
+            parts_TKH[rows, ranks] = self._experts[e](h)[: len(rows)].float()
+        y = (parts_TKH * weights_TK1).sum(1).to(x.dtype)
+        return y if residual is None else residual + y

@@ -1,0 +1,203 @@
+"""The parts of a decoder: norms, attention with its projections, feed-forward, and the block that joins them.
+
+Each is built from ModelConfig and a source of named tensors, and called with the rows of one step: T tokens of all
+sequences, one after the other, [T, hidden]. Only decoder.py builds them. No part knows a model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+from gptserve.engine.model.experts import MixtureOfExperts
+from gptserve.engine.model.linear import Linear, activate, make_linear
+from gptserve.engine.model.rotary import Rotation
+from gptserve.weights.config import Activation, ModelConfig
+
+
+class TensorSource(Protocol):
+    """Hands out each canonical tensor once."""
+
+    def take(self, name: str) -> Tensor:
+        """Return the tensor of this canonical name, in the model's dtype and on its device."""
+
+
+class Norm(Protocol):
+    """A normalisation over the last dimension, in and out in the model's dtype, computed in fp32."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of x, [..., size]."""
+
+
+class LayerNorm:
+    """Layer normalisation (Ba et al. 2016, equation 4); weight and bias may be missing."""
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self._weight, self._bias, self._eps)
+
+
+class RMSNorm:
+    """Root mean square normalisation (Zhang and Sennrich 2019, equation 4); the weight may be missing."""
+
+    def __init__(self, weight: Tensor | None, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        return (y if self._weight is None else y * self._weight).to(x.dtype)
+
+
+class Attention:
+    """Causal self-attention with its projections: softmax(scale * q k) v over the cached past and the step itself."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, source: TensorSource, backend: AttentionBackend, device: torch.device
+    ) -> None:
+        name = f"blocks.{layer}"
+        self._qkv = take_linear(source, f"{name}.qkv", bias=config.qkv_bias)
+        self._out = take_linear(source, f"{name}.attn_out", bias=config.attn_out_bias)
+        self._clip, self._qk_norm, self._backend = config.qkv_clip, config.qk_norm, backend
+        if config.qk_norm:
+            self._q_norm = take_norm(config, source, f"{name}.q_norm")
+            self._k_norm = take_norm(config, source, f"{name}.k_norm")
+        self._spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            scale=config.attention_scales[layer],
+            window=config.attention_windows[layer],
+            alibi_slopes=torch.tensor(config.alibi_slopes, device=device) if config.alibi_slopes else None,
+            sinks=source.take(f"{name}.sinks").float() if config.attention_sinks else None,
+            softcap=config.attention_softcap,
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation | None,
+        cache_2NGBD: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Return attention(x), added to residual if given, and store the step's keys and values in the cache."""
+        spec = self._spec
+        qkv = self._qkv(x)
+        if self._clip is not None:
+            qkv = qkv.clamp(-self._clip, self._clip)
+        heads_THD = qkv.view(len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
+        first_key, first_value = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        q_THD, k_TGD = heads_THD[:, :first_key], heads_THD[:, first_key:first_value]
+        v_TGD = heads_THD[:, first_value:]
+        if self._qk_norm:
+            q_THD.copy_(self._normalise(self._q_norm, q_THD))
+            k_TGD.copy_(self._normalise(self._k_norm, k_TGD))
+        if rotation is not None:
+            rotation.turn_(heads_THD[:, :first_value])
+        self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
+        return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
+
+    def _normalise(self, norm: Norm, heads_TXD: Tensor) -> Tensor:
+        if self._qk_norm == "head":
+            return norm(heads_TXD)
+        return norm(heads_TXD.flatten(1)).view_as(heads_TXD)
+
+
+class FeedForward:
+    """act(x W_up) W_down, or (act(x W_gate) * x W_up) W_down where it is gated."""
+
+    def __init__(self, config: ModelConfig, source: TensorSource, name: str) -> None:
+        self._gate = config.activation if config.gated_ffn else None
+        self._limit = config.ffn_limit
+        fused = None if config.gated_ffn else config.activation
+        self._up = take_linear(source, f"{name}.ffn_up", bias=config.ffn_bias, activation=fused)
+        self._down = take_linear(source, f"{name}.ffn_down", bias=config.ffn_bias)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the feed-forward of x, added to residual if given."""
+        h = self._up(x)
+        if self._gate is not None:
+            gate, h = h.chunk(2, dim=-1)
+            if self._limit is not None:
+                gate, h = gate.clamp(max=self._limit), h.clamp(-self._limit, self._limit) + 1
+            h = activate(gate, self._gate) * h
+        return self._down(h, residual)
+
+
+class Residual:
+    """The sum of x and a part f of it, with norms where the configuration puts them (ModelConfig.norm_placement)."""
+
+    def __init__(self, config: ModelConfig, source: TensorSource, name: str, norm: Norm | None = None) -> None:
+        """Take the norms called `name`; `norm`, if given, stands for the one before the part."""
+        placement = config.norm_placement
+        if norm is None and placement != "output":
+            norm = take_norm(config, source, f"{name}_norm")
+        self.norm = norm
+        self._before = norm if placement in ("input", "both") else None
+        self._of_sum = norm if placement == "sum" else None
+        self._after = take_norm(config, source, f"{name}_output_norm") if placement in ("output", "both") else None
+
+    def __call__(self, part: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, base: Tensor) -> Tensor:
+        """Return base + part(x); a part takes its input and, where it may add it itself, the base."""
+        h = x if self._before is None else self._before(x)
+        if self._after is not None:
+            return base + self._after(part(h, None))
+        y = part(h, base)
+        return y if self._of_sum is None else self._of_sum(y)
+
+
+class Block:
+    """One layer: attention, then feed-forward, of its result or side by side."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, source: TensorSource, backend: AttentionBackend, device: torch.device
+    ) -> None:
+        name = f"blocks.{layer}"
+        self._parallel = config.parallel_residual
+        self._attn_residual = Residual(config, source, f"{name}.attn")
+        self._attention = Attention(config, layer, source, backend, device)
+        shared = self._attn_residual.norm if config.shared_norm else None
+        self._ffn_residual = Residual(config, source, f"{name}.ffn", shared)
+        self._ffn = _take_feed_forward(config, source, name)
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation | None, cache_2NGBD: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Return the layer's output [T, hidden] and store the step's keys and values in the cache."""
+
+        def attend(h: Tensor, residual: Tensor | None) -> Tensor:
+            return self._attention(h, residual, rotation, cache_2NGBD, metadata)
+
+        attended = self._attn_residual(attend, x, x)
+        return self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
+
+
+def _take_feed_forward(config: ModelConfig, source: TensorSource, name: str) -> FeedForward | MixtureOfExperts:
+    if config.experts is None:
+        return FeedForward(config, source, name)
+    router = take_linear(source, f"{name}.router", bias=config.ffn_bias)
+    experts = [FeedForward(config, source, f"{name}.experts.{e}") for e in range(config.experts.num)]
+    return MixtureOfExperts(router, experts, config.experts.num_active)
+
+
+def take_norm(config: ModelConfig, source: TensorSource, name: str) -> Norm:
+    """Return the norm of this name; the stored weights of an RMSNorm count in fp32, raised by the offset."""
+    weight = source.take(f"{name}.weight") if config.norm_weight else None
+    bias = source.take(f"{name}.bias") if config.norm_bias else None
+    if config.norm == "layernorm":
+        return LayerNorm(weight, bias, config.norm_eps)
+    return RMSNorm(None if weight is None else weight.float() + config.norm_weight_offset, config.norm_eps)
+
+
+def take_linear(source: TensorSource, name: str, *, bias: bool, activation: Activation | None = None) -> Linear:
+    """Return the linear of this name."""
+    weight = source.take(f"{name}.weight")
+    return make_linear(weight, source.take(f"{name}.bias") if bias else None, activation)

@@ -1,0 +1,254 @@
+"""Runs the model: a ScheduledBatch in, sampled tokens and prompt logprobs out.
+
+It owns everything with tensors (weights, KV cache, attention backend) and resolves what EngineConfig left open: device,
+dtype, threads, context and cache size. It does not know why a sequence was scheduled. Called by Engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.attention import choose_backend
+from gptserve.engine.config import DType, EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.batch import build_model_input
+from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
+from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
+from gptserve.engine.model.kv_cache import KVCache, plan_cache
+from gptserve.engine.model.linear import MIN_ROWS, has_onednn, rows_are_independent
+from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.step_threads import StepThreads, StepWork
+from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
+from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
+from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
+from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import load_config
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: dict[DType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_LOGIT_ROWS = 64
+"""Rows of prompt logits held at once: 64 fp32 rows of a 50,000-token vocabulary are 13 MB."""
+
+_PROBE_TOKENS = 8
+"""Enough for attention over several keys; every part of the model computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a forward pass gave: `sampled` has one entry per item of the batch that samples, in their order.
+
+    Its rows are the token after the known ones, then one after each token of the item's draft.
+    prompt_logprobs maps the index of an item to the entries of the prompt tokens it covered, as (position, entry).
+    """
+
+    sampled: tuple[SampledTokens, ...]
+    prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
+
+
+class ModelRunner:
+    """A loaded model on its device, with its KV cache.
+
+    Raises WeightsError for a model that cannot be used and InvalidConfigurationError for a setting that cannot.
+    `progress(bytes_done, bytes_total)` is called while weights load.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        num_threads = _set_num_threads(config)
+        self.device = _choose_device(config)
+        dtype = _choose_dtype(config, self.device)
+        self._model = load_config(config.model_dir)
+        is_invariant = _is_batch_invariant(self._model, self.device, dtype)
+        _check_max_model_len(config, self._model.max_position)
+        backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
+        checkpoint = Checkpoint(config.model_dir, self._model)
+        with torch.inference_mode():
+            tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
+            self._decoder = Decoder(self._model, tensors, backend)
+            longest = config.max_model_len or self._model.max_position
+            scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
+            num_blocks, max_model_len = plan_cache(config, self._model, dtype, self.device, scratch_bytes=scratch_bytes)
+            self._decoder.set_max_model_len(max_model_len)
+            self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
+        _log_cache(self._cache, num_blocks, config.block_size, max_model_len)
+        self._work, self._threads = StepWork(self._model), StepThreads(num_threads, FreeCpus())
+        num_probed = min(_PROBE_TOKENS, max_model_len, num_blocks * config.block_size)
+        sample = self._sample_numbers(num_probed, config.block_size) if is_invariant else ""
+        causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
+        self.info = EngineInfo(
+            vocab_size=self._model.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
+            device=str(self.device),
+            dtype=str(dtype).removeprefix("torch."),
+            attention_backend=backend.name,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            fingerprint=fingerprint(causes, sample),
+            batch_invariant=is_invariant,
+        )
+        _log_numbers(self.info)
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Compute the batch's tokens, store their keys and values, and sample for the items that have caught up."""
+        if self.device.type != "cpu":
+            return self._run(batch)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads.choose(self._work.of(batch)))
+        try:
+            return self._run(batch)
+        finally:
+            torch.set_num_threads(before)  # the process may compute something else between steps
+
+    @torch.inference_mode()
+    def _run(self, batch: ScheduledBatch) -> StepResult:
+        inputs = build_model_input(batch, self.info.block_size, self.device)
+        hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
+        starts = inputs.metadata.query_starts
+        return StepResult(
+            sampled=self._sample(hidden, starts, batch),
+            prompt_logprobs={
+                i: self._prompt_logprobs(hidden[starts[i] : starts[i + 1]], item)
+                for i, item in enumerate(batch.items)
+                if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated
+            },
+        )
+
+    @torch.inference_mode()
+    def _sample_numbers(self, num_tokens: int, block_size: int) -> str:
+        """Return the digest of the logits after each token of a fixed prompt; its blocks belong to nobody yet."""
+        token_ids = [i % self._model.vocab_size for i in range(num_tokens)]
+        request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
+        block_ids = list(range(-(-num_tokens // block_size)))
+        sequence = Sequence(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
+        batch = ScheduledBatch((ScheduledSequence(sequence, num_tokens),))
+        inputs = build_model_input(batch, block_size, self.device)
+        hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
+        return digest_of(self._decoder.logits(hidden)[:num_tokens])
+
+    def _sample(self, hidden: Tensor, starts: tuple[int, ...], batch: ScheduledBatch) -> tuple[SampledTokens, ...]:
+        rows: list[int] = []
+        positions: list[SamplingPosition] = []
+        sizes: list[int] = []
+        for item, end in zip(batch.items, starts[1:], strict=True):
+            if item.samples:
+                first = end - 1 - len(item.draft)
+                sizes.append(end - first)
+                rows.append(first)
+                positions.append(SamplingPosition(item.sequence))
+                for i in range(1, end - first):
+                    rows.append(first + i)
+                    positions.append(SamplingPosition(item.sequence, item.draft[:i]))
+        if not rows:
+            return ()
+        return tuple(sample(self._logits(hidden, rows), positions).split(sizes))
+
+    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Return fp32 logits of these rows, followed by padding rows up to MIN_ROWS."""
+        rows = rows + rows[-1:] * (MIN_ROWS - len(rows))
+        return self._decoder.logits(hidden[rows])
+
+    def _prompt_logprobs(self, hidden: Tensor, item: ScheduledSequence) -> list[tuple[int, TokenLogprobs]]:
+        """Return (position, logprobs) of the prompt tokens that the item's rows predict."""
+        sequence, first = item.sequence, item.sequence.num_computed
+        num_top = sequence.request.params.prompt_logprobs
+        assert num_top is not None
+        last = min(first + item.num_tokens, sequence.num_prompt_tokens - 1)
+        entries: list[tuple[int, TokenLogprobs]] = []
+        for start in range(first, last, _LOGIT_ROWS):
+            positions = range(start + 1, min(start + _LOGIT_ROWS, last) + 1)
+            logits = self._logits(hidden, [p - 1 - first for p in positions])[: len(positions)]
+            targets = torch.tensor([sequence.token_ids[p] for p in positions], device=self.device)
+            entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
+        return entries
+
+
+def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether an answer's bits do not depend on what is computed beside it; warn on a CPU where they do."""
+    if device.type != "cpu":
+        return False
+    if not has_onednn():
+        logger.warning("linear: torch has no oneDNN here; products are slower and their bits depend on the batch")
+        return False
+    if not rows_are_independent(linear_shapes(model), dtype):
+        logger.warning(
+            "linear: with the instructions that oneDNN uses here, the bits of its products depend on the batch; "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment leaves out AMX"
+        )
+        return False
+    return True
+
+
+def _log_numbers(info: EngineInfo) -> None:
+    logger.info(
+        "numbers: %s on %s, attention %s, fingerprint %s; an answer's bits %s on what is computed beside it",
+        *(info.dtype, info.device, info.attention_backend, info.fingerprint),
+        "do not depend" if info.batch_invariant else "may depend",
+    )
+
+
+def _log_cache(cache: KVCache, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    num_tokens = num_blocks * block_size
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %d tokens in %.1f MiB; %d sequences of %d tokens fit at once",
+        *(num_blocks, block_size, num_tokens, sum(layer.nbytes for layer in cache.layers) / 2**20),
+        *(num_tokens // max_model_len, max_model_len),
+    )
+
+
+def _set_num_threads(config: EngineConfig) -> int:
+    """Set and return the most threads of a step. torch's own number heeds OMP_NUM_THREADS, but no container's quota."""
+    num_cpus = usable_cpus()
+    num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
+    torch.set_num_threads(num_threads)
+    logger.info("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
+    return num_threads
+
+
+def _choose_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfigurationError("device is 'cuda', but torch sees no CUDA device")
+    return torch.device(config.device)
+
+
+def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights, activations and cache: for "auto" bf16 where the hardware multiplies it fast."""
+    if config.dtype != "auto":
+        if config.dtype == "float16" and device.type == "cpu":
+            raise InvalidConfigurationError("dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'")
+        is_packed = device.type == "cpu" and has_onednn()
+        if config.dtype == "bfloat16" and is_packed and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            raise InvalidConfigurationError("dtype 'bfloat16' is not supported by this CPU; use 'float32'")
+        return _DTYPES[config.dtype]
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float16
+    return torch.bfloat16 if any(_cpu_bf16_features()) else torch.float32
+
+
+def _check_max_model_len(config: EngineConfig, max_position: int) -> None:
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise InvalidConfigurationError(
+            f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
+        )
+
+
+def _cpu_bf16_features() -> tuple[bool, bool]:
+    """Return whether this CPU has AVX512_BF16 and AMX, the instructions that make bf16 faster than fp32."""
+    return torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,73 @@
+"""How many threads each step uses: few for little work, and no more than there are free CPUs.
+
+The threads of a step meet at some 75 barriers. Where one of them waits for a CPU that another process uses, all of them
+wait, and the step takes several times longer than with one thread less. It knows no torch and sets nothing; ModelRunner
+asks it before every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gptserve.engine.model.memory import parameter_counts
+from gptserve.engine.scheduling.schedule import ScheduledBatch
+from gptserve.weights.config import ModelConfig
+
+WORK_PER_THREAD = 150_000_000
+"""Units of `StepWork` that pay for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one
+thread: a second one gains 3 to 9 % in its fastest steps, and makes a step several times slower where a core is busy. A
+step of GPT-2 124M that decodes one token, 3.2 billion units, may use 21."""
+
+_TOLERATED_CPUS = 0.5
+"""What others may use of the CPUs for our threads; less, as the server's own process uses, delays few steps."""
+
+_ROWS_OF_A_READ = 24
+"""Reading a weight from memory takes as long as multiplying it with so many rows: 14 to 35 were measured."""
+_ATTENTION_COST = 8
+"""A multiplication of attention takes as long as some 8 of the packed linears."""
+_DRAW_COST = 2000
+"""Drawing a token takes as long as so many multiplications for each entry of the vocabulary: 0.6 to 1 ms of 50,257."""
+
+
+class StepWork:
+    """The size of a step in multiplications of the linears, roughly: only sizes within a factor of two are compared."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        counts = parameter_counts(model)
+        self._head = counts["head"]
+        if model.tied_head:
+            self._head += model.vocab_size * (model.embed_size or model.hidden_size)
+        self._blocks = counts["attention"] + counts["feed-forward"]
+        if model.experts is not None:
+            num_idle = model.experts.num - model.experts.num_active
+            self._blocks -= counts["feed-forward"] * num_idle // model.experts.num
+        self._attention = _ATTENTION_COST * 2 * model.num_layers * model.num_heads * model.head_size
+        self._draw = _DRAW_COST * model.vocab_size
+
+    def of(self, batch: ScheduledBatch) -> int:
+        """Return the size of this step."""
+        num_logits = num_draws = num_pairs = 0
+        for item in batch.items:
+            params, num_sampled = item.sequence.request.params, item.samples * (1 + len(item.draft))
+            has_scores = params.prompt_logprobs is not None and not item.sequence.num_generated
+            num_logits += item.num_tokens if has_scores else num_sampled
+            num_draws += num_sampled if params.temperature > 0 else 0
+            num_pairs += item.num_tokens * (item.sequence.num_computed + item.num_tokens)
+        head = self._head * (_ROWS_OF_A_READ + num_logits) if num_logits else 0
+        blocks = self._blocks * (_ROWS_OF_A_READ + batch.num_tokens)
+        return blocks + head + self._attention * num_pairs + self._draw * num_draws
+
+
+class StepThreads:
+    """Chooses 1 to `max_threads` threads; `free_cpus` returns how many CPUs this process could use just now."""
+
+    def __init__(self, max_threads: int, free_cpus: Callable[[], float]) -> None:
+        self._max_threads = max_threads
+        self._free_cpus = free_cpus
+
+    def choose(self, work: int) -> int:
+        """Return the number of threads for a step of this size, in units of StepWork."""
+        useful = min(self._max_threads, work // WORK_PER_THREAD)
+        if useful <= 1:
+            return 1
+        return max(1, int(min(useful, self._free_cpus() + _TOLERATED_CPUS)))

@@ -1,0 +1,157 @@
+"""The engine in its own process: a crash or hang there harms no HTTP connection, and the server needs no torch.
+
+One duplex pipe joins the two. One thread reads it and reaps the process, another writes to it, so that the event loop
+never waits for the engine; it is woken once a step. The app makes a client of `functools.partial(load_engine, config)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import errno
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
+
+from gptserve.engine.errors import DeathKind
+from gptserve.engine.process.client import LoopClient
+from gptserve.engine.process.loop import Command, EngineFactory, Shutdown, serve
+
+SHUTDOWN_LIMIT_S = 5.0  # for the step under way and the teardown of CUDA; an engine holds nothing worth a longer wait
+EXIT_LIMIT_S = 5.0  # between the end of the child's pipe and that of its process
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ProcessClient(LoopClient):
+    """An EngineClient whose engine is a spawned process. The factory must be picklable.
+
+    The child hears neither Ctrl-C nor SIGTERM, which reach the whole process group: when to end is the parent's
+    decision. It ends with the parent, however that dies, even while it loads or in the middle of a step (elsewhere than
+    on Linux: after it). On Linux the thread that called `start` counts as the parent.
+    """
+
+    _process: SpawnProcess
+    _connection: Connection
+
+    def __init__(self, factory: EngineFactory, *, shutdown_limit_s: float = SHUTDOWN_LIMIT_S) -> None:
+        super().__init__(factory)
+        self._shutdown_limit_s = shutdown_limit_s
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="gptserve-engine-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="gptserve-engine-writer", daemon=True)
+
+    def kill(self, cause: str, kind: DeathKind) -> None:
+        """End the engine at once, by force; what it had is lost, and `cause` is why."""
+        if not self._gone.is_set():
+            self._blame(cause, kind)
+            self._process.kill()
+
+    def _launch(self) -> None:
+        factory = pickle.dumps(self._factory)
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        arguments = (os.getpid(), factory, theirs)
+        self._process = context.Process(target=_run_engine, args=arguments, name="gptserve-engine")
+        try:
+            with theirs:  # once the child holds the only copy, its end is the end of the pipe
+                _start_deaf(self._process)
+            self._start_threads()
+        except BaseException:
+            self._connection.close()
+            if self._process.pid is not None:
+                self._process.kill()
+                self._process.join()
+                self._process.close()
+            raise
+        # An interpreter that exits without `close` would wait for its children, and this one would not end.
+        atexit.register(self._process.kill)
+
+    def _start_threads(self) -> None:
+        try:
+            self._writer.start()
+            self._reader.start()
+        except RuntimeError as error:
+            if self._writer.ident is not None:
+                self._outbox.put(None)
+                self._writer.join()
+            raise OSError(errno.EAGAIN, str(error)) from error
+
+    def _send(self, command: Command) -> None:
+        # Pickled here, not by the writer: it would hold the interpreter as long there, and an error has a caller here.
+        self._outbox.put(pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
+
+    async def _stop(self) -> None:
+        if self._info is not None:  # one that is still loading does not listen
+            self._send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), self._shutdown_limit_s)
+        if not self._gone.is_set():
+            self._process.kill()
+            await self._gone.wait()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the engine is gone: the reader tells
+            while (data := self._outbox.get()) is not None:
+                self._connection.send_bytes(data)
+
+    def _read(self) -> None:
+        try:
+            with contextlib.suppress(EOFError, OSError):  # the engine or the event loop is gone
+                while True:
+                    self._post(self._receive, self._connection.recv())
+        finally:
+            self._reap()
+
+    def _reap(self) -> None:
+        self._process.join(EXIT_LIMIT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._outbox.put(None)
+        self._writer.join()
+        self._connection.close()
+        with contextlib.suppress(ConnectionError):  # no event loop, no client
+            self._post(self._reaped, *_describe_exit(self._process.exitcode))
+
+    def _reaped(self, cause: str, kind: DeathKind) -> None:
+        self._reader.join()  # it ends with the call that brought us here
+        atexit.unregister(self._process.kill)
+        self._process.close()
+        self._ended(cause, kind)
+
+
+def _start_deaf(process: SpawnProcess) -> None:
+    """Start `process` with SIGINT and SIGTERM blocked, from its first instruction to its last."""
+    signals = {signal.SIGINT, signal.SIGTERM}
+    resource_tracker.ensure_running()  # `start` would do it, and unblocks these signals then
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+
+def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None:
+    """Be the engine process. The factory comes pickled: what it imports may take long."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        return  # the parent died before it could take this process along
+    with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone: nobody is left to tell
+        serve(lambda: pickle.loads(factory)(), connection)
+
+
+def _describe_exit(code: int | None) -> tuple[str, DeathKind]:
+    if code is None or code >= 0:
+        return f"the engine process ended with exit code {code}", "exited"
+    reason = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}", "killed"

@@ -1,0 +1,295 @@
+"""Keeps an engine running: one that dies is started again, and every stream goes on at its next token.
+
+`Supervisor` is an EngineClient over a succession of ProcessClients. Because a completion is a pure function, a live
+request is submitted again as its prompt and the tokens it has so far. Knows neither text nor HTTP; torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
+from gptserve.engine.process.client import TokenStream, check_admission
+from gptserve.engine.process.process_client import ProcessClient
+from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from gptserve.engine.scheduling.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
+from gptserve.engine.stats import EngineStats
+
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
+_PROVEN_S = 60.0  # an engine that lived longer with nothing to do works
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request on its way, and what is needed to submit it again."""
+
+    request: Request
+    stream: TokenStream
+    token_ids: list[int] = field(default_factory=list)
+    num_scored_tokens: int = 0
+    blame: Blame = NO_BLAME
+
+
+class Supervisor:
+    """An EngineClient whose engine may die: killed, crashed, failed, or silent for stall_limit_s although it has work.
+
+    - Death costs a client time and nothing else. While no engine is ready, what is submitted waits for the next one.
+    - A request that is convicted (scheduling/blame.py) fails alone with FinishReason.ERROR. Scheduler tries suspects
+      alone.
+    - It gives up after max_restarts restarts in a row without a token, and after MAX_CONVICTIONS_IN_A_ROW convictions
+      without one: then streams end with the cause, as they do with a client that has no supervisor. A conviction
+      begins the row of restarts anew. Each restart in a row but the first waits twice as long as the one before.
+    - An engine that does not load within load_limit_s is killed: the start fails, or a restart counts as a death.
+    - A restart for which the system lacks descriptors, processes, threads or memory is tried again for ever, and counts
+      as one.
+    - An engine that would compute other numbers than the one before, as its fingerprint tells, takes nothing over.
+
+    Invariant: `_live` holds the live requests, in order of arrival; if an engine is ready, it has all of them.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], ProcessClient],
+        *,
+        max_restarts: int,
+        stall_limit_s: float,
+        load_limit_s: float,
+    ) -> None:
+        self._make_client = make_client
+        self._max_restarts = max_restarts
+        self._stall_limit_s = stall_limit_s
+        self._load_limit_s = load_limit_s
+        self._client = make_client()
+        self._info: EngineInfo | None = None
+        self._earlier_stats = EngineStats()
+        self._live: dict[str, _Live] = {}
+        self._is_ready = False
+        self._restarts: Counter[DeathKind] = Counter()
+        self._num_restarts_in_a_row = 0
+        self._num_convictions_in_a_row = 0
+        self._death: EngineDiedError | None = None
+        self._died = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "the engine has not been started"
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        current = self._client.stats if self._is_ready else EngineStats(num_waiting=len(self._live))
+        return current.after(self._earlier_stats)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._info is not None and self._death is None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    @property
+    def restarts(self) -> Mapping[DeathKind, int]:
+        return self._restarts
+
+    async def start(self) -> None:
+        """Load the model and decode one real token. Raises EngineStartError: an engine that never ran is let be."""
+        try:
+            await self._load()
+        except EngineStartError as error:
+            self._end(EngineDiedError(str(error), "load"))
+            raise
+        self._info, self._is_ready = self._client.info, True
+        self._task = asyncio.create_task(self._supervise())
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        if self._death is not None or self._info is None:
+            raise self._dead()
+        check_admission(requests, self._info, len(self._live))
+        stream = TokenStream((request.request_id for request in requests), self._abort)
+        live = {request.request_id: _Live(request, stream) for request in requests}
+        assert self._live.keys().isdisjoint(live), "a request id is used once"
+        self._live |= live
+        if self._is_ready:
+            self._client.enqueue(requests, self)
+        return stream
+
+    async def wait_until_dead(self) -> EngineDiedError:
+        await self._died.wait()
+        return self._dead()
+
+    async def close(self) -> None:
+        self._end(EngineDiedError("the engine was closed", "closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._client.close()
+
+    def push(self, output: TokenOutput) -> None:
+        """Take what the engine made."""
+        live = self._live.get(output.request_id)
+        if live is None:
+            return  # this client is being closed
+        live.token_ids += output.token_ids
+        live.num_scored_tokens += len(output.prompt_logprobs or ())
+        if output.token_ids:
+            live.blame = live.blame.step_gave_token()
+            self._num_restarts_in_a_row = self._num_convictions_in_a_row = 0
+        if output.finish_reason is not None:
+            del self._live[output.request_id]
+        live.stream.push(output)
+
+    def fail(self, error: EngineDiedError) -> None:
+        """Do nothing: `_supervise` hears of it, too."""
+
+    async def _supervise(self) -> None:
+        clock = asyncio.get_running_loop().time
+        end = EngineDiedError("the supervisor failed", "raised")
+        try:
+            while True:
+                ready_at = clock()
+                death = await self._until_dead()
+                self._is_ready = False
+                self._earlier_stats = self._client.stats.after(self._earlier_stats)
+                if not self._live and clock() - ready_at > _PROVEN_S:
+                    self._num_restarts_in_a_row = 0
+                self._judge(death)
+                try:
+                    await self._replace(death)
+                except EngineDiedError as error:
+                    end = error
+                    return
+        finally:
+            if self._death is None:  # it was not closed
+                self._end(end)
+                self._died.set()
+
+    async def _until_dead(self) -> EngineDiedError:
+        """Return how the engine died, having killed it if it made no step for too long."""
+        clock = asyncio.get_running_loop().time
+        death = asyncio.ensure_future(self._client.wait_until_dead())
+        try:
+            while not death.done():
+                since = self._client.waiting_since
+                left_s = self._stall_limit_s - (0.0 if since is None else clock() - since)
+                if left_s <= 0:
+                    self._client.kill(f"the engine made no step for {self._stall_limit_s:g} s", "stalled")
+                    await death
+                else:
+                    await asyncio.wait([death], timeout=left_s)
+            return death.result()
+        finally:
+            death.cancel()
+
+    def _judge(self, death: EngineDiedError) -> None:
+        """Count the death against the one on trial, or else against all that may have been in a step."""
+        in_order = sorted(self._live.values(), key=lambda live: live.request.priority)  # then by arrival
+        on_trial = next((live for live in in_order if live.blame.is_suspect), None)
+        # Nobody is overtaken: those behind waited for a seat.
+        computed = in_order[: self.info.max_num_seqs] if on_trial is None else [on_trial]
+        for live in in_order:
+            live.blame = live.blame.engine_died_elsewhere()
+        for live in computed:
+            live.blame = live.blame.engine_died(on_trial=live is on_trial)
+        if on_trial is not None and on_trial.blame.is_convicted:
+            self._num_restarts_in_a_row = 0
+            self._num_convictions_in_a_row += 1
+            request_id = on_trial.request.request_id
+            logger.error("request %s fails: the engine died whenever it had that request", request_id)
+            message = f"the engine died whenever it had this request; the last time: {death}"
+            self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
+
+    async def _replace(self, death: EngineDiedError) -> None:
+        """Start engines until one is ready and has all live requests. Raises EngineDiedError if there will be none."""
+        clock = asyncio.get_running_loop().time
+        died_at = clock()
+        if self._num_convictions_in_a_row >= MAX_CONVICTIONS_IN_A_ROW:
+            all_of_them = f"{MAX_CONVICTIONS_IN_A_ROW} requests in a row, each alone"
+            raise EngineDiedError(f"{death}; engines died with {all_of_them}", death.kind)
+        while self._num_restarts_in_a_row < self._max_restarts:
+            self._num_restarts_in_a_row += 1
+            self._restarts[death.kind] += 1
+            logger.error("%s; starting another one for %d live requests", death, len(self._live))
+            if self._num_restarts_in_a_row > 1:
+                await asyncio.sleep(_delay_s(self._num_restarts_in_a_row - 2))
+            try:
+                await self._load_another()
+            except EngineStartError as error:
+                death = EngineDiedError(str(error), "load")
+                continue
+            if self._client.info.fingerprint != self.info.fingerprint:
+                await self._client.close()
+                raise EngineDiedError("the engine came back with other weights or on other hardware", "load")
+            self._is_ready = True
+            self._client.enqueue([self._resume(live) for live in self._live.values()], self)
+            logger.warning("an engine runs again, %.1f s later; %d requests go on", clock() - died_at, len(self._live))
+            return
+        tried = f"; {self._max_restarts} restarts in a row were of no use" if self._max_restarts else ""
+        raise EngineDiedError(f"{death}{tried}", death.kind)
+
+    async def _load_another(self) -> None:
+        """Load a new engine, once the system has what that takes. Raises EngineStartError."""
+        for num_attempts in itertools.count():
+            self._client = self._make_client()
+            try:
+                await self._load()
+            except ScarcityError as error:
+                if num_attempts == 0:
+                    logger.error("%s; trying again until it works", error)
+                await asyncio.sleep(_delay_s(num_attempts))
+            else:
+                break
+        context, before = self._client.info.max_model_len, self.info.max_model_len
+        if context < before:  # it takes the longest that fits the memory, and a live request may be longer than that
+            await self._client.close()
+            raise EngineStartError(f"the engine came back with a context of {context} tokens instead of {before}")
+
+    async def _load(self) -> None:
+        """Load the engine of the client. Raises EngineStartError, then nothing is left of it."""
+        try:
+            async with asyncio.timeout(self._load_limit_s):
+                await self._client.start()
+        except TimeoutError:
+            await self._client.close()
+            raise EngineStartError(f"the engine did not load within {self._load_limit_s:g} s") from None
+
+    def _resume(self, live: _Live) -> Request:
+        """Return the request for what is left of it."""
+        token_ids = (*live.request.generated_token_ids, *live.token_ids)
+        return replace(
+            live.request,
+            generated_token_ids=token_ids,
+            num_scored_tokens=live.request.num_scored_tokens + live.num_scored_tokens,
+            blame=live.blame,
+        )
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]
+        if self._is_ready:
+            self._client.abort(known)
+
+    def _end(self, death: EngineDiedError) -> None:
+        """Answer nothing any more; the first cause is the one that is told."""
+        self._is_ready = False
+        self._death = self._death or death
+        for stream in {live.stream for live in self._live.values()}:
+            stream.fail(self._dead())
+        self._live.clear()
+
+    def _dead(self) -> EngineDiedError:
+        if self._death is None:
+            return EngineDiedError("the engine has not been started", "load")
+        return EngineDiedError(str(self._death), self._death.kind)
+
+
+def _delay_s(num_attempts: int) -> float:
+    """Return how long to wait after so many attempts that did not help."""
+    return min(_FIRST_DELAY_S * 2.0 ** min(num_attempts, 16), _MAX_DELAY_S)  # a power that cannot overflow

@@ -1,0 +1,203 @@
+"""From logits to tokens: penalties, bias, temperature, filters, and one draw per row.
+
+The order, for a row whose raw logits are z over the vocabulary:
+1. penalties: repetition (z/r where z > 0 else z*r, ids of prompt and completion; Keskar et al. 2019, section 4.1), then
+   frequency and presence (z -= f*count + p*(count > 0), ids of the completion);
+2. logit_bias is added;
+3. temperature: z /= T; below 1e-6, or with top_k 1, the token is argmax and the lowest id wins a tie;
+4. top-k, then top-p (Holtzman et al. 2020) of the k's mass, then min-p (Nguyen et al. 2024) of the likeliest's; each
+   keeps every token as probable as the last one it admits, so equals stay together;
+5. inverse CDF: the first id whose cumulative probability, ids ascending, exceeds u = noise.uniform(...).
+Logprobs are of the raw logits. Every row's result depends on that row alone. Called by ModelRunner with fp32 logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.sampling.noise import uniform
+from gptserve.engine.scheduling.sequence import Sequence
+
+_MIN_TEMPERATURE = 1e-6
+_NUM_CANDIDATES = 1024
+"""How many of the likeliest tokens are sorted first: they nearly always hold top_p of the mass, and sorting a whole
+vocabulary of 50,000 takes milliseconds a row."""
+
+
+class SamplingPosition(NamedTuple):
+    """Where a token is sampled: after the known tokens of a sequence and after `draft`, which is taken for known."""
+
+    sequence: Sequence
+    draft: tuple[int, ...] = ()
+
+    @property
+    def request(self) -> Request:
+        """Whose parameters and seed hold."""
+        return self.sequence.request
+
+    @property
+    def num_before(self) -> int:
+        """How many tokens stand before it in prompt and completion."""
+        return len(self.sequence.token_ids) + len(self.draft)
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Return the token ids before this position, from index `start` of prompt and completion on."""
+        return [*self.sequence.token_ids[start:], *self.draft]
+
+
+class SampledTokens(NamedTuple):
+    """One entry per row: the token id (None where the logits were not finite) and its logprobs where asked for."""
+
+    token_ids: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+    def split(self, sizes: Iterable[int]) -> Iterator[SampledTokens]:
+        """Yield the first sizes[0] rows, then the next sizes[1], and so on."""
+        start = 0
+        for size in sizes:
+            rows, start = slice(start, start + size), start + size
+            yield SampledTokens(self.token_ids[rows], self.logprobs[rows])
+
+
+def sample(logits: Tensor, positions: Rows[SamplingPosition]) -> SampledTokens:
+    """Choose the token at each position from fp32 logits [rows, vocab]; rows past the positions are ignored.
+
+    Mutates nothing. It waits for the device once; logprobs and filters make it wait once more each.
+    """
+    raw = logits[: len(positions)]
+    scores = _adjust(raw, positions)
+    best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
+    drawing = [row for row, position in enumerate(positions) if not is_greedy(position.request.params)]
+    if drawing:
+        drawn = _draw(
+            scores if len(drawing) == len(positions) else scores[drawing],
+            [positions[row] for row in drawing],
+        )
+        chosen[drawing] = drawn
+    finite = torch.isfinite(best_scores)
+    logprobs = _reported_logprobs(raw, chosen, positions)
+    ids = torch.where(finite, chosen, -1).tolist()  # the sync of a step
+    return SampledTokens(
+        token_ids=tuple(token if token >= 0 else None for token in ids),
+        logprobs=tuple(entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)),
+    )
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the token is argmax of the adjusted logits, without a draw."""
+    return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Rows[int]) -> list[TokenLogprobs]:
+    """Return for each row of fp32 logits [rows, vocab] its token's logprob (int64 ids [rows]) and the num_top best."""
+    logprobs = logits.log_softmax(-1)
+    own_R1 = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > own_R1).sum(-1, dtype=torch.int32) + 1  # in int64 it takes twice as long
+    rows = zip(logprobs, token_ids.tolist(), own_R1[:, 0].tolist(), ranks.tolist(), num_top, strict=True)
+    return [TokenLogprobs(token_id, own, rank, _best_of_row(row, k)) for row, token_id, own, rank, k in rows]
+
+
+def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
+    """Return the k best (id, logprob), best first, lowest id first among equals (topk promises no order of equals)."""
+    if k == 0:
+        return ()
+    ids = (logprobs_V >= logprobs_V.topk(min(k, len(logprobs_V))).values[-1]).nonzero()[:, 0]
+    values, order = logprobs_V[ids].sort(descending=True, stable=True)
+    return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
+
+
+def _reported_logprobs(raw: Tensor, chosen: Tensor, positions: Rows[SamplingPosition]) -> list[TokenLogprobs | None]:
+    """Return one entry per row: the chosen token's logprobs where its request asked for them."""
+    reported: list[TokenLogprobs | None] = [None] * len(positions)
+    asking = {i: k for i, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
+    if asking:
+        rows = list(asking)
+        for row, entry in zip(rows, top_logprobs(raw[rows], chosen[rows], list(asking.values())), strict=True):
+            reported[row] = entry
+    return reported
+
+
+def _adjust(raw: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
+    """Return the logits after penalties and bias; `raw` itself where no row asks for any."""
+    scores = raw
+    for row, position in enumerate(positions):
+        params = position.request.params
+        if not _has_adjustments(params):
+            continue
+        if scores is raw:
+            scores = raw.clone()
+        _penalize(scores[row], position)
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=raw.device)
+            scores[row, ids] += torch.tensor(list(params.logit_bias.values()), dtype=raw.dtype, device=raw.device)
+    return scores
+
+
+def _has_adjustments(params: SamplingParams) -> bool:
+    penalties = (params.repetition_penalty - 1.0, params.frequency_penalty, params.presence_penalty)
+    return bool(params.logit_bias) or any(penalties)
+
+
+def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:
+    """Apply the three penalties to one row, in place."""
+    params, device = position.request.params, scores_V.device
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(position.tokens_from(0))).to(device)
+        values = scores_V[seen]
+        penalty = params.repetition_penalty
+        scores_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        generated = position.tokens_from(position.sequence.num_prompt_tokens)
+        unique, counts = np.unique(np.array(generated, np.int64), return_counts=True)
+        penalty_U = params.frequency_penalty * counts + params.presence_penalty
+        scores_V[torch.from_numpy(unique).to(device)] -= torch.from_numpy(penalty_U).to(device, scores_V.dtype)
+
+
+def _draw(scores: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
+    """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise."""
+    device = scores.device
+    params = [position.request.params for position in positions]
+    noise = [uniform(p.request.seed, p.request.choice_index, p.num_before) for p in positions]
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    # The largest score becomes 0 first, so that a small temperature cannot overflow; softmax does not see the shift.
+    probs = ((scores - scores.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)
+    filtered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+    if filtered:
+        floors = torch.zeros((len(params), 1), device=device)
+        floors[filtered] = _floors(probs[filtered], [params[i] for i in filtered])
+        probs = probs.masked_fill(probs < floors, 0.0)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    target = torch.tensor(noise, dtype=torch.float64, device=device)[:, None] * total
+    # u * total may round up to total, which no entry exceeds; the largest number below it still lies inside.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    # A row that is not finite finds no entry at all; its token is dropped, but the index must stay in range.
+    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=scores.shape[1] - 1)
+
+
+def _floors(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Return the smallest probability each row keeps, [rows, 1], after top-k, top-p and min-p."""
+    vocab_size, device = probs.shape[1], probs.device
+    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
+    limited_k = max((p.top_k for p in params if p.top_k), default=1)
+    top_k_R1 = torch.tensor(top_k, device=device)[:, None]
+    top_p_R1 = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
+    min_p_R1 = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)[:, None]
+    for num_sorted in (min(max(_NUM_CANDIDATES, limited_k), vocab_size), vocab_size):
+        best = probs.topk(num_sorted).values
+        mass = best.cumsum(-1, dtype=torch.float64)
+        last_k = (top_k_R1 - 1).clamp(max=num_sorted - 1)
+        total = torch.where(top_k_R1 < vocab_size, mass.gather(1, last_k), 1.0)
+        last_p = torch.where(top_p_R1 < 1.0, (mass < top_p_R1 * total).sum(-1, keepdim=True), 0)
+        if num_sorted == vocab_size or bool((last_p < num_sorted).all()):
+            break
+    floor_k = torch.where(top_k_R1 < vocab_size, best.gather(1, last_k), 0.0)
+    floor_p = torch.where(top_p_R1 < 1.0, best.gather(1, last_p.clamp(max=num_sorted - 1)), 0.0)
+    return torch.maximum(torch.maximum(floor_k, floor_p), min_p_R1 * best[:, :1])

@@ -1,0 +1,404 @@
+"""Which sequence computes how many tokens in the next step: one rule, no phases.
+
+Every sequence has tokens known and tokens computed; a step lets the second catch up with the first within a budget of
+tokens. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay are all that one rule. What
+is left of a step may verify drafts: guesses at the tokens after the known ones.
+Torch-free and synchronous: Engine calls `schedule`, computes, and answers with `update` or `abandon`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter, eq
+
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.request import FinishReason, Request
+from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.drafter import Drafter
+from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
+from gptserve.engine.scheduling.sequence import Sequence, SequenceStatus
+
+DRAFTING_STEP_TOKENS = 12
+"""A step with drafts computes no more tokens than these: up to here a step takes as long as its weights take to read,
+so that verifying is nearly free (bench/speculation.py), and beyond it drafts would delay the step for everybody."""
+
+_in_order_of_service = attrgetter("order")
+
+
+class Scheduler:
+    """Sequences waiting and running, both in order of service: lower priority value, then earlier arrival.
+
+    - Running sequences go first, in order, each as far as the budget allows; what is left admits waiting ones, in
+      order, while there are seats. The first that cannot be admitted holds back the rest: nobody is overtaken.
+    - Admission takes the blocks of all tokens known at once, so that only growth by sampled tokens can lack one.
+    - A running sequence that lacks a block preempts the last in order, itself if need be, and nobody is admitted in
+      that step. The preempted one gives up its blocks and waits, in its old place, to be computed again; the last in
+      order is never one that this step has already scheduled.
+    - Priority decides the order of admission, of the budget and of preemption: a long prompt of higher priority can
+      take whole steps from sequences that decode. A waiting sequence takes no seat or block away from a running one,
+      whatever their priorities.
+    - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
+      progress and every sequence ends, with exactly one FinishReason.
+    - A step that failed is computed again from the start of its sequences, with all of them. While there are suspects
+      (engine/scheduling/blame.py), the first in order is computed alone, and preempts whom it must.
+    - Drafts come last and take what nobody else wants: budget, up to DRAFTING_STEP_TOKENS, shared evenly by those that
+      sample, and free blocks, of which those that hold only rejected tokens are given back at the end of the step.
+
+    Blocks of known tokens are registered for sharing by the step that will fill them, so equal prompts admitted
+    together are computed once; `abandon` takes that back when the step failed. A block with drafted tokens in it is
+    registered when the last of them is accepted.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        drafter: Drafter | None = None,
+        max_queue_time_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if pool.num_blocks * pool.block_size < max_model_len:
+            raise InvalidConfigurationError(
+                f"num_blocks * block_size must be at least max_model_len ({max_model_len}), "
+                f"got {pool.num_blocks} * {pool.block_size} = {pool.num_blocks * pool.block_size}"
+            )
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._drafter = drafter
+        self._max_queue_time_s = max_queue_time_s
+        self._clock = clock
+        self._waiting: list[Sequence] = []  # both sorted by order of service
+        self._running: list[Sequence] = []
+        self._live: dict[str, Sequence] = {}
+        self._suspects: set[Sequence] = set()
+        self._num_arrivals = 0
+        self._new_blocks: list[int] = []  # registered by the latest step, which has yet to fill them
+        self._drafts: dict[Sequence, tuple[int, ...]] = {}  # of the step under way
+        self.num_preemptions = 0
+        self.num_prefix_queried_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        """How many sequences hold a seat."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences wait for their first or next seat."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would return a batch with something in it."""
+        return bool(self._live)
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request that has passed Request.check and whose id no live request has."""
+        assert request.request_id not in self._live, f"request id {request.request_id} is in use"
+        assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
+        known = [*request.prompt_token_ids, *request.generated_token_ids]
+        sequence = Sequence(request, self._num_arrivals, known, self._clock(), blame=request.blame)
+        self._num_arrivals += 1
+        if sequence.blame.is_suspect:
+            self._suspects.add(sequence)
+        self._live[request.request_id] = sequence
+        insort(self._waiting, sequence, key=_in_order_of_service)
+        return sequence
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a request and free its blocks at once; None if no such request lives. Allowed while a step runs."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, FinishReason.ABORT)
+        return sequence
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose what the next step computes and give it blocks; empty only if there is no work.
+
+        To be followed by `update`, or `abandon`, before the next call.
+        """
+        self._new_blocks.clear()
+        self._drafts.clear()
+        items: list[ScheduledSequence] = []
+        if self._suspects:
+            self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
+            return ScheduledBatch(tuple(items))
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(items, self._max_num_batched_tokens)
+        if self.num_preemptions == num_preemptions:
+            budget = self._admit(items, budget)
+        if self._drafter is not None:
+            num_scheduled = self._max_num_batched_tokens - budget
+            self._add_drafts(items, self._drafter, min(budget, DRAFTING_STEP_TOKENS - num_scheduled))
+        return ScheduledBatch(tuple(items))
+
+    def expire_waiting(self) -> list[Sequence]:
+        """End the sequences that have waited for max_queue_time_s and return them; to be called after `schedule`.
+
+        One that has begun has been admitted once and never ends so.
+        """
+        if self._max_queue_time_s is None:
+            return []
+        latest = self._clock() - self._max_queue_time_s
+        expired = [
+            sequence for sequence in self._waiting if sequence.queued_at <= latest and not self._has_begun(sequence)
+        ]
+        for sequence in expired:
+            self._end(sequence, FinishReason.QUEUE_TIMEOUT)
+        return expired
+
+    def update(self, batch: ScheduledBatch, sampled: Iterable[tuple[int | None, ...]]) -> list[Progress]:
+        """Take in what a step computed: for each item of the batch that samples, in their order, its sampled tokens.
+
+        The first comes after the known tokens, and one after each token of the draft. None stands for a row whose
+        logits were unusable: a sequence that comes to it fails, and nobody new shares its blocks. Items whose sequence
+        was aborted while the step ran are passed over.
+        """
+        sampling = [item for item in batch.items if item.samples]
+        for item in batch.items:
+            item.sequence.num_computed += item.num_tokens - len(item.draft)
+        return [
+            self._take_in(item, token_ids)
+            for item, token_ids in zip(sampling, sampled, strict=True)
+            if item.sequence.status is SequenceStatus.RUNNING
+        ]
+
+    def abandon(self, batch: ScheduledBatch) -> Sequence | None:
+        """Take back a step that raised: its sequences start again, as it may have stored anything.
+
+        One that is convicted ends instead and is returned. The blocks the step was to fill are forgotten; what earlier
+        steps stored stays valid and shared.
+        """
+        self._pool.forget(self._new_blocks)
+        failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
+        for sequence in failed:
+            sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
+            if sequence.blame.is_convicted:
+                self._end(sequence, FinishReason.ERROR)
+                return sequence
+            self._running.remove(sequence)
+            self._preempt(sequence)
+            if sequence.blame.is_suspect:
+                self._suspects.add(sequence)
+        return None
+
+    def check_invariants(self) -> None:
+        """Assert everything this class and its pool promise. O(blocks + tokens)."""
+        self._pool.check_invariants([sequence.block_ids for sequence in self._running])
+        everyone = [*self._running, *self._waiting]
+        assert len(everyone) == len(self._live)
+        assert all(self._live[sequence.request.request_id] is sequence for sequence in everyone)
+        assert len(self._running) <= self._max_num_seqs
+        for queue, status in ((self._running, SequenceStatus.RUNNING), (self._waiting, SequenceStatus.WAITING)):
+            assert queue == sorted(queue, key=_in_order_of_service)
+            assert all(sequence.status is status for sequence in queue)
+        for sequence in everyone:
+            assert sequence.finish_reason is None
+            assert 0 <= sequence.num_computed < len(sequence.token_ids) < self._max_model_len
+            assert tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == sequence.request.prompt_token_ids
+        for sequence in self._waiting:
+            assert sequence.num_computed == 0
+            assert not sequence.block_ids
+        for sequence in self._running:
+            assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
+            draft = self._drafts.get(sequence, ())
+            assert len(sequence.block_ids) <= self._num_blocks_of(sequence, len(draft))
+            assert not draft or len(sequence.block_ids) == self._num_blocks_of(sequence, len(draft))
+        for sequence, draft in self._drafts.items():
+            assert 0 < len(draft) < self._num_tokens_left(sequence), "the token after the draft must still be wanted"
+        assert self._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}
+
+    def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Schedule the running sequences and return the budget left."""
+        for sequence in self._running:  # preemption may shorten the list meanwhile, at its end only
+            if budget == 0 or not self._grow(sequence):
+                break
+            budget -= self._schedule_tokens(sequence, items, budget)
+        return budget
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give a running sequence blocks for all its tokens, preempting as needed; False if it preempted itself."""
+        while not self._fill(sequence):
+            last = self._running.pop()
+            self._preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _fill(self, sequence: Sequence) -> bool:
+        """Give a running sequence blocks for all its tokens; False, and it is as before, if too few are free."""
+        new = self._pool.allocate(max(0, self._num_blocks_of(sequence) - len(sequence.block_ids)))
+        sequence.block_ids += new or ()
+        return new is not None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids.clear()
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        insort(self._waiting, sequence, key=_in_order_of_service)
+        self.num_preemptions += 1
+
+    def _schedule_alone(self, suspect: Sequence, items: list[ScheduledSequence]) -> None:
+        """Schedule nothing but a suspect, whatever seat and blocks it has to take from others."""
+        while not (self._seat(suspect) if suspect.status is SequenceStatus.WAITING else self._fill(suspect)):
+            last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
+            self._running.remove(last)
+            self._preempt(last)
+        self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
+
+    def _admit(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Seat and schedule waiting sequences and return the budget left."""
+        while self._waiting and budget > 0:
+            sequence = self._waiting[0]
+            if not self._seat(sequence):
+                break
+            budget -= self._schedule_tokens(sequence, items, budget)
+        return budget
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Let a waiting sequence run, with blocks for all its tokens; False if there is no seat or too few blocks."""
+        if len(self._running) == self._max_num_seqs:
+            return False
+        wants_match = self._wants_match(sequence)
+        matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if wants_match else []
+        block_ids = self._pool.allocate(self._num_blocks_of(sequence) - len(matched), matched)
+        if block_ids is None:
+            return False
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=_in_order_of_service)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.block_ids = block_ids
+        sequence.num_computed = len(matched) * self._pool.block_size
+        if wants_match and sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed
+            self.num_prefix_queried_tokens += sequence.num_prompt_tokens
+            self.num_prefix_hit_tokens += sequence.num_cached_tokens
+        return True
+
+    def _wants_match(self, sequence: Sequence) -> bool:
+        """Whether prefix hits are of use: not as long as the logits of the prompt's own tokens are still wanted."""
+        wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
+        return self._pool.enable_prefix_caching and not wants_prompt_logits
+
+    def _schedule_tokens(self, sequence: Sequence, items: list[ScheduledSequence], budget: int) -> int:
+        """Schedule what the budget allows of a sequence that has its blocks; return how many tokens that is."""
+        num_tokens = min(sequence.num_uncomputed, budget)
+        items.append(ScheduledSequence(sequence, num_tokens))
+        self._register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
+        return num_tokens
+
+    def _register(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make the blocks findable that the known tokens at positions start to end - 1 complete."""
+        block_size = self._pool.block_size
+        for index in range(start // block_size, end // block_size):
+            if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
+                self._new_blocks.append(sequence.block_ids[index])
+
+    def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
+        """Let the items that sample verify drafts, `room` tokens at most, which nobody else has a use for."""
+        sampling = [index for index, item in enumerate(items) if item.samples]
+        for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
+            sequence, num_tokens = items[index].sequence, items[index].num_tokens
+            most = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)
+            if most <= 0:
+                continue
+            draft = drafter.draft(sequence, most)
+            draft = draft[: self._reserve(sequence, len(draft))]
+            if draft:
+                items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
+                self._drafts[sequence] = draft
+                room -= len(draft)
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """Give a sequence blocks for tokens after its known ones while any are free; return how many they can hold."""
+        num_missing = self._num_blocks_of(sequence, num_tokens) - len(sequence.block_ids)
+        new = self._pool.allocate(min(num_missing, self._pool.num_free))
+        assert new is not None, "no more was asked for than is free"
+        sequence.block_ids += new
+        return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
+
+    def _take_in(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
+        """Append what was sampled, up to the first token that the draft did not foresee or that ends the sequence."""
+        sequence = item.sequence
+        if sampled[0] is None:
+            self._pool.forget(sequence.block_ids)
+            self._end(sequence, FinishReason.ERROR)
+            return Progress(sequence, (), FinishReason.ERROR)
+        sequence.blame = sequence.blame.step_gave_token()
+        if not sequence.blame.is_suspect:
+            self._suspects.discard(sequence)
+        taken: list[int] = []
+        reason = None
+        for token_id, foreseen in zip(sampled, (*item.draft, None), strict=True):
+            if token_id is None:
+                break  # the next step comes to it again, and to it first
+            sequence.token_ids.append(token_id)
+            taken.append(token_id)
+            reason = self._finish_reason(sequence)
+            if reason is not None or token_id != foreseen:
+                break
+        if item.draft:
+            self._settle(item, taken)
+        if reason is not None:
+            self._end(sequence, reason)
+        return Progress(sequence, tuple(taken), reason, taken[-1] if reason is FinishReason.STOP else None)
+
+    def _settle(self, item: ScheduledSequence, taken: list[int]) -> None:
+        """Count as computed what was accepted of a draft, and give back the blocks of what was not."""
+        sequence, num_before = item.sequence, item.sequence.num_computed
+        del self._drafts[sequence]
+        self.num_draft_tokens += len(item.draft)
+        self.num_accepted_tokens += sum(map(eq, taken, item.draft))
+        sequence.num_computed = len(sequence.token_ids) - 1
+        self._register(sequence, num_before, sequence.num_computed)
+        num_blocks = self._num_blocks_of(sequence)
+        self._pool.free(sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:]
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Return why the newest token ends a sequence, if it does; a stop counts before a limit."""
+        token_id, params = sequence.token_ids[-1], sequence.request.params
+        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
+
+    def _has_begun(self, sequence: Sequence) -> bool:
+        """Whether a sequence that waits had a seat before: here, or maybe in an engine that is gone."""
+        return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
+
+    def _num_tokens_left(self, sequence: Sequence) -> int:
+        """How many tokens a sequence may still be given."""
+        left = sequence.request.params.max_tokens - sequence.num_generated
+        return min(left, self._max_model_len - len(sequence.token_ids))
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
+        queue.remove(sequence)
+        del self._live[sequence.request.request_id]
+        self._suspects.discard(sequence)
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids.clear()
+        self._drafts.pop(sequence, None)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+
+    def _num_blocks_of(self, sequence: Sequence, num_more: int = 0) -> int:
+        """How many blocks all known tokens of a sequence take, and num_more after them."""
+        return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)

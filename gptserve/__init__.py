@@ -1,0 +1,33 @@
+"""gptserve: inference for GPT-style language models, exact and continuously batched.
+
+Public, and stable between minor versions: `LLM`, `SamplingParams`, `EngineConfig`, the command `gptserve` and the HTTP
+API. Everything else may change with any version. Importing this imports no torch; using `LLM` does.
+
+    from gptserve import LLM, SamplingParams
+
+    llm = LLM()
+    print(llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)))
+
+In the repository the three packages stand at its top, and links in this folder make them what is installed: one import
+name. `server` builds on `engine`, `engine` on `weights`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from gptserve.engine.llm import LLM
+
+__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":  # imported on first use: it needs torch, and the server process must not load it
+        from gptserve.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""GET /v1/completions/{id}, its events and its end: what becomes of a completion that is kept, a chat's too."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gptserve.server.api.openapi import error_responses
+from gptserve.server.api.schemas import KeptChatCompletion, KeptCompletion
+from gptserve.server.background.store import CompletionStore
+from gptserve.server.completions.answer import KeptResponse, json_response
+from gptserve.server.completions.service import Service
+from gptserve.server.errors import ApiError, show
+from gptserve.server.http.envelope import log_fields
+
+_PATH = "/v1/completions/{id}"
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_NUMBER = {"type": "integer", "minimum": 0}
+_AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
+_LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
+_KEPT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
+
+
+def results_router(service: Service, store: CompletionStore) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(tags=["kept completions"])
+
+    async def result(request: Request) -> Response:
+        entry = store.find(request.path_params["id"])
+        log_fields(request.scope)["completion_id"] = entry.completion_id
+        answer = await store.result(entry)
+        return await service.in_thread(json_response, answer)  # which may be megabytes
+
+    @router.get(
+        _PATH,
+        summary="Return a kept completion as far as it has come",
+        openapi_extra={"parameters": [_ID]},
+        responses={**_KEPT, **error_responses(401, 404, 500)},
+    )
+    async def retrieve(request: Request) -> Response:
+        return await result(request)
+
+    @router.post(
+        _PATH + "/cancel",
+        summary="End a kept completion; one that has ended stays as it is",
+        openapi_extra={"parameters": [_ID]},
+        responses={**_KEPT, **error_responses(401, 404, 500)},
+    )
+    async def cancel(request: Request) -> Response:
+        await store.cancel(store.find(request.path_params["id"]))
+        return await result(request)
+
+    @router.get(
+        _PATH + "/events",
+        summary="Stream the events of a kept completion, from any of them on",
+        openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
+        response_class=Response,
+        responses={
+            200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+            **error_responses(400, 401, 404, 500),
+        },
+    )
+    async def events(request: Request) -> Response:
+        after = last_event_seen(request)
+        entry = store.find(request.path_params["id"])
+        return KeptResponse(service, store, entry, await store.plan(entry), stream=True, after=after)
+
+    return router
+
+
+def last_event_seen(request: Request) -> int:
+    """Return the id of the last event that the client has: `starting_after`, else `Last-Event-ID`, else 0.
+
+    Raises ApiError.
+    """
+    sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
+    for name, given in sources:
+        value = given.get(name)
+        if value is None:
+            continue
+        if re.fullmatch(r"[0-9]{1,18}", value) is None:
+            message = f"{name} must be the id of an event, a whole number of at least 0, got {show(value)}"
+            raise ApiError(400, message, code="invalid_value", param=name)
+        return int(value)
+    return 0

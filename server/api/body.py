@@ -1,0 +1,120 @@
+"""Reading a JSON request body within limits of size, time and complexity."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from gptserve.server.errors import ApiError, show, unavailable
+
+MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one is here for some milliseconds
+
+# No other thread runs while a body is parsed and checked. Each limit stands for 10 to 40 ms of that, all of them for
+# 50 ms. A prompt of 128k token ids has half the commas. Strings are counted, too: a prompt may be a document of JSON.
+MAX_COUNTS = {b"[": 2**16, b"{": 2**14, b":": 2**16, b",": 2**18}
+
+
+class IncomingBodies:
+    """The bodies that are being read or parsed, together at most MAX_INCOMING_BYTES, or as much as one may have.
+
+    When there are more, the one that has been arriving longest is given up: a slow one is more likely to mean harm.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._arriving: dict[asyncio.Timeout, bytearray] = {}  # the longest first
+
+    @asynccontextmanager
+    async def read(self, request: Request, max_bytes: int, limit_s: float) -> AsyncIterator[bytearray]:
+        """Give the raw body, which counts until the block is left; stop reading when it is too large or too late.
+
+        Raises ApiError or ClientDisconnect.
+        """
+        _check_head(request, max_bytes)
+        body, limit = bytearray(), asyncio.timeout(limit_s)
+        self._arriving[limit] = body
+        try:
+            with suppress(TimeoutError):
+                async with limit:
+                    await self._read(request, body, max_bytes)
+            if self._arriving.pop(limit, None) is None:
+                raise _given_up()
+            if limit.expired():
+                raise _too_late(limit_s)
+            yield body
+        finally:
+            self._arriving.pop(limit, None)
+            self._num_bytes -= len(body)
+
+    async def _read(self, request: Request, body: bytearray, max_bytes: int) -> None:
+        async for part in request.stream():
+            body += part
+            self._num_bytes += len(part)
+            if len(body) > max_bytes:
+                raise _too_large("more", max_bytes)
+            if self._num_bytes > max(MAX_INCOMING_BYTES, max_bytes) and self._arriving:
+                self._give_up_the_longest()
+
+    def _give_up_the_longest(self) -> None:
+        limit = next(iter(self._arriving))
+        body = self._arriving.pop(limit)
+        self._num_bytes -= len(body)
+        body.clear()
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
+def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
+    """Return the object a body is. Raises ApiError."""
+    _check_complexity(raw)
+    try:
+        value = from_json(raw)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body: input should be an object, got {show(value)}", code="invalid_type")
+    return value
+
+
+def _check_complexity(raw: bytes | bytearray) -> None:
+    for mark, most in MAX_COUNTS.items():
+        count = raw.count(mark)
+        if count > most:
+            message = f"the body may have {mark.decode()!r} at most {most} times, in strings or not, got {count}"
+            raise ApiError(400, message, code="body_too_complex")
+
+
+def _check_head(request: Request, max_bytes: int) -> None:
+    """Raise ApiError when the head tells that the body is not wanted."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            415, f"content-type must be application/json, got {content_type or 'none'}", code="unsupported_media_type"
+        )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(f"{declared} bytes", max_bytes)
+
+
+def _too_late(limit_s: float) -> ApiError:
+    headers = {"connection": "close"}
+    return ApiError(408, f"the body must arrive within {limit_s:g} s", code="request_timeout", headers=headers)
+
+
+def _given_up() -> ApiError:
+    error = unavailable("other bodies arrive at once and this one took longest", code="too_many_bodies")
+    error.headers["connection"] = "close"
+    return error
+
+
+def _too_large(size: str, max_bytes: int) -> ApiError:
+    # The rest of the body is not read, so the connection cannot carry another request.
+    return ApiError(
+        413,
+        f"the body may have at most {max_bytes} bytes, got {size}",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )

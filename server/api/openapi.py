@@ -1,0 +1,50 @@
+"""/openapi.json: what the routes say of themselves, the request bodies they parse on their own, the key they want."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from gptserve.server.api.schemas import ErrorBody
+
+_REF = "#/components/schemas/{model}"
+_DESCRIPTIONS = {
+    400: "The request breaks a rule; the message says which",
+    401: "The API key is missing or wrong",
+    404: "No such model or completion",
+    408: "The body did not arrive in time",
+    409: "The idempotency key was used with another request, or the completion was cancelled",
+    413: "The body is too large",
+    415: "The content type is not application/json",
+    429: "The queue is full; Retry-After says when to try again",
+    500: "The server failed on this request alone",
+    503: "Loading, shutting down or without an engine; Retry-After says when to try again",
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return FastAPI's `responses` for these statuses."""
+    return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return FastAPI's `openapi_extra` of a route that parses its body as `model` by itself."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], *, needs_key: bool) -> dict[str, Any]:
+    """Return the document; `models` are those that routes named with `json_body` or as the data of their events."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document

@@ -1,0 +1,86 @@
+"""What operators and their machines ask: /health, /ready, /metrics, /version, /openapi.json."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gptserve.server.api.openapi import error_responses, openapi_document
+from gptserve.server.api.schemas import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
+from gptserve.server.completions.service import Service
+
+_NO_KEY: dict[str, object] = {"security": []}
+
+
+def operations_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(tags=["operations"])
+    needs_key = service.needs_key and service.options.protect_operations
+
+    @router.get(
+        "/health",
+        summary="Say whether this process should live",
+        openapi_extra=_NO_KEY,
+        responses={200: {"model": Status}, **error_responses(503)},
+    )
+    async def health() -> Response:
+        service.check_alive()
+        return JSONResponse(Status().model_dump())
+
+    @router.get(
+        "/ready",
+        summary="Say whether completions are let in: a real token was decoded and no shutdown has begun",
+        openapi_extra=_NO_KEY,
+        responses={200: {"model": Status}, **error_responses(503)},
+    )
+    async def ready() -> Response:
+        service.check_ready()
+        return JSONResponse(Status().model_dump())
+
+    @router.get(
+        "/version",
+        summary="Say what runs",
+        openapi_extra=None if needs_key else _NO_KEY,
+        responses={200: {"model": Version}, **(error_responses(401) if needs_key else {})},
+    )
+    async def version(request: Request) -> Response:
+        app: FastAPI = request.app
+        return JSONResponse(Version(version=app.version).model_dump())
+
+    router.include_router(_documents_router(service, needs_key=needs_key))
+    return router
+
+
+def _documents_router(service: Service, *, needs_key: bool) -> APIRouter:
+    """Return the routes whose answers take time to write."""
+    router = APIRouter()
+    document: dict[str, Any] = {}
+
+    @router.get(
+        "/metrics",
+        summary="Tell Prometheus",
+        response_class=Response,
+        openapi_extra=None if needs_key else _NO_KEY,
+        responses={
+            200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+            **(error_responses(401) if needs_key else {}),
+        },
+    )
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @router.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        if not document:
+            models = (CompletionRequest, ChatRequest, ChatCompletionChunk)
+            make = partial(openapi_document, request.app, models, needs_key=service.needs_key)
+            document.update(await asyncio.to_thread(make))  # some 100 ms, once
+        return JSONResponse(document)
+
+    return router

@@ -1,0 +1,432 @@
+"""The wire shapes of the API. Types and sizes are checked here, ranges by engine.request.SamplingParams.
+
+Request models refuse what they do not know; null means the default. Response models are what is sent, and what
+/openapi.json says.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from gptserve.engine.request import MAX_LOGPROBS, SamplingParams
+from gptserve.server.completions.output import EndReason
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LENGTH = 1000
+MAX_PROMPTS = 128
+MAX_LABEL_LENGTH = 256  # user and cache_salt are carried along with every request
+MAX_TIMEOUT_MS = 2**31 - 1  # 24 days: the longest that timers of many a language can wait
+_TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is checked against the vocabulary
+
+PROMPT_RULE = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
+STOP_RULE = "Input should be a string or a list of strings"
+CONTENT_RULE = "Input should be a string or a list of text parts"
+
+Text = Annotated[str, Tag("text")]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
+
+
+def _kind(value: Any) -> str | None:
+    """Name the member of a union that `value` is meant to be, by its first item."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    return "texts" if isinstance(first, str) else "id lists" if isinstance(first, list) else "ids"
+
+
+def _stop_kind(value: Any) -> str | None:
+    kind = _kind(value)
+    return kind if kind in (None, "text") else "texts"
+
+
+Prompt = Annotated[
+    Text
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("id lists")],
+    Discriminator(_kind, custom_error_type="prompt_type", custom_error_message=PROMPT_RULE),
+]
+Stop = Annotated[
+    Annotated[StopString, Tag("text")]
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("texts")],
+    Discriminator(_stop_kind, custom_error_type="stop_type", custom_error_message=STOP_RULE),
+]
+
+
+def _content_kind(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+
+
+class _RequestModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_the_first_unknown(cls, value: Any) -> Any:
+        """Drop the unknown fields but one: pydantic would look at each of a million, and the event loop stand still."""
+        if not isinstance(value, dict) or len(value) <= len(cls.__pydantic_fields__):
+            return value
+        unknown = next(name for name in value if name not in cls.__pydantic_fields__)
+        return {name: value[name] for name in (*cls.__pydantic_fields__, unknown) if name in value}
+
+
+class StreamOptions(_RequestModel):
+    """What a stream reports besides text."""
+
+    include_usage: bool | None = Field(default=None, description="send one last chunk with usage and no choices")
+    continuous_usage_stats: bool | None = Field(default=None, description="send usage so far with every chunk")
+
+
+class GenerationRequest(_RequestModel):
+    """What can be asked of every completion. Null is the same as leaving a field out."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, description="default 16; in a chat, what the context leaves")
+    temperature: float | None = Field(default=None, description="0 is greedy; default 1")
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, description="0 or -1 is off")
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=_TOKEN_ID)], float] | None = Field(default=None, fail_fast=True)
+    stop: Stop | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="how many likeliest tokens to report for each of the prompt's"
+    )
+    seed: int | None = Field(default=None, description="drawn and reported back when left out")
+    n: int | None = Field(default=None, ge=1, description="completions per prompt; default 1")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = Field(default=None, description="leave their text out; default true")
+    user: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
+        default=None, description="written to the log"
+    )
+    timeout_ms: int | None = Field(
+        default=None, ge=1, le=MAX_TIMEOUT_MS, description="what has not ended by then ends with the text so far"
+    )
+    background: bool | None = Field(default=None, description="answer 202 at once and go on without the client")
+    priority: int | None = Field(
+        default=None, description="lower runs sooner; default 0; others need --priority-scheduling"
+    )
+    cache_salt: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
+        default=None, description="only requests with the same salt share cached prefixes"
+    )
+
+    @classmethod
+    def parse(cls, value: dict[str, object]) -> Self:
+        """Validate a body. Raises ValidationError."""
+        return cls.model_validate(value)
+
+    def sampling_params(self, **chosen: Any) -> SamplingParams:
+        """Return the parameters `chosen` and given, the others at their defaults. Raises InvalidRequestError."""
+        same_name = self.model_fields_set & set(SamplingParams.__dataclass_fields__)
+        given = {name: value for name in same_name if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        return SamplingParams(**given | chosen)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt
+    best_of: int | None = Field(default=None, description="null or equal to n")
+    logprobs: int | None = Field(default=None, description="how many likeliest tokens to report with each token")
+    echo: bool | None = Field(default=None, description="return the prompt first; max_tokens may be 0 then")
+    suffix: None = None
+
+    @classmethod
+    def parse(cls, value: dict[str, object]) -> Self:
+        """Validate a body. Raises ValidationError.
+
+        Of a list of too many prompts only the first too many is kept: pydantic would look at each of a million.
+        """
+        prompt = value.get("prompt")
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _kind(prompt) != "ids":
+            value = {**value, "prompt": prompt[: MAX_PROMPTS + 1]}
+        return super().parse(value)
+
+    def sampling_params(self, **chosen: Any) -> SamplingParams:
+        """Return the parameters; the engine scores a prompt that is echoed, and computes at least one token."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        chosen["prompt_logprobs"] = max((k for k in asked if k is not None), default=None)
+        if self.echo and self.max_tokens == 0:
+            chosen["max_tokens"] = 1
+        return super().sampling_params(**chosen)
+
+
+class TextPart(_RequestModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_RequestModel):
+    """What one side said. Which roles may follow each other is for the chat template to say."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
+        Discriminator(_content_kind, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
+    ]
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(default=None, description="how the assistant came to its content")
+
+    def to_template(self) -> dict[str, str]:
+        """Return the fields that were given, the text parts one below the other."""
+        given = {name: value for name, value in self if value is not None}
+        if not isinstance(self.content, str):
+            given["content"] = "\n".join(part.text for part in self.content)
+        return given
+
+
+class TextFormat(_RequestModel):
+    """The only response format."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="another name of max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="needs logprobs true")
+    add_generation_prompt: bool | None = Field(
+        default=None, description="end the prompt with the beginning of an answer; default true"
+    )
+    continue_final_message: bool | None = Field(default=None, description="go on with the last message instead")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables for the chat template")
+    tool_choice: Literal["none"] | None = None
+    response_format: TextFormat | None = None
+
+
+class _ResponseModel(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class PromptTokensDetails(_ResponseModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(_ResponseModel):
+    """Tokens of one request; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Logprobs(_ResponseModel):
+    """Parallel lists, one entry per token: of the prompt first with echo, then of every generated token.
+
+    text_offset counts characters of the text before a stop string is cut off.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(_ResponseModel):
+    """How likely a token was in its place in the prompt, where no other than `rank` - 1 were likelier."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | None,
+    Field(description="by token id, the prompt's own first and the likeliest after it; null for the first token"),
+]
+
+
+class Choice(_ResponseModel):
+    """One completion, or what a chunk adds to it. prompt_logprobs comes only where it was asked for."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: EndReason | None
+    stop_reason: str | int | None = Field(description="the stop string or the id out of stop_token_ids that matched")
+    prompt_logprobs: PromptLogprobs = None
+
+
+class _Answer(_ResponseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str = Field(description="changes with whatever changes the numbers that are computed")
+    batch_invariant: bool = Field(
+        description="whether the same request and seed give the same answer whatever is computed beside it"
+    )
+    seed: int
+
+
+class Completion(_Answer):
+    """The body of a completion, and with `stream` the data of each event."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class TopLogprob(_ResponseModel):
+    """A token that could have come. `bytes` tells apart what has no text of its own."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token that came, and the likeliest in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_ResponseModel):
+    """One entry per generated token, those of the reasoning and of its frame among them."""
+
+    content: list[TokenLogprob]
+
+
+class AnswerMessage(_ResponseModel):
+    """What the model said; reasoning_content only where its format sets it apart."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    reasoning_content: str | None = None
+
+
+class MessageDelta(_ResponseModel):
+    """What a chunk adds to a message; the role comes once, before all else."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _ChatPart(_ResponseModel):
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: EndReason | None
+    stop_reason: str | int | None
+
+
+class ChatChoice(_ChatPart):
+    """One answer."""
+
+    message: AnswerMessage
+
+
+class ChunkChoice(_ChatPart):
+    """What a chunk adds to one answer."""
+
+    delta: MessageDelta
+
+
+class ChatCompletion(_Answer):
+    """The body of an answer to a conversation. prompt_logprobs comes only where it was asked for."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs = None
+    usage: Usage
+
+
+class ChatCompletionChunk(_Answer):
+    """The data of each event of a streamed answer."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChunkChoice]
+    prompt_logprobs: PromptLogprobs = None
+    usage: Usage | None = None
+
+
+class ErrorDetail(_ResponseModel):
+    """What went wrong: field, rule and value given."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(_ResponseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+KeptStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+
+
+class BackgroundCompletion(_Answer):
+    """The answer to a completion that goes on in the background."""
+
+    object: Literal["text_completion", "chat.completion"]
+    status: KeptStatus
+
+
+class KeptCompletion(Completion):
+    """A kept completion as far as it has come; `error` says why it failed or who ended it."""
+
+    status: KeptStatus
+    error: ErrorDetail | None
+
+
+class KeptChatCompletion(ChatCompletion):
+    """A kept chat completion as far as it has come; `error` says why it failed or who ended it."""
+
+    status: KeptStatus
+    error: ErrorDetail | None
+
+
+class Model(_ResponseModel):
+    """A model that can be asked for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(_ResponseModel):
+    """The models served."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Status(_ResponseModel):
+    """The answer to a probe."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Version(_ResponseModel):
+    """What is running."""
+
+    version: str

@@ -1,0 +1,370 @@
+"""The kept completions in SQLite, in a folder or in memory: what was asked, every output in its order, how it ended.
+
+Rows are only ever added, and deleted together; each has a checksum of its own, as SQLite has none. One thread has the
+connection, and all that is written while a transaction runs is the next one. Knows no HTTP, no text and no engine;
+`store.py` calls it. The format is described in docs/background.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
+from gptserve.server.completions.encoding import PIECE_ENTRIES
+
+FILE_NAME = "gptserve.sqlite3"
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x67707473  # "gpts": tells a journal from any other SQLite file
+
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE completions (
+    id TEXT PRIMARY KEY, kind TEXT NOT NULL, created INTEGER NOT NULL, model TEXT NOT NULL, fingerprint TEXT NOT NULL,
+    batch_invariant INTEGER NOT NULL, seed INTEGER NOT NULL, body TEXT NOT NULL, prompts TEXT NOT NULL,
+    max_tokens INTEGER NOT NULL, deadline REAL, key TEXT, digest TEXT NOT NULL, checksum INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE batches (
+    completion_id TEXT NOT NULL REFERENCES completions ON DELETE CASCADE, n INTEGER NOT NULL, outputs TEXT NOT NULL,
+    checksum INTEGER NOT NULL, PRIMARY KEY (completion_id, n)
+) WITHOUT ROWID;
+CREATE TABLE ends (
+    completion_id TEXT PRIMARY KEY REFERENCES completions ON DELETE CASCADE, status TEXT NOT NULL, error TEXT,
+    finished_at REAL NOT NULL, num_batches INTEGER NOT NULL, checksum INTEGER NOT NULL
+) WITHOUT ROWID;
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+
+EndStatus = Literal["completed", "failed", "cancelled"]
+Outputs = tuple[TokenOutput, ...]
+Result = TypeVar("Result")
+
+
+class JournalError(Exception):
+    """The journal cannot be opened, read or written; the message is the cause in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRecord:
+    """What a completion is made of, all of it known when it begins.
+
+    kind is the `object` of its answer; body (a JSON object) what the client sent; prompts are token ids; deadline is
+    seconds since the epoch; digest is of the request that the idempotency key stands for.
+    """
+
+    completion_id: str
+    kind: str
+    created: int
+    model: str
+    fingerprint: str
+    batch_invariant: bool
+    seed: int
+    body: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    deadline: float | None
+    key: str | None
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndRecord:
+    """How a completion ended; error is a JSON object. finished_at is seconds since the epoch."""
+
+    status: EndStatus
+    error: str | None
+    finished_at: float
+    num_batches: int
+
+
+class IndexRow(NamedTuple):
+    """What is kept in memory of every completion; no end means that it is under way."""
+
+    completion_id: str
+    fingerprint: str
+    key: str | None
+    digest: str
+    end: EndRecord | None
+
+
+class Journal:
+    """One SQLite database; without a folder it lives in memory and ends with the process.
+
+    It is opened by `open` or the first other call. All methods raise JournalError; what a failed call was to write is
+    not there.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.is_durable = folder is not None
+        self._folder = folder
+        self._connection: sqlite3.Connection | None = None
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._pending: list[tuple[list[tuple[str, Sequence[object]]], asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._decoding = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Open the database and check all of it; make it where there is none."""
+        await self._run(lambda connection: None)
+
+    async def close(self) -> None:
+        """Close it once what is under way is written; idempotent, and nothing may be called after."""
+        if self._writer is not None:
+            await asyncio.wait([self._writer])
+        with contextlib.suppress(RuntimeError):  # it is closed already
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
+        self._thread.shutdown(wait=False)
+
+    async def load(self) -> list[IndexRow]:
+        """Return all completions, those that ended first in the order in which they did, then the others by age."""
+        return await self._run(lambda connection: list(_read_index(connection)))
+
+    async def record(self, completion_id: str) -> CompletionRecord:
+        """Return what a completion is made of."""
+        return await self._run(lambda connection: _read_record(connection, completion_id))
+
+    async def batches(self, completion_id: str, first: int, limit: int) -> list[Outputs]:
+        """Return the outputs that were added by the `first`-th `append` and by those after, of at most `limit`."""
+        select = "SELECT * FROM batches WHERE completion_id = ? AND n >= ? ORDER BY n LIMIT ?"
+        rows = await self._run(lambda connection: connection.execute(select, (completion_id, first, limit)).fetchall())
+        # Not where others wait to write, for scores take long, and one at a time: each takes turns with the event loop.
+        async with self._decoding:
+            return await asyncio.to_thread(self._explaining, lambda: _to_batches(completion_id, first, rows))
+
+    async def add(self, record: CompletionRecord) -> None:
+        """Begin a completion."""
+        row = await asyncio.to_thread(_completion_row, record)  # megabytes may have to be written as JSON
+        await self._write((_insert("completions", row), row))
+
+    async def append(self, completion_id: str, n: int, outputs: Iterable[TokenOutput]) -> None:
+        """Add outputs to a completion, the n-th time that this happens to it."""
+        outputs = tuple(outputs)
+        num_scores = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for output in outputs)
+        arguments = completion_id, n, outputs
+        row = await asyncio.to_thread(_batch_row, *arguments) if num_scores > PIECE_ENTRIES else _batch_row(*arguments)
+        await self._write((_insert("batches", row), row))
+
+    async def end(self, completion_id: str, end: EndRecord) -> None:
+        """End a completion."""
+        row = _checked((completion_id, *astuple(end)))
+        await self._write((_insert("ends", row), row))
+
+    async def forget(self, completion_ids: Iterable[str]) -> None:
+        """Delete completions with all that belongs to them."""
+        await self._write(*(("DELETE FROM completions WHERE id = ?", (i,)) for i in completion_ids))
+
+    async def _write(self, *statements: tuple[str, Sequence[object]]) -> None:
+        written = asyncio.get_running_loop().create_future()
+        self._pending.append((list(statements), written))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_pending())
+        await written
+
+    async def _write_pending(self) -> None:
+        while self._pending:
+            pending, self._pending = self._pending, []
+            transaction = [statement for statements, _ in pending for statement in statements]
+            failure: Exception | None = None
+            try:
+                await self._run(lambda connection, rows=transaction: _commit(connection, rows))  # type: ignore[misc]
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                failure = error
+            for _, written in pending:
+                if written.cancelled():
+                    continue
+                if failure is None:
+                    written.set_result(None)
+                else:
+                    written.set_exception(JournalError(str(failure) or repr(failure)))
+
+    async def _run(self, call: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Call with the connection, in its thread."""
+
+        def run() -> Result:
+            if self._connection is None:
+                self._connection = _connect(self._folder)
+            return call(self._connection)
+
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, self._explaining, run)
+        except RuntimeError as error:
+            raise JournalError(f"the journal is closed: {error}") from error
+        return await running
+
+    def _explaining(self, call: Callable[[], Result]) -> Result:
+        """Call, and raise JournalError for whatever is wrong with the database."""
+        try:
+            return call()
+        except (sqlite3.Error, OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else str(error)
+            place = "in memory" if self._folder is None else str(self._folder / FILE_NAME)
+            raise JournalError(f"the journal {place} cannot be used: {cause}") from error
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def encode_outputs(outputs: Iterable[TokenOutput]) -> str:
+    """Return a JSON array of an object each, with the fields that are not at their defaults."""
+    # A call for each: one for all of them could hold the interpreter for long.
+    return f"[{','.join(json.dumps(_encode_output(output), separators=(',', ':')) for output in outputs)}]"
+
+
+def decode_outputs(text: str) -> Outputs:
+    """Return what `encode_outputs` was given. Raises ValueError."""
+    try:
+        return tuple(_decode_output(value) for value in json.loads(text))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not the outputs of a completion: {error}") from error
+
+
+def _encode_output(output: TokenOutput) -> dict[str, object]:
+    values = {f.name: getattr(output, f.name) for f in fields(output) if getattr(output, f.name) != f.default}
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in values:
+            values[name] = [entry and (entry.token_id, entry.logprob, entry.rank, entry.top) for entry in values[name]]
+    return values
+
+
+def _decode_output(values: dict[str, Any]) -> TokenOutput:
+    values["token_ids"] = tuple(values["token_ids"])
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in values:
+            values[name] = tuple(entry and _decode_logprobs(*entry) for entry in values[name])
+    if "finish_reason" in values:
+        values["finish_reason"] = FinishReason(values["finish_reason"])
+    return TokenOutput(**values)
+
+
+def _decode_logprobs(token_id: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, rank, tuple((i, value) for i, value in top))
+
+
+def _connect(folder: Path | None) -> sqlite3.Connection:
+    """Open or make the database. What is raised goes to `Journal._run`."""
+    if folder is not None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # SQLite would let everybody read the prompts; its other files get the permissions of this one.
+        os.close(os.open(folder / FILE_NAME, os.O_CREAT | os.O_RDWR, 0o600))
+    path = ":memory:" if folder is None else str(folder / FILE_NAME)
+    connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection) -> None:
+    """Lock the database, check it and see to its schema."""
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("COMMIT")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+            raise ValueError("another server is using it") from error
+        raise
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    [(verdict, *_), *_] = connection.execute("PRAGMA quick_check(1)").fetchall()
+    if verdict != "ok":
+        raise ValueError(f"it is damaged: {verdict}")
+    [(application_id,)] = connection.execute("PRAGMA application_id")
+    [(version,)] = connection.execute("PRAGMA user_version")
+    [(num_tables,)] = connection.execute("SELECT count(*) FROM sqlite_master")
+    if (application_id, version, num_tables) == (0, 0, 0):
+        connection.executescript(_SCHEMA)
+    elif application_id != APPLICATION_ID:
+        raise ValueError("it is a database of something else")
+    elif version != SCHEMA_VERSION:
+        raise ValueError(f"its format is version {version}, and this server reads version {SCHEMA_VERSION}")
+
+
+def _commit(connection: sqlite3.Connection, statements: Iterable[tuple[str, Sequence[object]]]) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statement, parameters in statements:
+            connection.execute(statement, parameters)
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):  # some errors have rolled it back already
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _insert(table: str, row: Sequence[object]) -> str:
+    return f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})"
+
+
+def _checked(row: Sequence[object]) -> tuple[object, ...]:
+    return (*row, zlib.crc32(json.dumps(row).encode()))
+
+
+def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
+    values = {name: getattr(record, name) for name in record.__slots__}
+    values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
+    return _checked(tuple(values.values()))
+
+
+def _batch_row(completion_id: str, n: int, outputs: Outputs) -> tuple[object, ...]:
+    return _checked((completion_id, n, encode_outputs(outputs)))
+
+
+def _verify(row: Sequence[Any]) -> Sequence[Any]:
+    """Return a row without its checksum. Raises ValueError when that is not the row's."""
+    if bytes in map(type, row) or _checked(row[:-1])[-1] != row[-1]:  # one bit tells SQLite's text from bytes
+        raise ValueError(f"it is damaged: the row of {row[0]!r} has another checksum")
+    return row[:-1]
+
+
+def _read_index(connection: sqlite3.Connection) -> Iterator[IndexRow]:
+    ends = {}
+    for row in connection.execute("SELECT * FROM ends ORDER BY finished_at"):
+        completion_id, *end = _verify(row)
+        ends[completion_id] = EndRecord(*end)
+    rows = {}
+    for row in connection.execute("SELECT * FROM completions ORDER BY created"):
+        record = _to_record(_verify(row))
+        i = record.completion_id
+        rows[i] = IndexRow(i, record.fingerprint, record.key, record.digest, ends.get(i))
+    yield from (rows.pop(completion_id) for completion_id in ends)
+    yield from rows.values()
+
+
+def _read_record(connection: sqlite3.Connection, completion_id: str) -> CompletionRecord:
+    row = connection.execute("SELECT * FROM completions WHERE id = ?", (completion_id,)).fetchone()
+    if row is None:
+        raise ValueError(f"it has no completion {completion_id!r}")
+    return _to_record(_verify(row))
+
+
+def _to_record(row: Sequence[Any]) -> CompletionRecord:
+    values = dict(zip(CompletionRecord.__slots__, row, strict=True))
+    prompts = tuple(map(tuple, json.loads(values["prompts"])))
+    return CompletionRecord(**values | {"prompts": prompts, "batch_invariant": bool(values["batch_invariant"])})
+
+
+def _to_batches(completion_id: str, first: int, rows: Iterable[Sequence[Any]]) -> list[Outputs]:
+    batches = []
+    for expected, row in enumerate(rows, first):
+        _, n, outputs = _verify(row)
+        if n != expected:
+            raise ValueError(f"it is damaged: {completion_id!r} lacks batch {expected}")
+        batches.append(decode_outputs(outputs))
+    return batches

@@ -1,0 +1,116 @@
+"""What a model needs, worked out from its config.json alone: parameters by part, bytes, KV cache, what fits.
+
+The arithmetic is engine.memory's; here it is gathered into a report and rendered. `gptserve inspect` calls it. No
+weight is read and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptserve.engine.model.host_memory import available_memory_bytes
+from gptserve.engine.model.memory import cache_capacity, kv_bytes_per_token, parameter_counts
+from gptserve.weights.config import ModelConfig
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeReport:
+    """What depends on the data type: bytes, and what fits beside the weights into the memory."""
+
+    dtype: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    num_blocks: int
+    num_tokens: int
+    num_full_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What one model needs and what fits into memory_bytes."""
+
+    model: str
+    model_type: str
+    parameters: dict[str, int]
+    num_parameters: int
+    tied_head: bool
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    max_model_len: int
+    block_size: int
+    memory_bytes: int
+    by_dtype: tuple[DTypeReport, ...]
+
+
+def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block_size: int) -> ModelReport:
+    """Work the report out; memory_bytes None is what is free on this machine."""
+    memory_bytes = available_memory_bytes() if memory_bytes is None else memory_bytes
+    parameters = parameter_counts(model)
+    num_parameters = sum(parameters.values())
+    by_dtype = []
+    for dtype, num_bytes in DTYPE_BYTES.items():
+        weights_bytes = num_parameters * num_bytes
+        fits = cache_capacity(model, memory_bytes - weights_bytes, num_bytes, block_size, model.max_position)
+        by_dtype.append(
+            DTypeReport(
+                dtype,
+                weights_bytes,
+                kv_bytes_per_token(model, num_bytes),
+                fits.num_blocks,
+                fits.num_tokens,
+                fits.num_full_sequences,
+            )
+        )
+    return ModelReport(
+        model=name,
+        model_type=model.model_type,
+        parameters=parameters,
+        num_parameters=num_parameters,
+        tied_head=model.tied_head,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        max_model_len=model.max_position,
+        block_size=block_size,
+        memory_bytes=memory_bytes,
+        by_dtype=tuple(by_dtype),
+    )
+
+
+def render(report: ModelReport) -> str:
+    """Return the report as tables for a terminal."""
+    lines = [f"{report.model} ({report.model_type})", ""]
+    lines += [_row("parameters", "number", *DTYPE_BYTES)]
+    for part, number in (report.parameters | {"total": report.num_parameters}).items():
+        label = "head (the embedding)" if part == "head" and report.tied_head else part
+        sizes = [_bytes(number * num_bytes) for num_bytes in DTYPE_BYTES.values()]
+        lines.append(_row(label, f"{number:,}", *sizes))
+    lines += ["", _row("KV cache", "", *DTYPE_BYTES)]
+    rows = {
+        "bytes a token": [f"{entry.kv_bytes_per_token:,}" for entry in report.by_dtype],
+        f"blocks of {report.block_size}": [f"{entry.num_blocks:,}" for entry in report.by_dtype],
+        "tokens": [f"{entry.num_tokens:,}" for entry in report.by_dtype],
+        f"sequences of {report.max_model_len:,}": [f"{entry.num_full_sequences:,}" for entry in report.by_dtype],
+    }
+    lines += [_row(name, "", *values) for name, values in rows.items()]
+    lines += [
+        "",
+        f"bytes a token = 2 (key, value) x {report.num_layers} layers x {report.num_kv_heads} KV heads x "
+        f"{report.head_size} head size x bytes a number",
+        f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, activations left out",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"  {name:<22}" + "".join(f"{cell:>16}" for cell in cells)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number} B"

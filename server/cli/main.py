@@ -1,0 +1,288 @@
+"""The command `gptserve`: serve a model, complete a text, inspect a model.
+
+A wrong command line or setting ends with status 2, any other failure with 1, each with one sentence on stderr. The
+engine's process imports this file again, so what is heavy is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gptserve.engine.errors import EngineError
+from gptserve.server.operations.keys import KEY_RULE, is_key
+from gptserve.server.settings import (
+    SettingsError,
+    add_flags,
+    client_api_key,
+    injected_variables,
+    load_settings,
+    parse_size,
+    suggestion,
+)
+from gptserve.weights.errors import WeightsError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+PRECEDENCE = (
+    "Every option is also a variable (GPTSERVE_PORT for --port) and a key of the --config file (port). The command "
+    "line wins over the environment, the environment over the file."
+)
+
+
+logger = logging.getLogger(__name__)
+
+
+class CommandError(Exception):
+    """A command failed; the message is the cause in one sentence."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its status."""
+    options, unknown = _build_parser().parse_known_args(arguments)
+    command: CommandParser = options.parser
+    if unknown:
+        flags = re.findall(r"--[\w-]+", command.format_help())
+        name = unknown[0].partition("=")[0]  # what follows may be a key that belongs in nobody's log
+        command.error(f"unknown argument {name}{suggestion(name, flags)}")
+    try:
+        sys.exit(options.run(options))
+    except SettingsError as error:
+        command.error(str(error))
+    except (CommandError, EngineError, WeightsError) as error:
+        command.exit(EXIT_FAILURE, f"gptserve: {error}\n")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into the pipe again
+        sys.exit(EXIT_FAILURE)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse with whole flags only, whose errors are one sentence."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with EXIT_USAGE."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+
+
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="gptserve", description="An exact, small inference server for GPT-style language models."
+    )
+    parser.add_argument("--version", action="version", version=f"gptserve {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="answer HTTP requests", epilog=PRECEDENCE)
+    serve.add_argument("MODEL", nargs="?", help="same as --model")
+    add_flags(serve)
+    serve.set_defaults(parser=serve, run=_serve)
+
+    complete = commands.add_parser("complete", help="print the completion of a text as it is made")
+    complete.add_argument("text", type=_text, metavar="TEXT", help="what to complete; - reads it from stdin")
+    complete.add_argument("--url", type=_text, help=f"of the server to ask (default: {DEFAULT_URL})")
+    complete.add_argument("--api-key", help="key to bear (default: that of GPTSERVE_API_KEY)")
+    complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model here, ask no server")
+    complete.add_argument("--max-tokens", type=int, default=200, help="(default: %(default)s)")
+    complete.add_argument("--temperature", type=_number, default=1.0, help="0 is greedy (default: %(default)s)")
+    complete.add_argument("--top-p", type=_number, default=1.0, help="(default: %(default)s)")
+    complete.add_argument("--seed", type=int, help="repeats a completion")
+    complete.add_argument("--stop", type=_text, action="append", default=[], help="text to stop before; repeatable")
+    complete.set_defaults(parser=complete, run=_complete)
+
+    inspect = commands.add_parser("inspect", help="show what a model needs, from its config.json alone")
+    inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
+    inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
+    inspect.add_argument("--memory", type=_size, help="to fit it into, such as 8GiB (default: what is free here)")
+    inspect.add_argument("--block-size", type=_count, default=16, help="tokens in a block (default: %(default)s)")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.set_defaults(parser=inspect, run=_inspect)
+
+    convert = commands.add_parser("convert", help="turn pickled torch weights into a folder that can be served")
+    convert.add_argument("SOURCE", type=Path, help="torch file, such as nanoGPT's ckpt.pt, or a folder with some")
+    convert.add_argument("TARGET", type=Path, help="folder to make")
+    convert.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="whose tokenizer files to copy as well")
+    convert.set_defaults(parser=convert, run=_convert)
+    return parser
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from gptserve.weights.convert import convert
+    from gptserve.weights.errors import TokenizerError
+    from gptserve.weights.tokenizers.tokenizer import Tokenizer
+
+    convert(options.SOURCE, options.TARGET, options.tokenizer)
+    try:
+        Tokenizer.of_model(options.TARGET)
+    except TokenizerError as error:
+        raise CommandError(
+            f"{options.TARGET} is written, but cannot be served: {error}; copy the right tokenizer's files into it"
+        ) from error
+    print(f"{options.TARGET} can be served: gptserve serve {options.TARGET}")
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    flags = {name: value for name, value in vars(options).items() if name not in ("MODEL", "parser", "run")}
+    if options.MODEL is not None:
+        if "model" in flags:
+            raise SettingsError("the model must be given once, got both MODEL and --model")
+        flags["model"] = options.MODEL
+    settings = load_settings(flags, os.environ)
+
+    from gptserve.server.operations.logs import configure_logging
+    from gptserve.server.serve import StartError, serve
+
+    configure_logging(settings.log_format, settings.log_level)
+    logger.info("settings: %s", settings.describe())
+    if injected := injected_variables(os.environ):
+        logger.info("passed by %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
+    if not (settings.needs_key or settings.is_local):
+        logger.warning("no API key is set: whoever can reach %s can use this server; see --api-key", settings.host)
+    try:
+        return serve(settings)
+    except StartError as error:
+        raise CommandError(str(error)) from error
+
+
+def _complete(options: argparse.Namespace) -> int:
+    if options.local is not None and (options.url is not None or options.api_key is not None):
+        raise SettingsError("--url and --api-key are for a server, and --local asks none")
+    prompt = _read_stdin() if options.text == "-" else options.text
+    for text in (_ask_server if options.local is None else _compute_here)(options, prompt):
+        print(text, end="", flush=True)
+    print()
+    return 0
+
+
+def _read_stdin() -> str:
+    """Return all of stdin as it is, line ends included."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise CommandError(f"the text on stdin must be UTF-8, got something else at byte {error.start}") from error
+
+
+def _ask_server(options: argparse.Namespace, prompt: str) -> Iterator[str]:
+    """Yield the text of a completion as a running server streams it."""
+    import httpx
+
+    fields = ("max_tokens", "temperature", "top_p", "seed", "stop")
+    body = {"prompt": prompt, "stream": True} | {name: getattr(options, name) for name in fields}
+    url = (DEFAULT_URL if options.url is None else options.url).rstrip("/")
+    key = client_api_key(os.environ) if options.api_key is None else options.api_key
+    if key is not None and not is_key(key):
+        raise SettingsError(f"the API key must be {KEY_RULE}, got ***")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    timeout = httpx.Timeout(10.0, read=None)  # a queued request may wait long for its first token
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=timeout) as response:
+            if response.status_code != httpx.codes.OK:
+                raise CommandError(_error_message(response.status_code, response.read()))
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise CommandError(event["error"]["message"])
+                    yield from (choice["text"] for choice in event["choices"])
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise CommandError(f"no answer from {url}: {error}; is `gptserve serve` running there?") from error
+    raise CommandError("the stream ended in the middle of the completion")
+
+
+def _error_message(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered with status {status} and no message"
+
+
+def _compute_here(options: argparse.Namespace, prompt: str) -> Iterator[str]:
+    """Yield the text of a completion that a model loaded into this process makes."""
+    from gptserve.engine.llm import LLM
+    from gptserve.engine.request import SEED_LIMIT, Request, SamplingParams
+    from gptserve.server.completions.output import ChoiceOutput, compile_stop
+
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p)
+    seed = secrets.randbelow(SEED_LIMIT) if options.seed is None else options.seed
+    llm = LLM(options.local or None)
+    stop = [compile_stop(text) for text in options.stop]
+    choice = ChoiceOutput(llm.tokenizer, stop=stop, skip=llm.tokenizer.special_ids)
+    for output in llm.stream([Request("local", tuple(llm.tokenizer.encode_prompt(prompt)), params, seed)]):
+        if output.error is not None:
+            raise CommandError(output.error)
+        yield choice.add(output).text
+        if choice.finish_reason is not None:
+            return
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from gptserve.server.cli.inspection import inspect_model, render
+    from gptserve.weights.families import load_config
+    from gptserve.weights.source import model_name, resolve_config
+
+    config = load_config(resolve_config(options.MODEL, options.revision))
+    report = inspect_model(model_name(options.MODEL), config, options.memory, options.block_size)
+    print(json.dumps(asdict(report), indent=2) if options.json else render(report))
+    return 0
+
+
+def _text(text: str) -> str:
+    """Return `text` as it is; bytes of a command line that are no UTF-8 come as surrogates, which nothing can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"must be UTF-8, got {text!r}") from error
+    return text
+
+
+def _number(text: str) -> float:
+    """Return a number that JSON can carry."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
+
+
+def _count(text: str) -> int:
+    """Return a whole number above 0."""
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+
+
+def _size(text: str) -> int:
+    """parse_size, with the message that argparse shows."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 8GiB, got {text!r}") from error
+
+
+def _version() -> str:
+    try:
+        return version("gptserve")
+    except PackageNotFoundError:
+        return "unknown"  # a source tree that is not installed

@@ -1,0 +1,195 @@
+"""How a completion goes out to a client: in one piece or as events, while it is computed for that client alone or as it
+is kept for whoever asks.
+
+The routes say which; where the outputs come from makes no difference to a byte of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gptserve.engine.request import TokenOutput
+from gptserve.server.api.schemas import StreamOptions
+from gptserve.server.background.kept import Entry
+from gptserve.server.background.store import CompletionStore
+from gptserve.server.completions import sse
+from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
+from gptserve.server.completions.output import Delta
+from gptserve.server.completions.plan import CompletionOutput, CompletionPlan, CompletionRun, expiring
+from gptserve.server.completions.service import Service
+from gptserve.server.http.envelope import log_fields, report
+
+Outputs = AsyncIterator[tuple[TokenOutput, ...]]
+Result = TypeVar("Result")
+
+
+class CompletionResponse(Response):
+    """Submits a planned completion and answers with it; nothing more is computed once the client has gone."""
+
+    def __init__(self, service: Service, plan: CompletionPlan, started_at: float) -> None:
+        super().__init__()
+        self._service = service
+        self._plan = plan
+        self._started_at = started_at
+        self._run = CompletionRun(plan, service.tokenizer, service.metrics, started_at)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. Raises ApiError or EngineError as long as nothing was sent."""
+        with self._service.lifecycle.active():
+            stream = self._service.submit(self._plan.requests)
+            answer = _Answer(self._service, self._plan, self._run.output, partial(self._run.apply, stream=stream))
+            try:
+                with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
+                    if self._plan.body.stream:
+                        self._run.is_failed = not await answer.send_events(stream, stream.abort, scope, receive, send)
+                    else:
+                        await answer.send_whole(stream, stream.abort, scope, receive, send)
+            except ClientDisconnect:
+                raise
+            except Exception:
+                self._run.is_failed = True
+                raise
+            finally:
+                stream.abort()
+                log_fields(scope).update(self._run.close())
+
+
+class KeptResponse(Response):
+    """Answers with a completion that is kept, whole or as the events after the `after`-th, and leaves it be."""
+
+    def __init__(
+        self,
+        service: Service,
+        store: CompletionStore,
+        entry: Entry,
+        plan: CompletionPlan,
+        *,
+        stream: bool,
+        after: int = 0,
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._store = store
+        self._entry = entry
+        self._plan = plan
+        self._stream = stream
+        self._after = after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. Raises ApiError as long as nothing was sent."""
+        log_fields(scope)["completion_id"] = self._entry.completion_id
+        output = CompletionOutput(self._plan, self._service.tokenizer)
+        answer = _Answer(self._service, self._plan, output, output.apply)
+        reader = self._store.reader(self._entry)
+        try:
+            if self._stream:
+                await answer.send_events(
+                    reader, reader.close, scope, receive, send, is_resumable=True, after=self._after
+                )
+            else:
+                await answer.send_whole(reader, reader.close, scope, receive, send)
+        finally:
+            reader.close()
+
+
+def json_response(answer: Mapping[str, object]) -> Response:
+    """Return an answer as JSON."""
+    return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
+
+
+class _Answer:
+    """Sends what becomes of a plan; `apply` turns outputs into what they add to the choices of `output`."""
+
+    def __init__(
+        self,
+        service: Service,
+        plan: CompletionPlan,
+        output: CompletionOutput,
+        apply: Callable[[Iterable[TokenOutput]], Iterator[tuple[int, Delta]]],
+    ) -> None:
+        self._service = service
+        self._plan = plan
+        self._output = output
+        self._apply = apply
+
+    async def send_whole(
+        self, source: Outputs, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Send the completion in one piece."""
+        collected: list[list[Delta]] = [[] for _ in self._plan.requests]
+        async with sse.Connection(receive, send, on_gone) as connection:
+            async for outputs in source:
+                async for index, delta in self._added(outputs):
+                    collected[index].append(delta)
+        if connection.is_gone:
+            raise ClientDisconnect
+        num_scores = sum(delta.num_scores for deltas in collected for delta in deltas)
+        await (await self._computed(num_scores, self._render, collected))(scope, receive, send)
+
+    def _render(self, collected: list[list[Delta]]) -> Response:
+        return json_response(self._plan.whole(collected, self._output.usage()))
+
+    async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield what each output adds to its choice; after those with scores of a prompt other tasks have a turn."""
+        for output in outputs:
+            for added in self._apply((output,)):
+                yield added
+            if output.prompt_logprobs is not None:
+                await asyncio.sleep(0)
+
+    async def _computed(self, num_scores: int, render: Callable[..., Result], *arguments: object) -> Result:
+        """Return what `render` makes of so many scores, in a thread if that takes long."""
+        if num_scores > PIECE_ENTRIES:
+            return await self._service.in_thread(render, *arguments)
+        return render(*arguments)
+
+    async def send_events(
+        self,
+        source: Outputs,
+        on_gone: Callable[[], None],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        is_resumable: bool = False,
+        after: int = 0,
+    ) -> bool:
+        """Send the completion as events, an error among them; return whether there was none."""
+        options = self._plan.body.stream_options or StreamOptions()
+        include_usage = bool(options.include_usage)
+        head = self._plan.head(of_chunk=True)
+        encoder = sse.EventEncoder(
+            head, self._plan.shape, include_usage=include_usage, is_resumable=is_resumable, after=after
+        )
+        is_well = True
+        await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
+        keep_alive_s = self._service.options.keep_alive_s
+        async with sse.Connection(receive, send, on_gone, keep_alive_s=keep_alive_s) as connection:
+            try:
+                async for outputs in source:
+                    events: list[str] = []
+                    try:
+                        async for index, delta in self._added(outputs):
+                            if not delta.is_empty:
+                                usage = self._output.usage() if options.continuous_usage_stats else None
+                                chunk = self._computed(delta.num_scores, encoder.chunk, index, delta, usage)
+                                events.append(await chunk)
+                    finally:  # the outputs before one that fails are sent before the error
+                        if any(events):
+                            await connection.write("".join(events).encode("ascii"))
+                end = (encoder.usage_chunk(self._output.usage()) if include_usage else "") + sse.DONE
+            except Exception as error:
+                is_well = False
+                end = encoder.error(report(error, scope).body())
+        if connection.is_gone:
+            raise ClientDisconnect
+        await send({"type": "http.response.body", "body": end.encode("ascii"), "more_body": False})
+        return is_well

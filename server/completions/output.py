@@ -1,0 +1,338 @@
+"""From token ids to text: whole UTF-8 only, stop strings, logprobs with offsets, reasoning apart from text.
+
+Everything here gives the same result however the bytes are split into tokens and the tokens into steps. Knows nothing
+of HTTP; `completion.py` has one ChoiceOutput per choice.
+"""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol
+
+from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
+
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; vLLM's value
+
+
+Channel = Literal["text", "reasoning"]
+EndReason = Literal["stop", "length", "timeout"]
+
+
+class TokenBytes(Protocol):
+    """The part of a tokenizer that decoding needs."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token."""
+
+
+class Detokenizer:
+    """Decodes UTF-8 that arrives in arbitrary pieces.
+
+    All the text together equals `bytes.decode(errors="replace")`: U+FFFD stands only for bytes that can never become a
+    character.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, data: bytes) -> str:
+        """Return the characters that are complete now."""
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """Return what the bytes of an unfinished character stand for, now that nothing follows."""
+        return self._decoder.decode(b"", True)
+
+
+class StopPattern(NamedTuple):
+    """A stop string with its borders: borders[i] is the length of the longest proper border of text[: i + 1]."""
+
+    text: str
+    borders: tuple[int, ...]
+
+
+def compile_stop(text: str) -> StopPattern:
+    """Prepare a stop string for matching character by character (Knuth, Morris and Pratt 1977)."""
+    borders = [0]
+    for char in text[1:]:
+        length = borders[-1]
+        while length and text[length] != char:
+            length = borders[length - 1]
+        borders.append(length + (text[length] == char))
+    return StopPattern(text, tuple(borders))
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, holding back what could be the start of one.
+
+    The match that ends first wins, the longest of those that end together. Invariant: what is held back is the longest
+    suffix of all the text so far that starts a stop string.
+    """
+
+    def __init__(self, patterns: Sequence[StopPattern]) -> None:
+        self.matched: str | None = None
+        self._patterns = patterns
+        self._progress = [0] * len(patterns)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Return the text that is certain to come before any stop string; nothing may be fed after a match."""
+        assert self.matched is None
+        if not self._patterns:
+            return text
+        buffer = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            matched = self._advance(char)
+            if matched:
+                self.matched, self._held = matched, ""
+                return buffer[: end - len(matched)]
+        certain = len(buffer) - max(self._progress)
+        self._held = buffer[certain:]
+        return buffer[:certain]
+
+    def flush(self) -> str:
+        """Return what was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> str:
+        """Take one character; return the longest stop string that it completes, or nothing."""
+        matched = ""
+        for i, (stop, borders) in enumerate(self._patterns):
+            length = self._progress[i]
+            while length and stop[length] != char:
+                length = borders[length - 1]
+            length += stop[length] == char
+            self._progress[i] = length
+            if length == len(stop) > len(matched):
+                matched = stop
+        return matched
+
+
+class TokenScore(NamedTuple):
+    """A token with its logprob, None for the first of a prompt, and the likeliest in its place with theirs.
+
+    `offset` is where it begins: characters of the choice's text before it.
+    """
+
+    data: bytes
+    offset: int
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...]
+
+
+class RankedToken(NamedTuple):
+    """A token of a prompt, or one that is likely in its place; equals share a rank, that of the likeliest is 1."""
+
+    token_id: int
+    data: bytes
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The tokens of a prompt with the `num_top` likeliest in the place of each, ranked only while they are read."""
+
+    entries: Sequence[TokenLogprobs | None]
+    num_top: int
+    token_bytes: Callable[[int], bytes]
+
+    def ranked(self) -> Iterator[list[RankedToken] | None]:
+        """Yield for each token itself and then the likeliest others; None for the first of the prompt."""
+        for entry in self.entries:
+            yield None if entry is None else self._rank(entry)
+
+    def _rank(self, entry: TokenLogprobs) -> list[RankedToken]:
+        top = [(token_id, logprob) for token_id, logprob in entry.top[: self.num_top] if token_id != entry.token_id]
+        descending = [-logprob for _, logprob in entry.top]
+        ranks = [entry.rank, *(bisect_left(descending, -logprob) + 1 for _, logprob in top)]
+        listed = zip([(entry.token_id, entry.logprob), *top], ranks, strict=True)
+        return [RankedToken(i, self.token_bytes(i), max(logprob, MIN_LOGPROB), rank) for (i, logprob), rank in listed]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an engine output added to a choice. An empty one need not be sent."""
+
+    text: str
+    logprobs: list[TokenScore] | None = None
+    finish_reason: EndReason | None = None
+    stop_reason: str | int | None = None
+    reasoning: str = ""
+    prompt_logprobs: PromptScores | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the client would learn nothing from it."""
+        scored = self.logprobs is not None or self.prompt_logprobs is not None
+        return not (self.text or self.reasoning or scored) and self.finish_reason is None
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether text is all that was added."""
+        return self == Delta(self.text)
+
+    @property
+    def num_scores(self) -> int:
+        """How many tokens come with logprobs."""
+        num_of_prompt = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs.entries)
+        return num_of_prompt + len(self.logprobs or ())
+
+
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Return all the deltas of a choice, at least one, as one."""
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
+        logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],
+    )
+
+
+class ChoiceOutput:
+    """The text of one choice while its tokens arrive.
+
+    `echo` is the prompt to return first, together with the first token; without `generates` nothing comes after it,
+    whatever the engine made. logprobs and prompt_logprobs are how many likeliest tokens to report with each token, None
+    for no report. `skip` are the tokens that are no text. Stop strings are looked for in generated text only. A token
+    that stops (the end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text. `channel_of` says
+    of each token whether it belongs to the text, to the reasoning before it, or to neither; without it everything is
+    text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        *,
+        stop: Sequence[StopPattern] = (),
+        stop_token_ids: Sequence[int] = (),
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        echo: Sequence[int] = (),
+        generates: bool = True,
+        skip: Container[int] = (),
+        channel_of: Callable[[int, bytes], Channel | None] | None = None,
+    ) -> None:
+        self.num_tokens = 0
+        self.finish_reason: EndReason | None = None
+        self._token_bytes, self._skip = tokenizer.token_bytes, skip
+        self._detokenizer = Detokenizer()
+        self._stops = StopStrings(stop)
+        self._stop_token_ids = stop_token_ids
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+        self._echo, self._generates = deque(echo), generates
+        self._echoed_text: list[str] = []
+        self._echoed_scores: list[TokenScore] = []
+        self._prompt_entries: list[TokenLogprobs | None] = []
+        self._offset = 0
+        self._channel_of = channel_of
+        self._channel: Channel | None = "text"
+        self._reasoning = ""
+
+    def add(self, output: TokenOutput) -> Delta:
+        """Take the next output of this choice, which has not finished."""
+        assert self.finish_reason is None
+        if output.prompt_logprobs is not None:
+            self._score_prompt(output.prompt_logprobs)
+        if not output.token_ids and output.finish_reason is None:
+            return Delta("")
+        if not self._generates and output.finish_reason is not FinishReason.TIMEOUT:
+            output = replace(output, token_ids=(), finish_reason=FinishReason.LENGTH, stop_token_id=None)
+        self._echo_prompt((None,) * len(self._echo))
+        logprobs, self._echoed_scores = (None if self._logprobs is None else self._echoed_scores), []
+        text, self._echoed_text = "".join(self._echoed_text), []
+        for i, token_id in enumerate(output.token_ids):
+            data = self._token_bytes(token_id)
+            if logprobs is not None:
+                logprobs.append(self._score(data, output.logprobs[i]))
+            self.num_tokens += 1
+            if output.stop_token_id is not None and i == len(output.token_ids) - 1:
+                break
+            if self._channel_of is not None:
+                text += self._enter(self._channel_of(token_id, data))
+            if token_id not in self._skip:
+                text += self._feed(self._detokenizer.feed(data))
+            if self._stops.matched is not None:
+                break
+        return self._end(text, logprobs, output)
+
+    def _end(self, text: str, logprobs: list[TokenScore] | None, output: TokenOutput) -> Delta:
+        """Return the delta, complete with the reason if this was the last."""
+        stop_reason: str | int | None = None
+        if output.finish_reason is not None and self._stops.matched is None:
+            text += self._feed(self._detokenizer.finish())
+            if output.finish_reason is FinishReason.LENGTH:
+                self.finish_reason = "length"
+            elif output.finish_reason is FinishReason.TIMEOUT:
+                self.finish_reason = "timeout"
+            else:
+                self.finish_reason = "stop"
+                stop_reason = output.stop_token_id if output.stop_token_id in self._stop_token_ids else None
+        if self._stops.matched is not None:
+            self.finish_reason, stop_reason = "stop", self._stops.matched
+        elif self.finish_reason is not None:
+            text += self._stops.flush()
+        reasoning, self._reasoning = self._reasoning, ""
+        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, self._take_prompt_scores())
+
+    def _score_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Keep the scores of the next tokens of the prompt until the first token comes."""
+        if self._echo:
+            self._echo_prompt(entries)
+        if self._prompt_logprobs is not None:
+            self._prompt_entries += entries
+
+    def _echo_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Echo the next tokens of the prompt, an entry each; an unfinished character is kept for what follows."""
+        for entry in entries:
+            token_id = self._echo.popleft()
+            data = self._token_bytes(token_id)
+            if self._logprobs is not None:
+                self._echoed_scores.append(self._score(data, entry))
+            piece = self._detokenizer.feed(b"" if token_id in self._skip else data)
+            self._offset += len(piece)
+            self._echoed_text.append(piece)
+
+    def _take_prompt_scores(self) -> PromptScores | None:
+        """Return the scores of the prompt, if they are asked for and have not been returned."""
+        if not self._prompt_entries or self._prompt_logprobs is None:
+            return None
+        entries, self._prompt_entries = self._prompt_entries, []
+        return PromptScores(entries, self._prompt_logprobs, self._token_bytes)
+
+    def _enter(self, channel: Channel | None) -> str:
+        """Go on in a channel; return what the bytes of an unfinished character stand for, as none goes across."""
+        text = self._feed(self._detokenizer.finish()) if channel != self._channel else ""
+        self._channel = channel
+        return text
+
+    def _feed(self, text: str) -> str:
+        """Return what of this is text to send now."""
+        if self._channel == "reasoning":
+            self._reasoning += text
+        if self._channel != "text":
+            return ""
+        self._offset += len(text)
+        return self._stops.feed(text)
+
+    def _score(self, data: bytes, entry: TokenLogprobs | None) -> TokenScore:
+        if entry is None:
+            return TokenScore(data, self._offset, None, ())
+        best = entry.top[: self._logprobs]
+        top = tuple((self._token_bytes(token_id), max(value, MIN_LOGPROB)) for token_id, value in best)
+        return TokenScore(data, self._offset, max(entry.logprob, MIN_LOGPROB), top)
+
+
+def token_name(data: bytes) -> str:
+    r"""Return a token's text, or OpenAI's `bytes:\xe2\x9c` form where it is not whole UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + data.decode(errors="backslashreplace")

@@ -1,0 +1,87 @@
+"""The outermost ASGI middleware: request ids, errors nobody else answered, one log line per request.
+
+Routes leave what they want in the log line in `log_fields(scope)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gptserve.server.errors import INTERNAL_ERROR, ApiError, error_response, to_api_error
+
+CLIENT_GONE = 499  # nginx's status for it; only ever in the log
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_SANE_ID = re.compile(rb"[!-~]{1,128}")
+
+logger = logging.getLogger(__name__)
+
+
+def log_fields(scope: Scope) -> dict[str, Any]:
+    """Return the fields of this request's log line, to be added to."""
+    fields: dict[str, Any] = scope["state"]["log_fields"]
+    return fields
+
+
+def report(error: Exception, scope: Scope) -> ApiError:
+    """Return what the client is told about `error`; log what nobody expected with its traceback."""
+    api_error = to_api_error(error)
+    fields = log_fields(scope)
+    fields["error"] = api_error.code
+    if api_error.code == INTERNAL_ERROR:
+        logger.error("request failed unexpectedly", exc_info=error, extra={"request_id": fields["request_id"]})
+    return api_error
+
+
+class RequestEnvelope:
+    """Takes or makes the request id, sends it back with every answer, and turns exceptions into answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_at = time.perf_counter()
+        request_id = _request_id(scope)
+        fields: dict[str, Any] = {"request_id": request_id.decode(), "status": None}
+        scope.setdefault("state", {})["log_fields"] = fields
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                fields["status"] = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            fields["status"] = CLIENT_GONE
+        except Exception as error:
+            if fields["status"] is not None:
+                raise
+            await error_response(report(error, scope))(scope, receive, send_with_id)
+        finally:
+            fields["total_s"] = round(time.perf_counter() - started_at, 6)
+            _log(scope, fields)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """Return the id the client gave, if it is short and printable, or a new one."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+
+def _log(scope: Scope, fields: dict[str, Any]) -> None:
+    level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+    told = " ".join(f"{name}={value}" for name, value in fields.items() if name != "request_id" and value is not None)
+    extra = {"method": scope["method"], "path": scope["path"], **fields}
+    logger.log(level, "%s %s %s", scope["method"], scope["path"], told, extra=extra)

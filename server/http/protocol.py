@@ -1,0 +1,222 @@
+"""uvicorn's HTTP protocol with limits on all that a connection can make us hold, and with our envelope of errors.
+
+uvicorn limits neither the size of a head nor how long it may take, takes the trailers of a body for headers, queues
+pipelined requests without end and tells only the last of them that its client has gone, forgets a connection whose
+body never ends once it is answered, and waits for ever for a client that does not read. Bodies that are read are
+body.py's affair. `http_server.py` makes one for each connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any, Literal
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from gptserve.server.errors import ApiError
+from gptserve.server.http.connections import Connections
+
+SLICE_BYTES = 16 * 1024  # parsed between two looks at the limits; one read may be 256,000 bytes
+MIN_BYTES_TAKEN = 16 * 1024  # in the time of a write limit; the slowest modem took more in 30 s
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """A connection that is closed when it exceeds a limit of size or time.
+
+    The parser holds or drops what it has not reported yet: a head, the framing of chunks, trailers, blank lines. Of
+    that there may be max_head_bytes, and one slice of a read. A wait for a head begins with the connection, with the
+    first byte of a head and with the end of an answer, and lasts at most wait_limit_s. A client must take
+    MIN_BYTES_TAKEN, or all there is, of what has been written in any write_limit_s in which nothing more can be
+    written. While an answer is under way nothing is written beside it.
+    """
+
+    max_head_bytes = 64 * 1024  # eight times nginx's default; a request here needs a few hundred bytes
+    max_head_fields = 128  # Apache takes 100; each costs some hundred bytes more than it has
+    max_body_parts = 8 * 1024  # chunks, or what of one comes in a slice; each costs a microsecond whatever its size
+    max_unread_bytes = 256 * 1024  # of a body after its answer, as in Go's net/http; then the connection is closed
+    max_pipelined = 32  # requests that wait for the one before them; few clients send even one
+    wait_limit_s = 30.0
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        connections: Connections,
+        write_limit_s: float,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._connections = connections
+        self._write_limit_s = write_limit_s
+        # Nothing comes before the first head, so that waiting for it is waiting within it.
+        self._part: Literal["head", "body", "nothing"] = "head"
+        self._num_unreported = 0
+        self._has_reported = False
+        self._num_unread = 0
+        self._num_body_parts = 0
+        self._running: RequestResponseCycle | None = None  # the oldest of the pipeline; `cycle` is the newest
+        self._error: ApiError | None = None  # why a callback stopped the parser
+        self._wait: asyncio.TimerHandle | None = None
+        self._unwritten: tuple[float, int] | None = None  # when so many bytes were left, for a client to take
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._connections.set_idle(self)
+        self._begin_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()  # its cycles refer to this object, and it to them
+        self._connections.remove(self)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), SLICE_BYTES):
+            if self.transport.is_closing():
+                return
+            part = data[start : start + SLICE_BYTES]
+            self._has_reported = False
+            super().data_received(part)
+            self._count(len(part))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_reported = self._part != "head"
+        self._part = "head"
+        self._begin_wait()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._part == "body":
+            return  # a trailer: nothing here wants one, and it must not pass for a header (RFC 9110, section 6.5.1)
+        if len(self.headers) >= self.max_head_fields:
+            self._stop(_head_too_large(f"{self.max_head_fields} fields"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= self.max_pipelined:
+            message = f"at most {self.max_pipelined} requests may wait for the one before them"
+            self._stop(ApiError(400, message, code="too_many_pipelined"))
+        self._part, self._has_reported = "body", True
+        self._num_unread = self._num_body_parts = 0
+        self._end_wait()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._has_reported = True
+        self._num_body_parts += 1
+        if self._num_body_parts > self.max_body_parts:
+            self._stop(
+                ApiError(400, f"a body may come in at most {self.max_body_parts} chunks", code="too_many_chunks")
+            )
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._part = "nothing"
+        super().on_message_complete()
+        if self._is_answering():
+            self._connections.set_busy(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answering() or self.transport.is_closing():
+            return
+        if self._part != "head":
+            self._begin_wait()
+        if self.transport.get_write_buffer_size() == 0:
+            self._connections.set_idle(self)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._error or ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http"))
+
+    def hang_up(self) -> None:
+        """Drop the connection; a request under way ends as one whose client has gone."""
+        self.transport.abort()
+
+    def check_reader(self, now: float) -> None:
+        """Hang up on a client that takes too little of what was written; to be called now and then, at loop time `now`.
+
+        Only what cannot grow meanwhile is measured: as long as more may be written, little is held.
+        """
+        num_left = self.transport.get_write_buffer_size()
+        is_open = not self.transport.is_closing()
+        if num_left == 0 or (is_open and self._is_answering() and not self.flow.write_paused):
+            self._unwritten = None
+            if num_left == 0 and is_open and not self._is_answering():
+                self._connections.set_idle(self)
+        elif self._unwritten is None or num_left <= self._unwritten[1] - MIN_BYTES_TAKEN:
+            self._unwritten = now, num_left
+        elif now - self._unwritten[0] >= self._write_limit_s:
+            self.hang_up()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: an upgrade that is not taken up is a plain request (RFC 9110, section 7.8)."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _count(self, num_bytes: int) -> None:
+        """Count bytes that were parsed, and refuse what exceeds a limit."""
+        self._num_unreported = 0 if self._has_reported else self._num_unreported + num_bytes
+        if self.transport.is_closing():
+            return
+        if self._num_unreported > self.max_head_bytes:
+            self._refuse(_head_too_large(f"{self.max_head_bytes} bytes"))
+        elif self._part == "body" and self.cycle.response_complete:
+            self._num_unread += num_bytes
+            if self._num_unread > self.max_unread_bytes:
+                self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _begin_wait(self) -> None:
+        self._end_wait()
+        self._wait = self.loop.call_later(self.wait_limit_s, self._give_up)
+
+    def _end_wait(self) -> None:
+        if self._wait is not None:
+            self._wait.cancel()
+            self._wait = None
+
+    def _give_up(self) -> None:
+        if self._is_answering():
+            self._begin_wait()
+        elif self._part != "head":
+            self.transport.close()
+        else:
+            message = f"the head of a request must arrive within {self.wait_limit_s:g} s"
+            self._refuse(ApiError(408, message, code="request_timeout"))
+
+    def _stop(self, error: ApiError) -> None:
+        """Stop the parser, from one of its callbacks; uvicorn then calls `send_400_response`."""
+        self._error = error
+        raise error
+
+    def _refuse(self, error: ApiError) -> None:
+        """Close, having answered below ASGI, which has no request yet; an answer under way is broken off instead."""
+        self._end_wait()
+        if not self._is_answering() and self._part == "head":
+            self.transport.write(raw_response(error))
+        self.transport.close()
+
+
+def raw_response(error: ApiError) -> bytes:
+    """Return an error as an HTTP response after which the connection is closed."""
+    body = json.dumps(error.body()).encode()
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+    headers = {**error.headers, "content-type": "application/json", "connection": "close", "content-length": len(body)}
+    return (status + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode() + body
+
+
+def _head_too_large(most: str) -> ApiError:
+    return ApiError(431, f"the head of a request may have at most {most}", code="head_too_large")

@@ -1,0 +1,216 @@
+"""uvicorn's server on a socket that is bound already, which accepts for itself and bounds what it accepts.
+
+uvloop's own listeners accept without bound, give a TLS handshake a minute and say nothing of one that fails.
+`serve.py` makes the server and decides when it ends; what comes over a connection is protocol.py's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from gptserve.server.background.store import CompletionStore
+from gptserve.server.errors import unavailable
+from gptserve.server.http.connections import Connections
+from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response
+from gptserve.server.operations.lifecycle import Lifecycle
+from gptserve.server.operations.logs import RareWarning
+
+ACCEPTS_AT_ONCE = 16  # between two turns of the event loop, in which the descriptors of closed connections come free
+ACCEPT_PAUSE_S = 0.5  # when the system has no descriptor or memory for one more
+TLS_LIMIT_S = 10.0  # for a handshake, and for a farewell
+UNSENT_BYTES = 128 * 1024  # that the system takes for a client; more would hide from us that it does not read
+TICKS_PER_CHECK = 10  # uvicorn ticks ten times a second
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+logger = logging.getLogger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn behind a Listener, with the signals left to ServingProcess."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        model_name: str,
+        connections: Connections,
+        *,
+        write_limit_s: float,
+        stop_limit_s: float,
+        tls: ssl.SSLContext | None = None,
+        protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(stop_limit_s),
+        )
+        config.load()
+        super().__init__(config)
+        self.lifecycle: Lifecycle = app.state.lifecycle
+        self.store: CompletionStore = app.state.store
+        self._model_name = model_name
+        self._connections = connections
+        self._protocol = protocol
+        self._write_limit_s = write_limit_s
+        self._tls = tls
+        app.state.metrics.watch_connections(connections)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+    def hang_up(self, why: str) -> None:
+        """Drop every connection; each request then ends as one whose client has gone, and uvicorn with the last."""
+        connections = list(self.server_state.connections)
+        logger.warning("hanging up on %d clients: %s", len(connections), why)
+        for connection in connections:
+            connection.transport.abort()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say where."""
+        assert sockets is not None
+        self.servers = [Listener(sockets[0], self._make_protocol, self._connections, self._tls, self.config.backlog)]  # type: ignore[list-item]
+        self.started = True
+        host, port = sockets[0].getsockname()[:2]
+        scheme = "http" if self._tls is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        body = '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}'
+        logger.info("%s ready on %s  (try: curl -N %s/v1/completions --json '%s')", self._model_name, url, url, body)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look after clients that do not read; return whether to stop."""
+        if counter % TICKS_PER_CHECK == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in tuple(self.server_state.connections):
+                assert isinstance(connection, BoundedHttpProtocol)
+                connection.check_reader(now)
+        return await super().on_tick(counter)
+
+    def _make_protocol(self) -> BoundedHttpProtocol:
+        return self._protocol(
+            self.config, self.server_state, {}, connections=self._connections, write_limit_s=self._write_limit_s
+        )
+
+
+class Listener:
+    """Accepts connections that `connections` has room for. It has what uvicorn wants of an asyncio.Server."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        connections: Connections,
+        tls: ssl.SSLContext | None,
+        backlog: int,
+    ) -> None:
+        self._socket = listening
+        self._make_protocol = make_protocol
+        self._connections = connections
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._beginnings: set[_Beginning] = set()
+        self._shortages = RareWarning(logger)
+        self._plain_http = RareWarning(logger)
+        listening.setblocking(False)
+        listening.listen(backlog)
+        self._loop.add_reader(listening, self._accept)
+
+    def close(self) -> None:
+        """Stop accepting, and give up connections whose TLS has not begun."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._socket)
+        for beginning in self._beginnings:
+            beginning.hang_up()
+
+    async def wait_closed(self) -> None:
+        """Return once nothing of it is left but its connections."""
+        await asyncio.gather(*(beginning.task for beginning in self._beginnings), return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                accepted, address = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._shortages.log(f"cannot accept connections: {error.strerror}")
+                    self._loop.remove_reader(self._socket)
+                    self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._go_on)
+                    return
+                continue  # this client has gone already
+            if self._connections.admit():
+                self._begin(accepted, address[0])
+            else:
+                self._refuse(accepted)
+
+    def _go_on(self) -> None:
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _begin(self, accepted: socket.socket, address: str) -> None:
+        """Give a connection its transport and protocol; until its TLS stands, it is idle."""
+        accepted.setblocking(False)
+        with contextlib.suppress(OSError):  # the client may have gone already
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        limit_s = None if self._tls is None else TLS_LIMIT_S
+        connecting = self._loop.connect_accepted_socket(
+            self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+        )
+        beginning = _Beginning(self._loop.create_task(connecting))
+        self._beginnings.add(beginning)
+        self._connections.set_idle(beginning)
+        beginning.task.add_done_callback(partial(self._end_beginning, beginning, accepted, address))
+
+    def _end_beginning(
+        self, beginning: _Beginning, accepted: socket.socket, address: str, task: asyncio.Task[Any]
+    ) -> None:
+        self._beginnings.discard(beginning)
+        self._connections.remove(beginning)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            accepted.close()
+        if isinstance(error, ssl.SSLError) and error.reason == "HTTP_REQUEST":
+            self._plain_http.log(f"{address} spoke plain HTTP to this port, which takes https:// only")
+        elif error is not None:
+            logger.debug("the connection of %s did not begin: %s", address, error)
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        """Close a connection that there is no room for, having said so; in the middle of TLS nobody would hear it."""
+        with accepted, contextlib.suppress(OSError):
+            accepted.setblocking(False)
+            if self._tls is None:
+                message = f"all {self._connections.limit} connections that this server takes are in use"
+                accepted.send(raw_response(unavailable(message, code="too_many_connections")))
+                accepted.shutdown(socket.SHUT_WR)
+                accepted.recv(SLICE_BYTES)  # a close with bytes unread would be a reset, and take the answer along
+
+
+class _Beginning:
+    """A connection that has been accepted and has no protocol yet."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.task = task
+
+    def hang_up(self) -> None:
+        """Drop it."""
+        self.task.cancel()

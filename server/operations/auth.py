@@ -1,0 +1,50 @@
+"""API keys: an ASGI middleware that lets only their bearers through, and says who they are."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gptserve.server.errors import ApiError
+from gptserve.server.http.envelope import log_fields
+from gptserve.server.operations.keys import ApiKeys
+
+PROBE_PATHS = frozenset({"/health", "/ready"})
+OPERATION_PATHS = frozenset({"/metrics", "/version", "/openapi.json"})
+"""Open unless --protect-operations: what scrapes them has no key, and they tell nothing about requests."""
+
+
+class ApiKeyGuard:
+    """Requires `Authorization: Bearer KEY` with one of `keys`, but for `open_paths`; without keys everything is open.
+
+    Leaves the name of the key's owner as "key_name" in the scope's state, and in the log line: None where no key was
+    needed.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or raise ApiError."""
+        if scope["type"] == "http":
+            scope["state"]["key_name"] = None
+            if self._keys.are_needed and scope["path"] not in self._open_paths:
+                name = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+                scope["state"]["key_name"] = log_fields(scope)["key"] = name
+        await self._app(scope, receive, send)
+
+    def _owner(self, authorization: bytes) -> str:
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise _unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
+        name = self._keys.name_of(given.strip())
+        if name is None:
+            raise _unauthorized("the API key is not one of this server's")
+        return name
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

@@ -1,0 +1,100 @@
+"""How log lines look: text for people, JSON for machines; one line an event, on stderr.
+
+A `request_id` that a caller passes as `extra` stands on either kind of line, other extra fields on those of JSON. A
+message may hold what a client sent, and cannot forge a line by it. The server and the engine's process each configure
+their own; nothing else in the house touches a logging handler.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from datetime import UTC, datetime
+
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.process.loop import StepEngine, load_engine
+from gptserve.server.settings import LogFormat, LogLevel
+
+RARE_INTERVAL_S = 60.0
+
+_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+class TextFormatter(logging.Formatter):
+    """2026-01-31 12:00:00.000 INFO    server.envelope: request-1: what happened; other extra fields are left out."""
+
+    default_msec_format = "%s.%03d"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
+        request_id = _extra(record).get("request_id")
+        if request_id is not None:
+            record.message = f"{request_id}: {record.message}"
+        record.message = _printable(record.message)
+        return super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, then the extra fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class RareWarning:
+    """A warning about what strangers can bring about: the first at once, then one a minute that counts the others."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._num_silent = 0
+        self._due_at = -math.inf
+
+    def log(self, message: str) -> None:
+        """Log `message`, or count it."""
+        now = time.monotonic()
+        if now < self._due_at:
+            self._num_silent += 1
+            return
+        since = f" ({self._num_silent} times more since it was last said)" if self._num_silent else ""
+        self._logger.warning("%s%s", message, since)
+        self._num_silent, self._due_at = 0, now + RARE_INTERVAL_S
+
+
+def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
+    """Log this project at `level` and everybody else's warnings, replacing what was configured before."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter() if log_format == "text" else JsonFormatter())
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(max(threshold, logging.WARNING))
+    logging.getLogger("gptserve").setLevel(threshold)
+
+
+def load_logging_engine(config: EngineConfig, log_format: LogFormat, level: LogLevel) -> StepEngine:
+    """Load the engine in a process that has no logging yet; picklable, for an EngineClient."""
+    configure_logging(log_format, level)
+    return load_engine(config)
+
+
+def _printable(text: str) -> str:
+    """Return `text` with line ends, terminal escapes and all else that is no visible character spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _OWN_FIELDS}

@@ -1,0 +1,46 @@
+"""The step's tensors: every row's token, position and slot, and the padding of a single row."""
+
+from __future__ import annotations
+
+import torch
+
+from gptserve.engine.model.batch import build_model_input
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
+from gptserve.engine.scheduling.sequence import Sequence
+
+
+def scheduled(tokens: list[int], num_computed: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
+    request = Request("r", tuple(tokens), SamplingParams(), seed=0)
+    sequence = Sequence(request=request, arrival=0, token_ids=tokens, num_computed=num_computed, block_ids=block_ids)
+    return ScheduledSequence(sequence, num_tokens)
+
+
+def test_rows_are_the_scheduled_tokens_of_each_sequence() -> None:
+    batch = ScheduledBatch((scheduled([10, 11, 12, 13, 14], 1, 3, [7, 2, 5]), scheduled([20, 21, 22], 2, 1, [9, 4])))
+    inputs = build_model_input(batch, 2, torch.device("cpu"))
+    assert inputs.token_ids_T.tolist() == [11, 12, 13, 22]
+    assert inputs.positions_T.tolist() == [1, 2, 3, 2]
+    metadata = inputs.metadata
+    assert metadata.slots_T.tolist() == [15, 4, 5, 8]
+    assert metadata.query_starts == (0, 3, 4)
+    assert metadata.kv_lens == (4, 3)
+    assert metadata.query_starts_S1.tolist() == [0, 3, 4]
+    assert metadata.kv_lens_S.tolist() == [4, 3]
+    assert metadata.block_tables_SN.tolist() == [[7, 2, 5], [9, 4, 0]]
+
+
+def test_a_draft_comes_after_the_known_tokens() -> None:
+    drafted = ScheduledSequence(scheduled([10, 11, 12], 2, 1, [7, 2, 5]).sequence, 3, draft=(30, 31))
+    inputs = build_model_input(ScheduledBatch((drafted, scheduled([20, 21], 0, 2, [9]))), 2, torch.device("cpu"))
+    assert inputs.token_ids_T.tolist() == [12, 30, 31, 20, 21]
+    assert inputs.positions_T.tolist() == [2, 3, 4, 0, 1]
+    assert inputs.metadata.slots_T.tolist() == [4, 5, 10, 18, 19]
+    assert inputs.metadata.kv_lens == (5, 2)
+
+
+def test_a_single_row_is_padded_with_one_that_stores_nothing() -> None:
+    inputs = build_model_input(ScheduledBatch((scheduled([3, 4], 1, 1, [0]),)), 2, torch.device("cpu"))
+    assert inputs.token_ids_T.tolist() == [4, 0]
+    assert inputs.metadata.slots_T.tolist() == [1, -1]
+    assert inputs.metadata.query_starts == (0, 1)

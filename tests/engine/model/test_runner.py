@@ -1,0 +1,203 @@
+"""What the runner chooses where the configuration leaves it open, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.kv_cache import plan_cache
+from gptserve.engine.request import EngineInfo
+from tests.conftest import MakeGPT2
+from tests.engine.runs import make_engine, make_request, run, token_ids
+
+
+def info(folder: Path, **options: Any) -> EngineInfo:
+    return make_engine(folder, **options).info
+
+
+def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for supported, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+        assert info(tiny_gpt2, dtype="auto").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'"),
+        ({"max_model_len": 129}, "max_model_len must be at most the model's context of 128 tokens, got 129"),
+    ],
+)
+def test_a_setting_this_model_or_device_cannot_take_is_refused(
+    tiny_gpt2: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidConfigurationError) as caught:
+        make_engine(tiny_gpt2, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"num_blocks": 10**12}, f"num_blocks {10**12}"), ({"kv_cache_bytes": 2**60}, "kv_cache_bytes")],
+)
+def test_a_cache_larger_than_the_memory_is_refused_with_both_numbers(
+    tiny_gpt2: Path, options: dict[str, Any], asked: str
+) -> None:
+    with pytest.raises(
+        InvalidConfigurationError, match=rf"^{asked} asks for [\d,]+ bytes of KV cache, but only [\d,]+ bytes "
+    ):
+        make_engine(tiny_gpt2, **options)
+
+
+def test_a_context_that_does_not_fit_is_shortened_and_served_to_its_end(
+    tiny_gpt2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(tiny_gpt2, num_blocks=3)
+    assert engine.info.max_model_len == 48
+    assert "max_model_len is 48 tokens instead of the model's context of 128, because num_blocks is 3" in caplog.text
+    assert len(token_ids(run(engine, [make_request("r", [1, 2], max_tokens=46, ignore_eos=True)])["r"])) == 46
+    with pytest.raises(InvalidConfigurationError, match="too small for one sequence of max_model_len 128"):
+        make_engine(tiny_gpt2, num_blocks=3, max_model_len=128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none(tiny_gpt2: Path) -> None:
+    with pytest.raises(InvalidConfigurationError, match="device is 'cuda', but torch sees no CUDA device"):
+        make_engine(tiny_gpt2, device="cuda")
+
+
+def test_the_context_may_be_shortened(tiny_gpt2: Path) -> None:
+    assert info(tiny_gpt2, max_model_len=50).max_model_len == 50
+    assert info(tiny_gpt2).max_model_len == 128
+
+
+def test_the_fingerprint_changes_with_whatever_changes_numbers(tiny_gpt2: Path, make_gpt2: MakeGPT2) -> None:
+    same = {info(tiny_gpt2).fingerprint, info(tiny_gpt2, max_num_seqs=2, block_size=8).fingerprint}
+    others = {
+        info(tiny_gpt2, dtype="bfloat16").fingerprint,
+        info(make_gpt2(initializer_range=0.21)).fingerprint,
+    }
+    assert len(same) == 1
+    assert len(same | others) == 3
+
+
+def test_the_fingerprint_changes_with_the_shape_and_not_with_what_ends_a_text(tiny_gpt2: Path, tmp_path: Path) -> None:
+    seen = []
+    for change in ({}, {"eos_token_id": 7}, {"layer_norm_epsilon": 0.1}, {"n_head": 2}, {"scale_attn_weights": False}):
+        config = json.loads((tiny_gpt2 / "config.json").read_text()) | change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").write_bytes((tiny_gpt2 / "model.safetensors").read_bytes())
+        seen.append(info(tmp_path).fingerprint)
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 4
+
+
+def test_the_cache_is_told_before_it_is_used(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        make_engine(tiny_gpt2, num_blocks=20)
+    assert (
+        "KV cache: 20 blocks of 16 tokens, 320 tokens in 0.3 MiB; 2 sequences of 128 tokens fit at once" in caplog.text
+    )
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """torch as a machine of 64 cores starts it, in a container that may use 2 of them."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+        torch.set_num_threads(64)
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize(("asked", "most"), [(None, 2), (1, 1), (3, 3)])
+def test_threads_are_as_many_as_cpus_may_be_used_unless_told(
+    tiny_gpt2: Path, asked: int | None, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        make_engine(tiny_gpt2, num_threads=asked)
+    assert f"threads: at most {most} a step, on 2 usable CPUs" in caplog.text
+    assert torch.get_num_threads() == most
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_attention_scratch_of_all_threads_is_kept_free(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def planning(*arguments: Any, scratch_bytes: int) -> tuple[int, int]:
+        asked.append(scratch_bytes)
+        return plan_cache(*arguments, scratch_bytes=scratch_bytes)
+
+    monkeypatch.setattr("gptserve.engine.model.runner.plan_cache", planning)
+    for num_threads in (1, 2):
+        make_engine(tiny_gpt2, num_threads=num_threads)
+    assert asked[1] == 2 * asked[0]
+    assert (asked[0] > 0) == CpuAttention.is_available()
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_a_step_leaves_torch_its_threads(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2, num_threads=2)
+    run(engine, [make_request("r", [1, 2], max_tokens=3)])
+    assert torch.get_num_threads() == 2
+
+
+def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CpuAttention, "is_available", staticmethod(lambda: False))
+    with caplog.at_level(logging.WARNING):
+        assert info(tiny_gpt2).attention_backend == "reference"
+    assert "missing or stale" in caplog.text
+    with pytest.raises(InvalidConfigurationError, match="attention_backend 'cpu' cannot be used: its library"):
+        make_engine(tiny_gpt2, attention_backend="cpu")
+
+
+def test_without_onednn_the_loss_of_exactness_is_told(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert make_engine(tiny_gpt2).info.batch_invariant
+    assert "oneDNN" not in caplog.text
+    assert "an answer's bits do not depend on what is computed beside it" in caplog.text
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with caplog.at_level(logging.INFO):
+        engine = make_engine(tiny_gpt2)
+    assert "torch has no oneDNN here" in caplog.text
+    assert "an answer's bits may depend on what is computed beside it" in caplog.text
+    assert not engine.info.batch_invariant
+    assert len(token_ids(run(engine, [make_request("r", [1, 2], max_tokens=3)])["r"])) == 3
+
+
+def test_a_head_size_the_kernel_cannot_compute_takes_the_reference(make_gpt2: MakeGPT2) -> None:
+    assert info(make_gpt2(n_embd=12, n_head=1)).attention_backend == "reference"
+
+
+def test_progress_ends_at_the_whole_models_bytes(tiny_gpt2: Path) -> None:
+    from gptserve.engine.config import EngineConfig
+    from gptserve.engine.model.runner import ModelRunner
+
+    seen: list[tuple[int, int]] = []
+    ModelRunner(EngineConfig(model_dir=tiny_gpt2, kv_cache_bytes=2**24), lambda done, total: seen.append((done, total)))
+    done = [d for d, _ in seen]
+    assert done == sorted(done)
+    assert seen[-1] == (seen[-1][1], (tiny_gpt2 / "model.safetensors").stat().st_size - header_bytes(tiny_gpt2))
+
+
+def header_bytes(folder: Path) -> int:
+    return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")

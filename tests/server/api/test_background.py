@@ -1,0 +1,425 @@
+"""Background completions over a FakeEngineClient: read whole, followed by events from anywhere, cancelled."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import Response
+
+import gptserve.server.api.background
+from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.server.api.schemas import BackgroundCompletion, KeptChatCompletion, KeptCompletion
+from tests.server.api.test_completions import TEXT, Events, send_raw, stream
+from tests.server.conftest import MODEL, LiveServer
+from tests.server.fake_engine import INFO, FakeEngineClient, say
+
+Serve = Callable[..., LiveServer]
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "x"},
+    {"prompt": ["x", "yz"], "n": 2, "echo": True, "logprobs": 2},
+    {"prompt": "x", "stop": ["é✓"], "n": 3},
+    {"prompt": "x", "stream": True, "stream_options": USAGE, "n": 2},
+    {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}},
+    CHAT,
+    CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2},
+]
+
+
+def post(server: LiveServer, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    """Ask for a completion, or a chat where there are messages."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    if path == "/v1/completions":
+        body = {"prompt": "x", **body}
+    return httpx.post(server.url + path, json=body, headers=headers, timeout=20)
+
+
+def begin(server: LiveServer, **body: Any) -> str:
+    """Begin a background completion; return its id."""
+    response = post(server, background=True, **{**body, "stream": False, "stream_options": None})
+    assert response.status_code == 202
+    return str(response.json()["id"])
+
+
+def get(server: LiveServer, completion_id: str, rest: str = "", **arguments: Any) -> httpx.Response:
+    return httpx.get(f"{server.url}/v1/completions/{completion_id}{rest}", timeout=20, **arguments)
+
+
+def cancel(server: LiveServer, completion_id: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions/{completion_id}/cancel", timeout=20)
+
+
+def finished(server: LiveServer, completion_id: str) -> dict[str, Any]:
+    """Return a completion once it has ended, which its events say."""
+    assert get(server, completion_id, "/events").status_code == 200
+    found: dict[str, Any] = get(server, completion_id).json()
+    return found
+
+
+def step(engine: FakeEngineClient) -> None:
+    """Let the engine make one step, and wait for it."""
+    done = threading.Event()
+    engine.from_outside(lambda: (engine.step(), done.set())[0])
+    assert done.wait(20)
+
+
+def split(text: str) -> list[str]:
+    """Return the events of a stream."""
+    assert text.endswith("\n\n")
+    return text.removesuffix("\n\n").split("\n\n")
+
+
+def error_of(event: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(event.removeprefix("data: "))["error"]
+    return found
+
+
+def test_a_background_completion_is_answered_at_once_and_goes_on(serve: Serve) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    response = post(server, background=True, max_tokens=3, seed=5)
+    accepted = response.json()
+    BackgroundCompletion.model_validate(accepted, strict=True, extra="forbid")
+    assert response.status_code == 202
+    completion_id = accepted.pop("id")
+    assert accepted.pop("created") > 0
+    assert accepted == {
+        "object": "text_completion",
+        "model": MODEL,
+        "system_fingerprint": "fake-1",
+        "batch_invariant": True,
+        "seed": 5,
+        "status": "queued",
+    }
+    queued = get(server, completion_id).json()
+    assert (queued["status"], queued["choices"][0]["text"], queued["usage"]["completion_tokens"]) == ("queued", "", 0)
+
+    with httpx.stream("GET", f"{server.url}/v1/completions/{completion_id}/events", timeout=20) as response:
+        events = Events(response)
+        engine.from_outside(engine.step)
+        assert events.next_text() == "a"
+        partial = get(server, completion_id).json()
+        engine.from_outside(engine.step)
+        engine.from_outside(engine.step)
+        assert len(events.rest()) == 3
+    whole = get(server, completion_id).json()
+
+    KeptCompletion.model_validate(whole, strict=True, extra="forbid")
+    assert (partial["status"], partial["error"]) == ("in_progress", None)
+    assert partial["choices"] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None, "stop_reason": None}
+    ]
+    assert (whole["status"], whole["error"], whole["usage"]["total_tokens"]) == ("completed", None, 4)
+    assert whole["choices"] == [
+        {"index": 0, "text": "abc", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    assert {name: whole[name] for name in accepted if name != "status"} | {"status": "queued"} == accepted
+
+
+def test_events_have_the_scores_of_a_prompt_before_there_is_text(serve: Serve) -> None:
+    server = serve(FakeEngineClient(say("é")))
+    events = get(server, begin(server, prompt="hi", max_tokens=2, prompt_logprobs=0), "/events").text
+    parts = [json.loads(event.partition("data: ")[2])["choices"][0] for event in split(events)[:-1]]
+    assert [part["text"] for part in parts] == ["", "é"], "the first token has no whole character"
+    assert [len(part.get("prompt_logprobs", [])) for part in parts] == [2, 0]
+
+
+@pytest.mark.parametrize("body", [{"prompt": "hi"}, CHAT], ids=["text", "chat"])
+def test_events_have_the_scores_of_a_prompt_whose_first_token_has_text(serve: Serve, body: dict[str, Any]) -> None:
+    server = serve(FakeEngineClient(say("ab")))
+    kept = post(server, background=True, n=2, max_tokens=2, prompt_logprobs=1, **body)
+    *parts, _ = split(get(server, kept.json()["id"], "/events").text)
+    events = [json.loads(part.partition("data: ")[2]) for part in parts]
+    whole = get(server, kept.json()["id"]).json()
+    if "messages" in body:
+        found = [chunk["prompt_logprobs"] for chunk in events if "prompt_logprobs" in chunk]
+        assert found == [whole["prompt_logprobs"]]
+    else:
+        choices = [chunk["choices"][0] for chunk in events]
+        scored = {choice["index"]: choice["prompt_logprobs"] for choice in choices if "prompt_logprobs" in choice}
+        assert scored == {choice["index"]: choice["prompt_logprobs"] for choice in whole["choices"]}
+
+
+def test_a_result_is_rendered_beside_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, threads = serve(FakeEngineClient()), []
+    render = gptserve.server.api.background.json_response
+
+    def spy(answer: dict[str, object]) -> Response:
+        threads.append(threading.get_ident())
+        return render(answer)
+
+    monkeypatch.setattr(gptserve.server.api.background, "json_response", spy)
+    finished(live, begin(live))
+    live.engine.from_outside(lambda: threads.append(threading.get_ident()))
+    step(live.engine)
+    rendering, loop = threads
+    assert rendering != loop
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_kept_completion_is_the_one_that_would_be_answered(
+    serve: Serve, body: dict[str, Any], durable: bool, tmp_path: Path
+) -> None:
+    server = serve(FakeEngineClient(say(TEXT, then_eos=True)), state_dir=tmp_path if durable else None)
+    body = {**body, "max_tokens": 100, "seed": 1}
+    body.pop("stream", None), body.pop("stream_options", None)
+    kept = finished(server, begin(server, **body))
+    direct = post(server, **body).json()
+    model = KeptChatCompletion if "messages" in body else KeptCompletion
+    model.model_validate(kept, strict=True, extra="forbid")
+    assert (kept.pop("status"), kept.pop("error")) == ("completed", None)
+    assert kept | {"id": 0, "created": 0} == direct | {"id": 0, "created": 0}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("body", BODIES)
+def test_every_reader_gets_the_same_bytes_live_or_later(
+    serve: Serve, body: dict[str, Any], durable: bool, tmp_path: Path
+) -> None:
+    engine = FakeEngineClient(say(TEXT, then_eos=True), auto=False)
+    server = serve(engine, state_dir=tmp_path if durable else None)
+    body = {**body, "max_tokens": 100, "seed": 1}
+    streamed = body.get("stream", False)
+    kept = post(server, background=True, **body | {"stream": False, "stream_options": None})
+    texts: list[str] = []
+
+    def follow() -> None:
+        texts.append(get(server, kept.json()["id"], "/events").text)
+
+    readers = [threading.Thread(target=follow) for _ in range(2)]
+    url = f"{server.url}/v1/completions/{kept.json()['id']}/events"
+    with httpx.stream("GET", url, timeout=20) as live:
+        for reader in readers:
+            reader.start()
+        while engine.live_ids:
+            step(engine)
+        texts.append(live.read().decode())
+    for reader in readers:
+        reader.join(20)
+    follow()
+    follow()
+    assert len(texts) == 5
+    assert len(set(texts)) == 1
+    assert split(texts[0])[-1] == "data: [DONE]"
+    assert [event.split("\n")[0] for event in split(texts[0])[:-1]] == [f"id: {i + 1}" for i in range(num(texts[0]))]
+    if streamed:
+        return
+
+    engine.from_outside(lambda: setattr(engine, "_auto", True))
+    direct = post(server, **body, stream=True).text
+
+    def same(text: str) -> list[dict[str, Any]]:
+        data = [json.loads(event.partition("data: ")[2]) for event in split(text)[:-1]]
+        return sorted((chunk | {"id": 0, "created": 0} for chunk in data), key=lambda c: c["choices"][0]["index"])
+
+    assert same(texts[0]) == same(direct)
+
+
+def num(text: str) -> int:
+    return len(split(text)) - 1
+
+
+@pytest.mark.parametrize("options", [USAGE, {"include_usage": True}, {}])
+def test_the_stream_that_began_it_is_followed_from_any_event(serve: Serve, options: dict[str, Any]) -> None:
+    server = serve(FakeEngineClient(say(TEXT)))
+    text = post(server, background=True, stream=True, stream_options=options, n=2, max_tokens=9).text
+    everything = split(text)
+    completion_id = json.loads(everything[0].partition("data: ")[2])["id"]
+    for after in range(len(everything) + 2):
+        assert split(get(server, completion_id, f"/events?starting_after={after}").text) == (
+            everything[after:] or everything[-1:]
+        )
+        by_header = get(server, completion_id, "/events", headers={"last-event-id": str(after)})
+        assert split(by_header.text) == (everything[after:] or everything[-1:])
+    both = get(server, completion_id, "/events?starting_after=1", headers={"last-event-id": "3"})
+    assert split(both.text) == everything[1:], "the query wins"
+
+
+def test_a_chats_opening_event_counts_and_is_left_out_like_any_other(serve: Serve) -> None:
+    server = serve(FakeEngineClient(say(TEXT)))
+    everything = split(post(server, background=True, stream=True, max_tokens=6, n=2, **CHAT).text)
+    completion_id = json.loads(everything[0].partition("data: ")[2])["id"]
+    for after in range(len(everything)):
+        assert split(get(server, completion_id, f"/events?starting_after={after}").text) == everything[after:]
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "x", "", "1" * 19, "٣"])
+@pytest.mark.parametrize("name", ["starting_after", "Last-Event-ID"])
+def test_a_bad_event_number_is_refused(serve: Serve, name: str, value: str) -> None:
+    server = serve(FakeEngineClient())
+    completion_id = begin(server)
+    if name == "starting_after":
+        response = get(server, completion_id, "/events", params={name: value})
+    else:
+        response = get(server, completion_id, "/events", headers=[(name.encode(), value.encode())])
+        value = value.encode().decode("latin-1")
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "message": f"{name} must be the id of an event, a whole number of at least 0, got {value!r}",
+        "type": "invalid_request_error",
+        "param": name,
+        "code": "invalid_value",
+    }
+
+
+@pytest.mark.parametrize(("method", "rest"), [("GET", ""), ("GET", "/events"), ("POST", "/cancel")])
+def test_an_unknown_completion_is_not_found(serve: Serve, method: str, rest: str) -> None:
+    server = serve(FakeEngineClient())
+    direct = post(server).json()["id"]
+    for completion_id in ("cmpl-0", direct):
+        response = httpx.request(method, f"{server.url}/v1/completions/{completion_id}{rest}", timeout=20)
+        assert response.status_code == 404
+        assert response.json()["error"] == {
+            "message": f"completion {completion_id!r} does not exist: it was never kept, or its time is over",
+            "type": "invalid_request_error",
+            "param": "id",
+            "code": "completion_not_found",
+        }
+
+
+def test_a_background_stream_goes_on_when_its_client_hangs_up(serve: Serve) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    with stream(server, background=True, max_tokens=3) as events:
+        engine.from_outside(engine.step)
+        completion_id = json.loads(events.next_data())["id"]
+    engine.from_outside(engine.step)
+    engine.from_outside(engine.step)
+    rest = split(get(server, completion_id, "/events?starting_after=1").text)
+    assert [event.partition("\n")[0] for event in rest] == ["id: 2", "id: 3", "data: [DONE]"]
+    assert engine.aborted == []
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_cancelled_completion_frees_the_engine_and_says_so(serve: Serve, num_steps: int) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    completion_id = begin(server, n=2, max_tokens=100)
+    url = f"{server.url}/v1/completions/{completion_id}/events"
+    with httpx.stream("GET", url, timeout=20) as response:
+        events = Events(response)
+        for _ in range(num_steps):
+            engine.from_outside(engine.step)
+            assert (events.next_text(), events.next_text()) in (("a", "a"), ("b", "b"))
+        cancelled = cancel(server, completion_id)
+        assert engine.live_ids == []
+        (end,) = events.rest()
+    expected = {
+        "message": "the completion was cancelled",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "cancelled",
+    }
+    body = cancelled.json()
+    KeptCompletion.model_validate(body, strict=True, extra="forbid")
+    assert (cancelled.status_code, body["status"], body["error"]) == (200, "cancelled", expected)
+    assert [choice["text"] for choice in body["choices"]] == ["ab"[:num_steps]] * 2
+    assert [choice["finish_reason"] for choice in body["choices"]] == [None, None]
+    assert error_of(end) == expected
+    assert error_of(split(get(server, completion_id, "/events").text)[-1]) == expected
+    assert cancel(server, completion_id).json() == body == get(server, completion_id).json()
+    assert post(server, max_tokens=0).status_code == 400
+    assert server.app.state.lifecycle.num_active == 0
+
+
+def test_what_has_ended_is_not_cancelled(serve: Serve) -> None:
+    server = serve(FakeEngineClient())
+    whole = finished(server, begin(server, max_tokens=3))
+    assert whole["status"] == "completed"
+    assert cancel(server, whole["id"]).json() == whole
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_failed_completion_tells_why_to_all_who_ask(serve: Serve, num_tokens: int) -> None:
+    def reply(request: Any) -> Any:
+        outputs = say("abc")(request)
+        yield from (next(outputs) for _ in range(num_tokens))
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="its logits were not finite")
+
+    server = serve(FakeEngineClient(reply))
+    failed = finished(server, begin(server))
+    expected = {
+        "message": "choice 0: its logits were not finite",
+        "type": "server_error",
+        "param": None,
+        "code": "generation_failed",
+    }
+    assert (failed["status"], failed["error"], failed["choices"][0]["text"]) == ("failed", expected, "ab"[:num_tokens])
+    *_, end = split(get(server, failed["id"], "/events").text)
+    assert error_of(end) == expected
+    ended = 'gptserve_request_success_total{finished_reason="error",model_name="test-model"} 1.0'
+    assert ended in httpx.get(server.url + "/metrics").text
+
+
+def test_a_reader_that_does_not_read_holds_nobody_back(serve: Serve) -> None:
+    num_tokens = 30_000  # some 8 MB of events: more than the sockets between hold
+    engine = FakeEngineClient(info=replace(INFO, max_model_len=10**6))
+    server = serve(engine)
+    slow = send_raw(server, stream=True, background=True, max_tokens=num_tokens)
+    engine.wait_for(lambda: engine.num_outputs >= num_tokens)
+    head = b""
+    while b'"id":"' not in head:
+        head += slow.recv(1)
+    head += slow.recv(100)
+    completion_id = head.partition(b'"id":"')[2].partition(b'"')[0].decode()
+    assert num(get(server, completion_id, "/events").text) == num_tokens
+    assert server.app.state.lifecycle.num_active == 0
+    with slow:
+        received = head + b"".join(iter(lambda: slow.recv(2**20), b""))
+    assert received.count(b"data: {") == num_tokens
+    assert b"data: [DONE]" in received[-100:]
+
+
+def test_a_reader_that_hangs_up_leaves_the_others_alone(serve: Serve) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    completion_id = begin(server, max_tokens=2)
+    url = f"{server.url}/v1/completions/{completion_id}/events"
+    with httpx.stream("GET", url, timeout=20) as first, httpx.stream("GET", url, timeout=20) as second:
+        engine.from_outside(engine.step)
+        assert Events(first).next_text() == "a"
+        first.close()
+        engine.from_outside(engine.step)
+        assert Events(second).rest()[-1] == "[DONE]"
+
+
+def test_without_background_nothing_is_kept(serve: Serve) -> None:
+    server = serve(FakeEngineClient())
+    post(server, background=False)
+    post(server, background=None, stream=True)
+    assert 'gptserve_kept_completions{model_name="test-model",status="completed"} 0.0' in metrics(server)
+    finished(server, begin(server))
+    assert 'gptserve_kept_completions{model_name="test-model",status="completed"} 1.0' in metrics(server)
+
+
+def metrics(server: LiveServer) -> str:
+    return httpx.get(server.url + "/metrics", timeout=20).text
+
+
+def test_a_full_queue_refuses_a_background_completion_and_keeps_nothing(serve: Serve) -> None:
+    engine = FakeEngineClient()
+    engine.max_requests = 1
+    server = serve(engine)
+    refused = post(server, background=True, n=2)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert 'status="queued"} 0.0' in metrics(server)
+    assert post(server, background=True).status_code == 202
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_while_draining_results_are_answered(serve: Serve, durable: bool, tmp_path: Path) -> None:
+    server = serve(FakeEngineClient(), state_dir=tmp_path if durable else None)
+    whole = finished(server, begin(server, max_tokens=3))
+    server.app.state.lifecycle.drain()
+    assert get(server, whole["id"]).json() == whole
+    assert num(get(server, whole["id"], "/events").text) == 3
+    assert post(server, background=True).status_code == 503

@@ -1,0 +1,184 @@
+"""Idempotency-Key over a FakeEngineClient: however often a request is sent, it is computed once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.server.background.kept import Ask
+from tests.server.api.test_background import CHAT, cancel, get, num, post, split, step
+from tests.server.api.test_completions import send_raw
+from tests.server.conftest import LiveServer
+from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
+
+Serve = Callable[..., LiveServer]
+KEY = {"idempotency-key": "my key"}
+
+
+def test_a_retry_gets_the_same_completion(serve: Serve) -> None:
+    server = serve(FakeEngineClient())
+    first = post(server, KEY, max_tokens=5)
+    again = post(server, KEY, max_tokens=5)
+    another = post(server, {"idempotency-key": "another"}, max_tokens=5)
+    assert first.status_code == 200
+    assert first.json()["choices"][0]["text"] == "abcab"
+    assert "status" not in first.json(), "it is the answer to a plain request"
+    assert again.json() == first.json()
+    assert another.json()["id"] != first.json()["id"]
+    assert len(server.engine.submitted) == 2
+    assert get(server, first.json()["id"]).json() == first.json() | {"status": "completed", "error": None}
+
+
+def test_the_spelling_of_a_body_makes_no_difference(serve: Serve) -> None:
+    server = serve(FakeEngineClient())
+    headers = KEY | {"content-type": "application/json"}
+    ids = [
+        httpx.post(server.url + "/v1/completions", content=content.encode(), headers=headers, timeout=20).json()["id"]
+        for content in ('{"prompt": "\\u00e9", "n": 1}', ' {"n":1,\n"prompt":"é"}')
+    ]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("body", [{}, CHAT])
+def test_a_retry_of_a_stream_gets_its_events_from_the_start_or_from_where_it_was(
+    serve: Serve, body: dict[str, Any]
+) -> None:
+    server = serve(FakeEngineClient())
+    body = {**body, "stream": True, "max_tokens": 5}
+    first = post(server, KEY, **body).text
+    assert post(server, KEY, **body).text == first
+    assert split(post(server, KEY | {"last-event-id": "2"}, **body).text) == split(first)[2:]
+    refused = post(server, KEY | {"last-event-id": "two"}, **body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Last-Event-ID")
+    assert len(server.engine.submitted) == 1
+
+
+def test_a_retry_of_a_background_completion_is_told_where_it_is(serve: Serve) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    first = post(server, KEY, background=True, max_tokens=1)
+    step(engine)
+    get(server, first.json()["id"], "/events")
+    again = post(server, KEY, background=True, max_tokens=1)
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert again.json() == first.json() | {"status": "completed"}
+    assert len(engine.submitted) == 1
+
+
+@pytest.mark.parametrize("other", [{"max_tokens": 6}, {"stream": True}, {"user": None}, CHAT])
+def test_another_request_with_the_same_key_is_refused(serve: Serve, other: dict[str, Any]) -> None:
+    server = serve(FakeEngineClient())
+    post(server, KEY, max_tokens=5)
+    refused = post(server, KEY, **{"max_tokens": 5, **other})
+    assert refused.status_code == 409
+    assert refused.json()["error"] == {
+        "message": "Idempotency-Key 'my key' was used with another request",
+        "type": "invalid_request_error",
+        "param": "Idempotency-Key",
+        "code": "idempotency_key_reused",
+    }
+    assert len(server.engine.submitted) == 1
+
+
+@pytest.mark.parametrize("key", ["", "a" * 257, "é", "a\tb"])
+def test_a_bad_key_is_refused(serve: Serve, key: str) -> None:
+    server = serve(FakeEngineClient())
+    refused = post(server, {b"idempotency-key": key.encode("latin-1")})  # type: ignore[dict-item]
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["message"].startswith("Idempotency-Key must be 1 to 256 printable ASCII characters, got ")
+    assert (error["param"], error["code"]) == ("Idempotency-Key", "invalid_value")
+    assert server.engine.submitted == []
+
+
+def test_requests_of_the_same_instant_make_one_completion(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is tokenized, beside the event loop, until all have come; one of another body is among them."""
+    num_requests, came, asked = 8, threading.Event(), []
+    encode, make = ByteTokenizer.encode_prompt, Ask.of
+
+    def encode_late(self: ByteTokenizer, text: str) -> list[int]:
+        assert came.wait(20)
+        return encode(self, text)
+
+    def count(*arguments: Any) -> Ask:
+        asked.append(make(*arguments))
+        if len(asked) > num_requests:
+            came.set()
+        return asked[-1]
+
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", encode_late)
+    monkeypatch.setattr(Ask, "of", count)
+    server = serve(FakeEngineClient(info=replace(INFO, max_model_len=10_000)))
+    bodies = [{"prompt": "x" * 3000}] * num_requests + [{"prompt": "y" * 3000}]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(lambda body: post(server, KEY, **body), bodies))
+    statuses = [answer.status_code for answer in answers]
+    assert len(server.engine.submitted) == 1
+    assert sorted(statuses) in ([200] * num_requests + [409], [200] + [409] * num_requests)
+    assert len({answer.json()["id"] for answer in answers if answer.status_code == 200}) == 1
+
+
+def test_a_keyed_completion_goes_on_when_its_client_hangs_up_and_the_retry_finds_it(serve: Serve) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    client = send_raw(server, "idempotency-key: my key\r\n", max_tokens=3)
+    engine.wait_for(lambda: len(engine.submitted) == 1)
+    step(engine)
+    client.close()
+    with ThreadPoolExecutor(1) as pool:
+        retry = pool.submit(post, server, KEY, max_tokens=3)
+        step(engine)
+        step(engine)
+        answer = retry.result(20).json()
+    assert answer["choices"][0]["text"] == "abc"
+    assert (len(engine.submitted), engine.aborted) == (1, [])
+
+
+@pytest.mark.parametrize("refusal", [{"temperature": 9.0}, {"n": 100}])
+def test_a_refused_request_leaves_its_key_free(serve: Serve, refusal: dict[str, Any]) -> None:
+    engine = FakeEngineClient()
+    engine.max_requests = 50
+    server = serve(engine)
+    assert post(server, KEY, **refusal).status_code in (400, 429)
+    assert post(server, KEY).status_code == 200
+
+
+def test_a_completion_that_failed_leaves_its_key_free_so_that_a_retry_computes(serve: Serve) -> None:
+    def fail(request: Any) -> Any:
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="out of memory")
+
+    engine = FakeEngineClient(fail)
+    server = serve(engine)
+    failed = post(server, KEY)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "generation_failed")
+    engine.reply = say("abc")
+    assert post(server, KEY, max_tokens=3).json()["choices"][0]["text"] == "abc"
+
+
+def test_a_cancelled_completion_is_not_computed_again(serve: Serve) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    completion_id = post(server, KEY, background=True, stream=False).json()["id"]
+    assert cancel(server, completion_id).json()["status"] == "cancelled"
+    assert post(server, KEY, background=True, stream=False).json()["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_key_outlives_the_server_with_its_journal(serve: Serve, durable: bool, tmp_path: Path) -> None:
+    folder = tmp_path if durable else None
+    first = LiveServer(FakeEngineClient(), state_dir=folder)
+    with first.running():
+        answer = post(first, KEY, max_tokens=5).json()
+    second = serve(FakeEngineClient(), state_dir=folder)
+    again = post(second, KEY, max_tokens=5).json()
+    assert (again == answer) is durable
+    assert len(second.engine.submitted) == (0 if durable else 1)
+    assert num(get(second, again["id"], "/events").text) == 5

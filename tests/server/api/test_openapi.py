@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gptserve.server.api.schemas import ChatRequest, CompletionRequest
+from tests.server.conftest import Api
+from tests.server.fake_engine import FakeEngineClient
+
+
+@pytest.fixture
+def document(api: Api) -> dict[str, Any]:
+    found: dict[str, Any] = api.get("/openapi.json").json()
+    return found
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    text = json.dumps(document)
+    names = {part.split('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}
+    assert {"CompletionRequest", "StreamOptions", "Completion", "ErrorBody"} <= names
+    assert names <= set(document["components"]["schemas"])
+    assert text.count('"$ref"') == text.count('"$ref": "#/components/schemas/')
+
+
+def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) -> None:
+    operation = document["paths"]["/v1/completions"]["post"]
+    assert operation["requestBody"]["required"] is True
+    errors = {"400", "401", "404", "408", "409", "413", "415", "429", "500", "503"}
+    assert set(operation["responses"]) == {"200", "202"} | errors
+    assert [parameter["name"] for parameter in operation["parameters"]] == ["Idempotency-Key"]
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    schema = document["components"]["schemas"]["CompletionRequest"]
+    assert set(schema["properties"]) == set(CompletionRequest.model_fields)
+    assert schema["required"] == ["prompt"]
+    assert schema["additionalProperties"] is False
+
+
+def test_a_chats_body_and_answers_are_described(document: dict[str, Any]) -> None:
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    assert set(operation["responses"]) == set(document["paths"]["/v1/completions"]["post"]["responses"])
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    schemas = document["components"]["schemas"]
+    assert set(schemas["ChatRequest"]["properties"]) == set(ChatRequest.model_fields)
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert {"ChatCompletion", "ChatCompletionChunk", "Message", "TextPart"} <= set(schemas)
+
+
+def test_kept_completions_are_described(document: dict[str, Any]) -> None:
+    paths = document["paths"]
+    retrieve, cancel = paths["/v1/completions/{id}"]["get"], paths["/v1/completions/{id}/cancel"]["post"]
+    events = paths["/v1/completions/{id}/events"]["get"]
+    assert set(retrieve["responses"]) == set(cancel["responses"]) == {"200", "401", "404", "500"}
+    assert set(events["responses"]) == {"200", "400", "401", "404", "500"}
+    assert set(events["responses"]["200"]["content"]) == {"text/event-stream"}
+    assert [parameter["name"] for parameter in events["parameters"]] == ["id", "starting_after", "Last-Event-ID"]
+    schemas = document["components"]["schemas"]
+    assert {"BackgroundCompletion", "KeptCompletion", "KeptChatCompletion"} <= set(schemas)
+    assert schemas["KeptCompletion"]["properties"]["status"]["enum"] == [
+        "queued",
+        "in_progress",
+        "completed",
+        "failed",
+        "cancelled",
+    ]
+
+
+def test_prompt_logprobs_are_described_where_they_come(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest", "Choice", "ChatCompletion", "ChatCompletionChunk"):
+        assert "prompt" in schemas[name]["properties"]["prompt_logprobs"]["description"]
+    assert set(schemas["PromptLogprob"]["required"]) == {"logprob", "rank", "decoded_token"}
+    for name in ("ChatChoice", "ChunkChoice"):
+        assert "prompt_logprobs" not in schemas[name]["properties"]
+
+
+def test_no_status_is_declared_that_never_comes(document: dict[str, Any]) -> None:
+    assert '"422"' not in json.dumps(document)
+
+
+def test_every_route_is_described(document: dict[str, Any]) -> None:
+    assert set(document["paths"]) == {
+        "/v1/completions",
+        "/v1/completions/{id}",
+        "/v1/completions/{id}/events",
+        "/v1/completions/{id}/cancel",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/health",
+        "/ready",
+        "/version",
+        "/metrics",
+    }
+
+
+def test_a_needed_key_is_described(make_api: Callable[..., Api], document: dict[str, Any]) -> None:
+    assert "security" not in document
+    api = make_api(FakeEngineClient(), api_keys=("k",))
+    guarded = api.get("/openapi.json").json()
+    assert guarded["security"] == [{"key": []}]
+    assert guarded["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
+
+
+@pytest.mark.parametrize("protected", [False, True])
+def test_the_document_says_which_routes_are_open(make_api: Callable[..., Api], protected: bool) -> None:
+    api = make_api(FakeEngineClient(), api_keys=("k",), protect_operations=protected)
+    paths = api.get("/openapi.json", headers={"authorization": "Bearer k"}).json()["paths"]
+    said_open = {path for path in paths if all(operation.get("security") == [] for operation in paths[path].values())}
+    may_refuse = {path for path in paths if any("401" in operation["responses"] for operation in paths[path].values())}
+    assert said_open == {"/health", "/ready"} | (set() if protected else {"/metrics", "/version"})
+    assert may_refuse == set(paths) - said_open
+    for path in set(paths) - {"/v1/completions", "/v1/chat/completions", "/v1/completions/{id}/cancel"}:
+        assert (api.get(path).status_code == 401) == (path not in said_open)
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_there_are_no_pages_that_load_scripts_from_elsewhere(api: Api, path: str) -> None:
+    assert api.get(path).status_code == 404

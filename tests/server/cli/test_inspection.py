@@ -1,0 +1,77 @@
+"""The report of a model: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gptserve.server.cli.inspection import inspect_model, render
+from gptserve.weights.families import load_config
+from gptserve.weights.families.family import RawConfig
+from gptserve.weights.families.llama import LLAMA
+from gptserve.weights.families.nanogpt import NANOGPT
+from tests.weights.families.known import KNOWN
+
+SHAPE = {
+    "model_type": "nanogpt",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 8,
+    "block_size": 64,
+    "bias": False,
+    "vocab_size": 100,
+}
+TINY = NANOGPT.read_config(RawConfig(SHAPE))
+NUM_PARAMETERS = 100 * 8 + 64 * 8 + 2 * (8 * 24 + 8 * 8) + 2 * (2 * 8 * 32) + 5 * 8
+
+
+def test_the_weights_are_counted_in_either_type() -> None:
+    report = inspect_model("tiny", TINY, 2**20, 16)
+
+    assert report.num_parameters == NUM_PARAMETERS
+    assert [entry.weights_bytes for entry in report.by_dtype] == [4 * NUM_PARAMETERS, 2 * NUM_PARAMETERS]
+
+
+def test_what_fits_is_what_the_weights_leave() -> None:
+    kv_bytes_per_token = 2 * 2 * 2 * 4 * 4
+    memory = 4 * NUM_PARAMETERS + 9 * 16 * kv_bytes_per_token
+
+    entry = inspect_model("tiny", TINY, memory, 16).by_dtype[0]
+
+    assert (entry.dtype, entry.kv_bytes_per_token) == ("float32", kv_bytes_per_token)
+    assert (entry.num_blocks, entry.num_tokens, entry.num_full_sequences) == (9, 144, 2)
+
+
+def test_the_memory_is_what_is_free_here_unless_given() -> None:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    assert 0 < inspect_model("tiny", TINY, None, 16).memory_bytes <= machine
+
+
+def test_the_table_shows_every_part_the_formula_and_a_tied_head() -> None:
+    table = render(inspect_model("tiny", TINY, 2**20, 16))
+
+    for part in ("embedding", "position", "attention", "feed-forward", "norms", "head (the embedding)", "total"):
+        assert f"\n  {part} " in table
+    assert "2 (key, value) x 2 layers x 2 KV heads x 4 head size" in table
+    assert "what 1.0 MiB hold" in table
+
+
+def test_the_table_shows_a_head_of_its_own() -> None:
+    untied = render(inspect_model("8B", LLAMA.read_config(RawConfig(KNOWN["Llama 3 8B"][0])), 2**20, 16))
+
+    assert f"\n  head                  {128256 * 4096:>16,}" in untied
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_config_of_a_published_model_gives_its_published_size(name: str, tmp_path: Path) -> None:
+    fields, published = KNOWN[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    report = inspect_model(name, load_config(tmp_path), 2**30, 16)
+
+    assert report.num_parameters == published
+    assert f"  {published:,} " in render(report)

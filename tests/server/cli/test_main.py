@@ -1,0 +1,368 @@
+"""The command line: what it prints where, and the status it exits with."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gptserve.server.cli.main import main
+from tests.conftest import MakeGPT2
+from tests.server.serving import Process
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line; return exit status, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out, captured.err
+
+    return run
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A stand-in server: keeps what it was asked, answers what its server's `answer` says."""
+
+    def do_POST(self) -> None:
+        self.server.asked = json.loads(self.rfile.read(int(self.headers["content-length"])))  # type: ignore[attr-defined]
+        self.server.path = self.path  # type: ignore[attr-defined]
+        self.server.authorization = self.headers["authorization"]  # type: ignore[attr-defined]
+        status, body = self.server.answer  # type: ignore[attr-defined]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield http
+        http.shutdown()
+        thread.join()
+
+
+def events(*payloads: object) -> str:
+    return "".join(f"id: 1\ndata: {p if isinstance(p, str) else json.dumps(p)}\n\n: keep-alive\n\n" for p in payloads)
+
+
+def text_event(text: str) -> dict[str, object]:
+    return {"choices": [{"index": 0, "text": text}]}
+
+
+def url(server: Any) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_version(run: Any) -> None:
+    status, out, _ = run("--version")
+
+    assert (status, out.split()[0]) == (0, "gptserve")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serve", "--max-num-seq", "3"), "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
+        (("serve", "--prot=3"), "unknown argument --prot; did you mean --port?"),
+        (("serve", "a", "b"), "unknown argument b"),
+        (("serve", "a", "--model", "b"), "the model must be given once, got both MODEL and --model"),
+        (("serve", "--port", "x"), "--port must be a whole number, got 'x'"),
+        (("complete",), "the following arguments are required: TEXT"),
+        (("complete", "x", "--max-tokens", "many"), "argument --max-tokens: invalid int value: 'many'"),
+        (("complete", "x", "--temperature", "nan"), "argument --temperature: must be a finite number, got 'nan'"),
+        (("complete", "x", "--top-p=-inf"), "argument --top-p: must be a finite number, got '-inf'"),
+        (("complete", "x", "--top-p", "much"), "argument --top-p: must be a finite number, got 'much'"),
+        (("complete", "\udcff"), r"argument TEXT: must be UTF-8, got '\udcff'"),
+        (("complete", "x", "--stop", "\udcff"), r"argument --stop: must be UTF-8, got '\udcff'"),
+        (("complete", "x", "--url", "http://h/\udcff"), r"argument --url: must be UTF-8, got 'http://h/\udcff'"),
+        (("complete", "x", "--local", "--url", "u"), "--url and --api-key are for a server, and --local asks none"),
+        (("complete", "x", "--local", "m", "--api-key", "k"), "--url and --api-key are for a server"),
+        (("inspect", "--block-size", "0"), "argument --block-size: must be a whole number of at least 1, got '0'"),
+        (("inspect", "--block-size", "-3"), "argument --block-size: must be a whole number of at least 1, got '-3'"),
+        (("inspect", "--block-size", "x"), "argument --block-size: must be a whole number of at least 1, got 'x'"),
+        (("inspect", "--memory", "much"), "argument --memory: must be a number of bytes such as 8GiB, got 'much'"),
+        (("sevre",), "'sevre'"),
+        ((), "required: COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_status_2(arguments: tuple[str, ...], expected: str, run: Any) -> None:
+    status, out, err = run(*arguments)
+
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+
+
+def test_a_mistyped_flag_does_not_show_its_value(run: Any) -> None:
+    status, out, err = run("serve", "--api-ky=open-sesame")
+
+    assert (status, out, err) == (2, "", "gptserve serve: unknown argument --api-ky; did you mean --api-key?\n")
+
+
+def test_a_wrong_variable_is_status_2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTSERVE_PROT", "1")
+
+    assert run("serve")[::2] == (2, "gptserve serve: unknown variable GPTSERVE_PROT; did you mean GPTSERVE_PORT?\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--api-key", "k"), False),
+        (("--host", "127.0.0.1"), False),
+    ],
+)
+def test_a_server_that_others_can_reach_without_a_key_warns(flags: tuple[str, ...], warned: bool) -> None:
+    process = Process("/no/such/model", *flags)  # it ends before it listens
+    status, log = process.wait()
+
+    warnings = [line for line in log.splitlines() if " WARNING " in line]
+    assert status == 1
+    assert len(warnings) == warned
+    assert all(
+        line.endswith("no API key is set: whoever can reach 0.0.0.0 can use this server; see --api-key")
+        for line in warnings
+    )
+
+
+def test_the_variables_of_a_kubernetes_service_are_counted() -> None:
+    injected = {"GPTSERVE_CPU_SERVICE_HOST": "10.0.0.1", "GPTSERVE_PORT": "tcp://10.0.0.1:8000"}
+    _, log = Process("/no/such/model", **injected).wait()
+    _, without = Process("/no/such/model").wait()
+
+    [line] = [line for line in log.splitlines() if "Kubernetes" in line]
+    assert " INFO " in line
+    assert "passed by 2 variables that Kubernetes made for a Service: " in line
+    assert all(variable in line for variable in injected)
+    assert "Kubernetes" not in without
+
+
+def test_the_help_of_serve_names_every_option_once(run: Any) -> None:
+    status, out, _ = run("serve", "--help")
+
+    assert status == 0
+    assert all(out.count(f"\n  --{name} ") == 1 for name in ("port", "max-num-seqs", "kv-cache-bytes", "config"))
+
+
+def test_complete_prints_the_text_as_it_streams(run: Any, server: Any) -> None:
+    server.answer = (200, events(text_event("there"), text_event(" was\u2028a"), {"choices": []}, "[DONE]"))
+
+    status, out, err = run("complete", "Once", "--url", url(server), "--seed", "7", "--stop", "a", "--stop", "b")
+
+    assert (status, out, err) == (0, "there was\u2028a\n", "")
+    assert server.asked == {
+        "prompt": "Once",
+        "stream": True,
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": 7,
+        "stop": ["a", "b"],
+    }
+    assert server.authorization is None
+
+
+def test_complete_reads_the_text_from_stdin(run: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.answer = (200, events("[DONE]"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("from a pipé\r\n".encode()), encoding="latin-1"))
+
+    run("complete", "-", "--url", url(server))
+
+    assert server.asked["prompt"] == "from a pipé\r\n"
+
+
+def test_a_text_on_stdin_that_is_not_utf_8_is_one_sentence_and_status_1(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+
+    assert run("complete", "-") == (1, "", "gptserve: the text on stdin must be UTF-8, got something else at byte 2\n")
+
+
+def test_a_slash_at_the_end_of_the_url_is_left_out(run: Any, server: Any) -> None:
+    server.answer = (200, events("[DONE]"))
+
+    run("complete", "x", "--url", url(server) + "/behind/a/proxy/")
+
+    assert server.path == "/behind/a/proxy/v1/completions"
+
+
+def test_complete_bears_the_key_given_or_that_of_the_environment(
+    run: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = (200, events("[DONE]"))
+    monkeypatch.setenv("GPTSERVE_API_KEY", "first,key")
+
+    run("complete", "x", "--url", url(server))
+    assert server.authorization == "Bearer first,key"
+
+    run("complete", "x", "--url", url(server), "--api-key", "third")
+    assert server.authorization == "Bearer third"
+
+
+@pytest.mark.parametrize("key", ["", "s3 cret", "s3crét", "s3cret\n"])
+def test_complete_sends_no_wrong_key_and_does_not_show_it(run: Any, server: Any, key: str) -> None:
+    server.answer = (200, events("[DONE]"))
+
+    expected = (
+        "gptserve complete: the API key must be one or more printable ASCII characters without a space, got ***\n"
+    )
+    assert run("complete", "x", "--url", url(server), "--api-key", key) == (2, "", expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((400, '{"error": {"message": "max_tokens must be at least 1"}}'), "gptserve: max_tokens must be at least 1\n"),
+        ((502, "<html>"), "gptserve: the server answered with status 502 and no message\n"),
+        (
+            (200, events(text_event("a"), {"error": {"message": "the engine has died"}})),
+            "gptserve: the engine has died\n",
+        ),
+        ((200, events(text_event("a"))), "gptserve: the stream ended in the middle of the completion\n"),
+    ],
+)
+def test_a_completion_that_fails_is_one_sentence_and_status_1(
+    answer: tuple[int, str], expected: str, run: Any, server: Any
+) -> None:
+    server.answer = answer
+
+    assert run("complete", "x", "--url", url(server))[::2] == (1, expected)
+
+
+def test_a_server_that_is_not_there_is_one_sentence_and_status_1(run: Any, server: Any) -> None:
+    address = url(server)
+    server.shutdown()
+    server.server_close()
+
+    status, _, err = run("complete", "x", "--url", address)
+
+    assert status == 1
+    assert err.startswith(f"gptserve: no answer from {address}: ")
+    assert err.endswith("is `gptserve serve` running there?\n")
+
+
+def test_a_local_completion_depends_on_the_seed_alone(run: Any) -> None:
+    ask = ("complete", "Once upon a time", "--local", "--max-tokens", "12")
+
+    status, first, _ = run(*ask, "--seed", "1")
+    again = run(*ask, "--seed", "1")[1]
+    other = run(*ask, "--seed", "2")[1]
+
+    assert status == 0
+    assert first.strip()
+    assert first == again != other
+
+
+def test_a_local_completion_ends_before_a_stop_string(run: Any) -> None:
+    ask = ("complete", "Once upon a time", "--local", "--max-tokens", "12", "--temperature", "0")
+    whole = run(*ask)[1].rstrip("\n")
+    stop = whole[len(whole) // 2 :][:3]
+
+    assert run(*ask, "--stop", stop)[1] == whole[: whole.index(stop)] + "\n"
+
+
+def test_a_local_model_that_is_not_there_is_one_sentence_and_status_1(run: Any) -> None:
+    status, out, err = run("complete", "x", "--local", "/no/such/model")
+
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "/no/such/model" in err
+
+
+def test_inspect_prints_tables_or_json(run: Any) -> None:
+    status, table, _ = run("inspect", "--memory", "1GiB")
+    report = json.loads(run("inspect", "--memory", "1GiB", "--json")[1])
+
+    assert status == 0
+    assert report["model"] == "storyteller"
+    assert report["memory_bytes"] == 2**30
+    assert f"{report['num_parameters']:,}" in table
+
+
+def test_inspect_knows_the_embedded_model_by_its_name(run: Any) -> None:
+    assert run("inspect", "storyteller", "--memory", "1GiB") == run("inspect", "--memory", "1GiB")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.json": '{"model_type": "bert"}', "model.safetensors": ""}, "bert is an encoder"),
+        ({"tiny.gguf": ""}, "holds GGUF ('tiny.gguf'), and gptserve reads safetensors"),
+        ({"config.json": '{"model_type": "gpt2"}', "pytorch_model.bin": ""}, "run: gptserve convert FOLDER TARGET"),
+    ],
+)
+def test_serve_says_why_a_model_cannot_be_served_and_asks_for_no_tokenizer(
+    files: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command = [
+        sys.executable,
+        "-c",
+        "from gptserve.server.cli.main import main; main()",
+        "serve",
+        str(tmp_path),
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.returncode == 1
+    assert expected in done.stderr.splitlines()[-1]
+    assert "tokenizer" not in done.stderr
+
+
+def pickle_weights(model: Path, folder: Path) -> Path:
+    """Make a folder with config.json and pytorch_model.bin, and no tokenizer."""
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    torch.save(load_file(model / "model.safetensors"), folder / "pytorch_model.bin")
+    return folder
+
+
+def test_convert_says_that_a_model_can_be_served_only_where_it_can(
+    run: Any, make_gpt2: MakeGPT2, storyteller: Path, tmp_path: Path
+) -> None:
+    small, fitting = (
+        pickle_weights(make_gpt2(vocab_size=size), tmp_path / str(size))
+        for size in (96, json.loads((storyteller / "config.json").read_text())["vocab_size"])
+    )
+
+    def convert(source: Path, name: str, *options: str) -> tuple[object, str, str]:
+        outcome: tuple[object, str, str] = run("convert", str(source), str(tmp_path / name), *options)
+        return outcome
+
+    status, out, err = convert(small, "bare")
+    assert (status, out) == (1, "")
+    assert f"{tmp_path / 'bare'} is written, but cannot be served: {tmp_path / 'bare'} must hold tokenizer.json" in err
+
+    status, out, err = convert(small, "foreign", "--tokenizer", str(storyteller))
+    assert (status, out) == (1, "")
+    assert "the tokenizer's ids must be below config.json's vocab_size 96" in err
+
+    target = tmp_path / "whole"
+    served = f"{target} can be served: gptserve serve {target}\n"
+    assert convert(fitting, "whole", "--tokenizer", str(storyteller)) == (0, served, "")
+    assert run("complete", "Once", "--local", str(target), "--max-tokens", "2")[0] == 0

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from gptserve.server.api.schemas import ChatCompletionChunk, Completion
+from gptserve.server.completions.encoding import PiecewiseEncoder
+from gptserve.server.completions.output import Delta, TokenScore
+from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
+from gptserve.server.completions.sse import KEEP_ALIVE, Connection, EventEncoder
+
+HEAD = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": 'a "model"',
+    "system_fingerprint": "f",
+    "batch_invariant": True,
+    "seed": 5,
+}
+CHAT_HEAD = {**HEAD, "id": "chatcmpl-1", "object": "chat.completion.chunk"}
+USAGE = {
+    "prompt_tokens": 1,
+    "completion_tokens": 2,
+    "total_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+LOGPROBS = [TokenScore(b"a", 0, -0.5, ((b"a", -0.5),))]
+DELTAS = [
+    Delta("a"),
+    Delta('"\n\\é\u2028😀\0'),
+    Delta("", LOGPROBS),
+    Delta("x", None, "stop", "END"),
+    Delta("x", None, "stop", 7),
+    Delta("", None, "length"),
+]
+
+
+def sent(value: object) -> Any:
+    """Return `value` as a client parses it."""
+    return json.loads(PiecewiseEncoder(ensure_ascii=True).encode(value))
+
+
+def data_of(event: str) -> dict[str, Any]:
+    """Return the data of an event, after checking its frame."""
+    assert event.endswith("\n\n")
+    *_, data = event[:-2].split("\n")
+    assert data.startswith("data: ")
+    parsed: dict[str, Any] = json.loads(data.removeprefix("data: "))
+    return parsed
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+@pytest.mark.parametrize("usage", [None, USAGE])
+@pytest.mark.parametrize("delta", DELTAS)
+def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, include_usage: bool) -> None:
+    event = EventEncoder(HEAD, TEXT_SHAPE, include_usage=include_usage).chunk(3, delta, usage)
+    data = data_of(event)
+    expected = {**HEAD, "choices": [sent(TEXT_SHAPE.part(3, delta))]}
+    if usage or include_usage:
+        expected["usage"] = usage
+    assert data == expected
+    assert list(data) == list(expected)
+    Completion.model_validate(data, strict=True, extra="forbid")
+
+
+@pytest.mark.parametrize("usage", [None, USAGE])
+@pytest.mark.parametrize("delta", [*DELTAS, Delta("", reasoning="r"), Delta("x", reasoning="r")])
+def test_a_chats_first_chunk_opens_its_choice(delta: Delta, usage: dict[str, Any] | None) -> None:
+    encoder = EventEncoder(CHAT_HEAD, CHAT_SHAPE, include_usage=False)
+    extra = {"usage": usage} if usage else {}
+    for index in (3, 0):
+        opening, first, end = encoder.chunk(index, delta, usage).split("\n\n")
+        assert CHAT_SHAPE.opening is not None
+        assert data_of(opening + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.opening(index))], **extra}
+        assert data_of(first + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(index, delta))], **extra}
+        assert end == ""
+    data = data_of(encoder.chunk(3, delta, usage))
+    assert data == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(3, delta))], **extra}
+    ChatCompletionChunk.model_validate(data, strict=True, extra="forbid")
+
+
+@pytest.mark.parametrize("is_resumable", [True, False])
+def test_events_are_ascii_lines_and_those_of_a_resumable_stream_are_numbered_from_one(is_resumable: bool) -> None:
+    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=True, is_resumable=is_resumable)
+    events = [encoder.chunk(0, Delta("\u2028\x85é")), encoder.chunk(1, Delta("b")), encoder.usage_chunk(USAGE)]
+    for number, event in enumerate(events, 1):
+        assert event.isascii()
+        lines = event.splitlines()  # splits at every separator that some client splits at
+        assert lines[:-2] == ([f"id: {number}"] if is_resumable else [])
+        assert lines[-2].startswith("data: ")
+        assert lines[-1] == ""
+    assert data_of(events[-1]) == {**HEAD, "choices": [], "usage": USAGE}
+
+
+def test_an_error_event_has_no_id() -> None:
+    event = EventEncoder(HEAD, TEXT_SHAPE, include_usage=False).error({"error": {"message": "m"}})
+    assert event == 'data: {"error":{"message":"m"}}\n\n'
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_json_cannot_say_is_an_error_not_a_chunk(value: float) -> None:
+    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=False)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encoder.chunk(0, Delta("a", [TokenScore(b"a", 0, value, ())]))
+
+
+def test_a_silent_stream_gets_comments_until_the_client_goes() -> None:
+    async def scenario() -> list[bytes]:
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        sent: asyncio.Queue[bytes] = asyncio.Queue()
+        gone = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.put_nowait(message["body"])
+
+        async with Connection(messages.get, send, gone.set, keep_alive_s=0.01) as connection:  # type: ignore[arg-type]
+            await connection.write(b"first")
+            seen = [await asyncio.wait_for(sent.get(), 20) for _ in range(3)]
+            assert not connection.is_gone
+            messages.put_nowait({"type": "http.request", "body": b"late"})
+            messages.put_nowait({"type": "http.disconnect"})
+            await asyncio.wait_for(gone.wait(), 20)
+            assert connection.is_gone
+        return seen
+
+    assert asyncio.run(scenario()) == [b"first", KEEP_ALIVE, KEEP_ALIVE]
+
+
+def test_leaving_the_connection_ends_its_watch() -> None:
+    async def scenario() -> None:
+        async def send(_message: Any) -> None:
+            raise AssertionError("nothing is sent")
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async with Connection(receive, send, lambda: None) as connection:
+            assert len(asyncio.all_tasks()) == 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not connection.is_gone
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("head", "shape"), [(HEAD, TEXT_SHAPE), (CHAT_HEAD, CHAT_SHAPE)])
+def test_events_that_a_client_has_had_are_counted_and_left_out(head: dict[str, Any], shape: Any) -> None:
+    def render(after: int) -> list[str]:
+        encoder = EventEncoder(head, shape, include_usage=True, is_resumable=True, after=after)
+        text = "".join(encoder.chunk(i % 2, Delta(str(i))) for i in range(4)) + encoder.usage_chunk(USAGE)
+        return text.split("\n\n")[:-1]
+
+    everything = render(0)
+    assert len(everything) == (5 if shape is TEXT_SHAPE else 7)
+    for after in range(len(everything) + 2):
+        assert render(after) == everything[after:]
+
+
+def test_a_client_that_goes_while_a_write_waits_for_it_is_noticed() -> None:
+    async def run() -> list[bytes]:
+        sent: list[bytes] = []
+        is_gone, noticed, heard_often, never = (asyncio.Event() for _ in range(4))
+        num_heard = 0
+
+        async def send(message: Message) -> None:
+            sent.append(message["body"])
+            await never.wait()
+
+        async def receive() -> Message:
+            nonlocal num_heard
+            num_heard += 1
+            if num_heard == 3:
+                heard_often.set()
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async with asyncio.timeout(20), Connection(receive, send, noticed.set, keep_alive_s=0.001) as connection:
+            write = asyncio.create_task(connection.write(b"event"))
+            await heard_often.wait()  # it was silent twice, and listens
+            is_gone.set()
+            await noticed.wait()
+            write.cancel()
+        return sent
+
+    assert asyncio.run(run()) == [b"event"]

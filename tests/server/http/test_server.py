@@ -1,0 +1,177 @@
+"""Accepting connections, by real sockets: how many, which give way, and what becomes of TLS that does not begin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gptserve.server.http.connections import Connections
+from gptserve.server.http.server import Listener
+from tests.server.conftest import LiveServer
+from tests.server.fake_engine import FakeEngineClient
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+
+
+def connect(server: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+@contextlib.contextmanager
+def streams(server: LiveServer, count: int) -> Iterator[list[socket.socket]]:
+    """Hold streams that do not end, each on a connection of its own; on entry all have begun."""
+    body = json.dumps({"prompt": "x", "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            clients.append(stack.enter_context(connect(server)))
+            clients[-1].sendall(head % len(body) + body)
+            assert clients[-1].recv(65536).startswith(b"HTTP/1.1 200 ")
+        yield clients
+
+
+def test_when_all_connections_are_busy_a_new_one_gets_a_503(
+    serve: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(FakeEngineClient(auto=False), max_connections=3)
+    with streams(server, 3) as clients:
+        responses = [httpx.get(server.url + "/health", timeout=20) for _ in range(20)]
+        clients[0].close()
+        server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+        while server.connections.num_busy == 3:
+            pass
+        assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+        assert server.metric("gptserve_connections_refused_total") == 20
+    assert {response.status_code for response in responses} == {503}
+    assert responses[0].json()["error"] == {
+        "message": "all 3 connections that this server takes are in use",
+        "type": "server_error",
+        "param": None,
+        "code": "too_many_connections",
+    }
+    assert int(responses[0].headers["retry-after"]) >= 1
+    assert [record.getMessage() for record in caplog.records if "refusing" in record.getMessage()] == [
+        "refusing connections: all 3 that may be open have a request under way"
+    ]
+
+
+def test_idle_connections_make_room_and_streams_go_on(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(auto=False), max_connections=6)
+    with streams(server, 2) as clients, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(server)) for _ in range(10)]
+        assert [client.recv(1) for client in idle[:6]] == [b""] * 6
+        assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+        server.engine.from_outside(server.engine.step)
+        assert all(b"data: " in client.recv(65536) for client in clients)
+        assert server.metric("gptserve_connections_closed_idle_total") >= 7
+        assert server.metric("gptserve_connections") <= 6
+
+
+def test_a_request_whose_body_does_not_end_makes_room(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(), max_connections=2)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+    for _ in range(5):
+        with connect(server) as slow:
+            slow.sendall(head + b"{")
+            assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+            with contextlib.suppress(ConnectionResetError):
+                assert slow.recv(1) == b""
+
+
+def test_a_connection_that_has_its_answer_is_idle(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(), max_connections=2)
+    with connect(server) as kept_alive:
+        kept_alive.sendall(b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n")
+        assert kept_alive.recv(65536).startswith(b"HTTP/1.1 200 ")
+        while server.connections.num_idle == 0:
+            pass
+        assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+        assert kept_alive.recv(1) == b""
+
+
+def test_a_system_without_descriptors_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Exhausted(socket.socket):
+        num_failures = 2
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.num_failures:
+                self.num_failures -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    class Greeting(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(b"hello")
+            transport.close()
+
+    async def run() -> bytes:
+        with Exhausted() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listener = Listener(listening, Greeting, Connections(10), None, 10)
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            said = await reader.read()
+            writer.close()
+            listener.close()
+            await listener.wait_closed()
+            return said
+
+    assert asyncio.run(run()) == b"hello"
+    assert [record.getMessage() for record in caplog.records] == ["cannot accept connections: Too many open files"]
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    folder = tmp_path_factory.mktemp("tls")
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    subprocess.run(
+        [*make.split(), "-keyout", "key.pem", "-out", "cert.pem"], cwd=folder, check=True, capture_output=True
+    )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(Path(folder / "cert.pem"), Path(folder / "key.pem"))
+    return context
+
+
+def ask_over_tls(server: LiveServer) -> int:
+    url = f"https://127.0.0.1:{server.port}/health"
+    return httpx.get(url, verify=ssl._create_unverified_context(), timeout=20).status_code
+
+
+@needs_openssl
+def test_plain_http_on_the_port_of_tls_is_logged_once(
+    serve: Callable[..., LiveServer], tls: ssl.SSLContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(FakeEngineClient(), tls=tls)
+    for _ in range(3):
+        with connect(server) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while client.recv(65536):
+                    pass
+    assert ask_over_tls(server) == 200
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["127.0.0.1 spoke plain HTTP to this port, which takes https:// only"]
+
+
+@needs_openssl
+def test_tls_that_does_not_begin_is_an_idle_connection(serve: Callable[..., LiveServer], tls: ssl.SSLContext) -> None:
+    server = serve(FakeEngineClient(), tls=tls, max_connections=4)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(server)) for _ in range(8)]
+        for client in silent[:6]:
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        assert ask_over_tls(server) == 200

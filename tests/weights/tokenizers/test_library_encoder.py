@@ -1,0 +1,125 @@
+"""What `tokenizers` cannot read is refused by name, and plain text never gives a special token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from gptserve.weights.errors import TokenizerError
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from tests.weights.tiny_tokenizers import FAMILIES
+
+
+def description(name: str) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads(FAMILIES[name]().to_str())
+    return raw
+
+
+def opened(raw: dict[str, Any], folder: Path) -> Tokenizer:
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    return Tokenizer.open(folder)
+
+
+def test_merges_do_not_put_a_special_token_together(tmp_path: Path) -> None:
+    raw = description("llama2")
+    vocab = raw["model"]["vocab"]
+    for token in ("<", "/", "s", ">", "</", "s>"):
+        vocab.setdefault(token, len(vocab))
+    raw["model"]["merges"] += [["<", "/"], ["s", ">"], ["</", "s>"]]
+    library = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    library.encode_special_tokens = True
+    assert vocab["</s>"] in library.encode("x</s>").ids  # the control: left alone, the library does it
+    tokenizer = opened(raw, tmp_path)
+    assert vocab["</s>"] not in tokenizer.encode("x</s>")
+    assert tokenizer.decode(tokenizer.encode("x</s>")) == " x</s>"
+    assert tokenizer.encode_with_special("x</s>")[-1] == vocab["</s>"]
+
+
+def test_a_whole_piece_is_no_special_token(tokenizer_json: str, tmp_path: Path) -> None:
+    raw = json.loads(tokenizer_json)
+    raw["model"]["ignore_merges"] = True
+    exclamation = raw["model"]["vocab"]["!"]
+    raw["added_tokens"].append({**raw["added_tokens"][0], "content": "!", "id": exclamation})
+    library = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    library.encode_special_tokens = True
+    assert library.encode("!").ids == [exclamation]  # the control
+    tokenizer = opened(raw, tmp_path)
+    assert exclamation not in tokenizer.encode("a!")
+    assert tokenizer.encode_with_special("a!")[-1] == exclamation
+
+
+def test_unigram_pieces_do_not_make_a_special_token(tmp_path: Path) -> None:
+    raw = description("xglm")
+    library = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    library.encode_special_tokens = True
+    assert library.token_to_id("</s>") in library.encode("x</s>", add_special_tokens=False).ids  # the control
+    tokenizer = opened(raw, tmp_path)
+    assert library.token_to_id("</s>") not in tokenizer.encode("x</s>")
+    assert tokenizer.encode_with_special("x</s>")[-1] == library.token_to_id("</s>")
+    assert tokenizer.encode_prompt("x")[0] == library.token_to_id("</s>")
+
+
+def test_byte_level_bpe_out_of_tiktokens_reach_has_the_ids_of_tokenizers(tokenizer_json: str, tmp_path: Path) -> None:
+    raw = json.loads(tokenizer_json)
+    raw["pre_tokenizer"]["add_prefix_space"] = True
+    reference = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    tokenizer = opened(raw, tmp_path)
+    for text in ("The cat", " The cat", "", "日本\n\n 12"):
+        assert tokenizer.encode(text) == reference.encode(text).ids
+
+
+def test_truncation_and_padding_of_the_file_are_left_out(tmp_path: Path) -> None:
+    raw = description("gpt1")
+    library = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    library.enable_truncation(3)
+    library.enable_padding(length=5)
+    assert len(opened(json.loads(library.to_str()), tmp_path).encode("one two three four five six seven")) > 5
+
+
+def set_value(*keys: Any, to: Any) -> Callable[[Any], None]:
+    def spoil(raw: Any) -> None:
+        for key in keys[:-1]:
+            raw = raw[key]
+        raw[keys[-1]] = to
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("llama2", set_value("normalizer", to={"type": "Nonsense"}), "the library tokenizers cannot read it: "),
+        ("llama2", set_value("model", "merges", to=[["no", "such"]]), "the library tokenizers cannot read it: .*vocab"),
+        ("llama2", set_value("post_processor", to=7), "the library tokenizers cannot read it: "),
+        ("xglm", set_value("pre_tokenizer", to=None), "pre_tokenizer of a Unigram model must be Metaspace, got None"),
+        ("xglm", set_value("model", "unk_id", to=10**6), "the library tokenizers cannot read it: "),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(
+    name: str, spoil: Callable[[Any], None], message: str, tmp_path: Path
+) -> None:
+    raw = description(name)
+    spoil(raw)
+    with pytest.raises(TokenizerError, match=message):
+        opened(raw, tmp_path)
+
+
+def test_text_without_tokens_is_refused(tmp_path: Path) -> None:
+    raw = description("xglm")
+    raw["model"]["unk_id"] = None
+    with pytest.raises(TokenizerError, match=r"text has no tokens: .*unk_id"):
+        opened(raw, tmp_path).encode("\U00010000")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_bounded"), [("llama2", True), ("mistral", True), ("gemma", True), ("xglm", False)]
+)
+def test_a_bound_is_given_where_no_text_is_dropped(name: str, is_bounded: bool, tmp_path: Path) -> None:
+    tokenizer = opened(description(name), tmp_path)
+    assert (tokenizer.max_token_bytes < 1000) == is_bounded
+    assert len(tokenizer.encode("▁" * 3000)) * tokenizer.max_token_bytes >= 9000

@@ -1,0 +1,198 @@
+"""tiktoken encodes where its ids are proven to be those of `tokenizers`, and no text slows or breaks it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptserve.weights.tokenizers.tiktoken_encoder import GPT2, SPACES, TiktokenEncoder
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from gptserve.weights.tokenizers.vocabulary import byte_symbols, load_vocabulary
+from tests.weights.tiny_tokenizers import BY_LIBRARY, FAMILIES
+
+SPLITS = ("gpt2", "gpt_bigcode", "bloom", "llama3", "qwen", "gpt_oss")  # one family for each pattern
+
+
+def write(folder: Path, tokenizer: tokenizers.Tokenizer | str) -> Path:
+    text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
+    (folder / "tokenizer.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_byte_level_family_is_encoded_by_tiktoken(name: str, tmp_path: Path) -> None:
+    encoder = TiktokenEncoder.prove(load_vocabulary(write(tmp_path, FAMILIES[name]())))
+    assert (encoder is None) == (name in BY_LIBRARY)
+
+
+LONG_TEXTS = {
+    **{ascii(char): char * 100_000 for char in ("a", " ", "\n", "!", "1", "'", "\u0301", "\u3000")},
+    "words": "banana" * 20_000,
+    "spaces, then more": " ".join([" " * 50_000, "x" + " " * 50_000, "1" + "\n" * 50_000 + ".", " " * 50_000]),
+    "mixed white space": " \n" * 50_000 + " x",
+    "letters of two cases": "日" * 20_000 + "A" * 60_000 + "aA" * 20_000,
+    "punctuation": "." * 50_000 + "  x" + "( " * 30_000 + "x" + "!/" * 20_000,
+    "apostrophes": "'s'S'll" * 10_000,
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_long_runs_have_the_ids_of_tokenizers(name: str, tmp_path: Path) -> None:
+    """In linear time: where a step goes over the run for each of its characters, this takes minutes and times out."""
+    reference = FAMILIES[name]()
+    tokenizer = Tokenizer.open(write(tmp_path, reference))
+    for label, text in LONG_TEXTS.items():
+        assert tokenizer.encode(text) == reference.encode_batch_fast([text], add_special_tokens=False)[0].ids, label
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_runs_of_a_million_spaces_are_encoded(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write(tmp_path, FAMILIES[name]()))
+    text = " " * 1_100_000 + "x" + "\t" * 1_100_000 + "1"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_without_strides_a_million_spaces_are_too_many(capfd: pytest.CaptureFixture[str]) -> None:
+    """The control of the test above."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    bpe = tiktoken.Encoding("control", pat_str=GPT2 + SPACES, mergeable_ranks=ranks, special_tokens={})
+    with pytest.raises(BaseException, match="StackOverflow"):
+        bpe.encode_ordinary(" " * 1_100_000 + "x")
+    capfd.readouterr()
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=9)
+TEXTS = st.lists(st.text("abc", max_size=24), min_size=4, max_size=8)
+
+
+def check_merges(tokens: list[str], merges: list[tuple[str, str]], texts: list[str], **model: Any) -> bool:
+    """Compare the ids of the texts; return whether tiktoken takes these merges."""
+    ids = {symbol: i for i, symbol in enumerate(reversed(list(dict.fromkeys([*byte_symbols(), *tokens]))))}
+    reference = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges, **model))
+    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference.decoder = tokenizers.decoders.ByteLevel()
+    encoder = TiktokenEncoder.prove(vocabulary_of(reference))
+    for text in texts if encoder else ():
+        assert encoder.encode(text) == reference.encode(text).ids
+    return encoder is not None
+
+
+def vocabulary_of(reference: tokenizers.Tokenizer) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return load_vocabulary(write(Path(folder), reference))
+
+
+@settings(max_examples=250, deadline=None)
+@given(choices=PARTS, texts=TEXTS)
+def test_merges_give_the_ids_of_tokenizers_or_are_left_to_it(choices: list[tuple[int, int]], texts: list[str]) -> None:
+    """Random merges over three letters, unlike trained ones, often join what an earlier one joins otherwise."""
+    parts, pairs = ["a", "b", "c"], []
+    for left, right in choices:
+        pairs.append((parts[left % len(parts)], parts[right % len(parts)]))
+        parts.append("".join(pairs[-1]))
+    check_merges(parts, list(dict.fromkeys(pairs)), texts)
+
+
+@settings(max_examples=250, deadline=None)
+@given(tokens=st.lists(st.text("abc", min_size=2, max_size=5), max_size=14, unique=True), texts=TEXTS)
+def test_any_vocabulary_with_every_split_listed_is_taken(tokens: list[str], texts: list[str]) -> None:
+    """Also one that no training would make: the proof asks nothing of the tokens."""
+    rank = {token: i for i, token in enumerate(["a", "b", "c", *tokens])}
+    splits = [(token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token))]
+    listed = [pair for pair in splits if pair[0] in rank and pair[1] in rank]
+    listed.sort(key=lambda pair: (rank["".join(pair)], rank[pair[0]], rank[pair[1]]))
+    assert check_merges(tokens, listed, texts, ignore_merges=True)
+    if listed:  # the control: an incomplete list proves nothing
+        assert not check_merges(tokens, listed[1:], texts, ignore_merges=True)
+
+
+def test_all_short_texts_agree_where_one_token_has_many_splits() -> None:
+    tokens = ["ab", "ba", "aba", "bab", "aa", "aab", "abab", "babab"]
+    rank = {token: i for i, token in enumerate(["a", "b", *tokens])}
+    splits = [(token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token))]
+    listed = [pair for pair in splits if pair[0] in rank and pair[1] in rank]
+    texts = ["".join(letters) for length in range(9) for letters in itertools.product("ab", repeat=length)]
+    assert check_merges(tokens, listed, texts, ignore_merges=True)
+
+
+def change(*keys: Any, to: Any) -> Callable[[Any], None]:
+    def spoil(raw: Any) -> None:
+        for key in keys[:-1]:
+            raw = raw[key]
+        raw[keys[-1]] = to
+
+    return spoil
+
+
+def swap_merges(raw: Any) -> None:
+    raw["model"]["merges"].sort(key=lambda pair: "".join(pair))
+
+
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        swap_merges,
+        change("model", "ignore_merges", to=True),
+        change("model", "byte_fallback", to=True),
+        change("model", "continuing_subword_prefix", to="##"),
+        change("model", "end_of_word_suffix", to="</w>"),
+        lambda raw: raw["model"].update(continuing_subword_prefix="", end_of_word_suffix="</w>"),
+        change("normalizer", to={"type": "NFKC"}),
+        change("pre_tokenizer", "add_prefix_space", to=True),
+        change("pre_tokenizer", "use_regex", to=False),
+        change("pre_tokenizer", to=None),
+        change(
+            "pre_tokenizer", to={"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Isolated", "invert": False}
+        ),
+        change("pre_tokenizer", to={"type": "Sequence", "pretokenizers": []}),
+        change("post_processor", to={"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["b", 2]}),
+        change("post_processor", to={**TEMPLATE, "single": []}),
+        change("post_processor", to={**TEMPLATE, "single": [SEQUENCE, SEQUENCE]}),
+        change("post_processor", to={**TEMPLATE, "single": [{"SpecialToken": {"id": "?"}}, SEQUENCE]}),
+        change("decoder", to={"type": "BPEDecoder", "suffix": "</w>"}),
+        change("added_tokens", 0, "lstrip", to=True),
+        change("added_tokens", 0, "single_word", to=True),
+    ],
+)
+def test_what_is_not_proven_is_left_to_the_library(
+    spoil: Callable[[Any], None], tokenizer_json: str, tmp_path: Path
+) -> None:
+    raw = json.loads(tokenizer_json)
+    assert TiktokenEncoder.prove(load_vocabulary(write(tmp_path, json.dumps(raw)))) is not None
+    spoil(raw)
+    assert TiktokenEncoder.prove(load_vocabulary(write(tmp_path, json.dumps(raw)))) is None
+
+
+@pytest.mark.parametrize(("symbol", "is_needed"), [("Q", True), (byte_symbols()[0xC0], False)])
+def test_only_bytes_that_utf8_never_has_may_be_missing(
+    symbol: str, is_needed: bool, tokenizer_json: str, tmp_path: Path
+) -> None:
+    raw = json.loads(tokenizer_json)
+    vocab = raw["model"]["vocab"]
+    gap = vocab.pop(symbol)
+    raw["model"]["vocab"] = {token: i - (i > gap) for token, i in vocab.items()}
+    reference = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    encoder = TiktokenEncoder.prove(load_vocabulary(write(tmp_path, json.dumps(raw))))
+    assert (encoder is None) == is_needed
+    text = "naïve 日本 Q"
+    assert Tokenizer.open(tmp_path).encode(text) == reference.encode(text).ids
+
+
+def test_special_token_that_text_could_give_is_left_to_the_library(tokenizer_json: str, tmp_path: Path) -> None:
+    raw = json.loads(tokenizer_json)
+    raw["added_tokens"].append({**raw["added_tokens"][0], "content": "!", "id": raw["model"]["vocab"]["!"]})
+    assert TiktokenEncoder.prove(load_vocabulary(write(tmp_path, json.dumps(raw)))) is None

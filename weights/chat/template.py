@@ -1,0 +1,148 @@
+"""Chat templates: the Jinja that comes with a model and makes the text of a prompt out of a conversation.
+
+The text is that of `transformers`' apply_chat_template; like there, text in a message that spells a special token means
+that token once it is encoded, so what strangers wrote can end a message. Nothing of a message is ever read as Jinja.
+Knows no tokenizer. Called by the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
+from gptserve.weights.json_file import read_json_object
+
+PLAIN_NAME = "plain"
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For a model that only continues text: lines of "User: …" and "Assistant: …". The client says where an answer ends,
+with a stop of "\\nUser:"."""
+
+_FINAL = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; ends with a blank to see whether the template trims
+
+
+class ChatTemplate:
+    """A template and the special tokens it may name; compiled when it is first rendered. Safe to share by threads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, object],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the text of the prompt. Raises ChatTemplateError.
+
+        continue_final_message leaves the last message open at its end.
+        """
+        seen = [_with_reasoning(message) for message in messages]
+        final = seen[-1]["content"]
+        if continue_final_message:
+            seen[-1]["content"] += _FINAL
+        text = self._render(
+            {
+                **self._special_tokens,
+                **variables,
+                "messages": seen,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        return _cut_after(final, text) if continue_final_message else text
+
+    def check(self) -> None:
+        """Raise ChatTemplateError unless it is valid Jinja."""
+        _ = self._render
+
+    @cached_property
+    def _render(self) -> Callable[[Mapping[str, object]], str]:
+        from gptserve.weights.chat.sandbox import TemplateEnvironment
+
+        environment = TemplateEnvironment()
+        try:
+            template = environment.compile_bounded(self._source)
+        except Exception as fault:
+            raise ChatTemplateError(f"the chat template is not valid: {_cause(fault)}") from fault
+
+        def render(variables: Mapping[str, object]) -> str:
+            try:
+                return environment.render(template, variables)
+            except Exception as fault:  # a template can raise anything
+                raise ChatTemplateError(f"the chat template refuses this conversation: {_cause(fault)}") from fault
+
+        return render
+
+
+def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate | None:
+    """Return the template of a model folder, or the one `chosen`: a Jinja file, or "plain". None: there is none.
+
+    chat_template.jinja wins over chat_template in tokenizer_config.json; of several there, the one named "default"
+    counts. Raises TokenizerError or ChatTemplateError.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path, TokenizerError) if path.exists() else {}
+    source: object = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        source = _read(folder / "chat_template.jinja")
+    if chosen is not None:
+        source = PLAIN_TEMPLATE if chosen == PLAIN_NAME else _read(Path(chosen))
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise TokenizerError(f"{path}: chat_template must be text or a list of named texts, got {shown(source)}")
+    template = ChatTemplate(source, _special_tokens(folder, config))
+    if chosen is not None:
+        template.check()
+    return template
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ChatTemplateError(f"{path} could not be read as UTF-8: {fault}") from fault
+
+
+def _special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """Return the text of each special token that has a name, such as bos_token."""
+    named, older = dict(config), folder / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config and older.is_file():
+        named |= read_json_object(older, TokenizerError)
+    extra = named.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= extra
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+
+
+def _with_reasoning(message: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy with reasoning_content under the name that gpt-oss's template reads, too."""
+    return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else {**message}
+
+
+def _cut_after(final: str, text: str) -> str:
+    """Return `text` up to the end of the final message, which the tag marks."""
+    tag = _FINAL.strip()
+    if tag not in text or final.strip() not in text:
+        raise ChatTemplateError("the chat template leaves out the final message, so that it cannot be continued")
+    at = text.rindex(tag)
+    return text[:at] if text.startswith(_FINAL, at) else text[:at].rstrip()
+
+
+def _cause(fault: Exception) -> str:
+    """Return what went wrong; Jinja's own errors and the template's are sentences already."""
+    text = str(fault)
+    return text if type(fault).__module__.startswith("jinja2") else f"{type(fault).__name__}: {text}"

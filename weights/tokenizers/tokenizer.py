@@ -1,0 +1,105 @@
+"""Text to token ids and back, for every tokenizer of the GPT lineage.
+
+The ids are those of `transformers` (its TokenizersBackend on tokenizer.json) for every text; a tokenizer for which that
+cannot be promised is refused when it is opened. Knows nothing of prompts, chats or the model. Torch-free; safe to share
+between threads. Called by the server and by engine.LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from gptserve.weights.errors import TokenizerError, shown
+from gptserve.weights.families import load_config
+from gptserve.weights.tokenizers.library_encoder import LibraryEncoder
+from gptserve.weights.tokenizers.tiktoken_encoder import TiktokenEncoder
+from gptserve.weights.tokenizers.vocabulary import Vocabulary, load_vocabulary
+
+
+class Encoder(Protocol):
+    """What turns text into ids: TiktokenEncoder where that is exact, else LibraryEncoder."""
+
+    @property
+    def most_bytes_per_byte(self) -> int:
+        """The most bytes of a text that become one byte of a token."""
+
+    def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
+        """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
+
+
+class Tokenizer:
+    """Encodes, and gives the bytes of every token.
+
+    vocab_size is one more than the largest id; the model's may be larger. No token stands for more than max_token_bytes
+    of a text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._bytes = vocabulary.token_bytes
+        self.vocab_size = max(self._bytes, default=-1) + 1
+        self.special_ids = frozenset(token.token_id for token in vocabulary.added if token.special)
+        self.max_token_bytes = max(map(len, self._bytes.values()), default=0) * encoder.most_bytes_per_byte
+
+    @classmethod
+    def open(cls, folder: Path) -> Tokenizer:
+        """Open the tokenizer of a model folder; raise TokenizerError when its files are missing or broken."""
+        vocabulary = load_vocabulary(folder)
+        return cls(vocabulary, TiktokenEncoder.prove(vocabulary) or LibraryEncoder(vocabulary))
+
+    @classmethod
+    def of_model(cls, folder: Path) -> Tokenizer:
+        """Open the tokenizer of a model folder whose config.json says that the model knows all its ids."""
+        limit = load_config(folder).vocab_size  # first: a model that is not served needs no tokenizer
+        tokenizer = cls.open(folder)
+        if tokenizer.vocab_size > limit:
+            raise TokenizerError(
+                f"{folder}: the tokenizer's ids must be below config.json's vocab_size {limit}, "
+                f"got {tokenizer.vocab_size - 1}: they belong to different models"
+            )
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of plain text, nothing added: special tokens never arise, their text is text.
+
+        Raises TokenizerError for a lone surrogate, which UTF-8 cannot write.
+        """
+        return self._encoder.encode(_checked(text))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of plain text as a model is prompted with it: with the tokens its template adds, such as BOS.
+
+        These are `tokenizer(text, split_special_tokens=True).input_ids` of transformers, but that a special token does
+        not come from plain text where transformers would put one together from its parts (Unigram, some merges) either.
+        """
+        return self._encoder.encode(_checked(text), template=True)
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Return the ids of text in which the text of a special token means that token; nothing is added."""
+        return self._encoder.encode(_checked(text), special=True)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Return the text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing.
+
+        It is the tokens' bytes one after another, so that a text can be continued: transformers drops the first space
+        of a sentencepiece-style text (Llama 2) and the last of GPT-1's, and may write other U+FFFD for broken bytes.
+        """
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes a token adds to the text; a model's vocabulary may have ids without any."""
+        return self._bytes.get(token_id, b"")
+
+
+def _checked(text: str) -> str:
+    """Return a text that UTF-8 can write, or raise TokenizerError."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as fault:
+        raise TokenizerError(
+            f"text must be valid Unicode, got a lone surrogate {shown(text[fault.start])} at position {fault.start}"
+        ) from fault
+    return text
