@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 import grimp
 import pytest
+import setuptools
 
 from gptserve.weights.families import FAMILIES
 
@@ -160,6 +163,21 @@ def test_a_source_reads_the_environment_by_any_of_its_names(source: str, expecte
 
 def reads_environment(source: str) -> bool:
     return re.search(r"\b(environ|getenv)b?\b", source) is not None
+
+
+def test_one_package_is_installed_and_the_recipe_is_not() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["packages"]["find"]
+    installed = set(setuptools.find_packages(str(ROOT), patterns["exclude"], patterns["include"]))
+    packages = {path.parent.relative_to(ROOT) for top in PACKAGES for path in (ROOT / top).rglob("__init__.py")}
+    kept = {".".join(("gptserve", *path.parts)) for path in packages if path.name != "recipe"}
+
+    assert installed == kept | {"gptserve"}
+
+
+def test_every_link_leads_to_its_folder() -> None:
+    for name in PACKAGES:
+        assert os.readlink(ROOT / "gptserve" / name) == f"../{name}"
 
 
 def test_the_map_shows_every_folder_once_and_no_other() -> None:

@@ -100,7 +100,7 @@ def test_what_happens_a_thousand_times_is_one_line(caplog: pytest.LogCaptureFixt
 )
 def test_descriptors_bound_the_connections_and_some_are_kept(limits: tuple[int, int], expected: str) -> None:
     script = (
-        "import resource, server.connections as c\n"
+        "import resource, gptserve.server.http.connections as c\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"
         "try: found = c.affordable_connections(1000)\n"
         "except ValueError as error: found = repr(error)\n"

@@ -34,11 +34,11 @@ def record(message: str, **extra: object) -> logging.LogRecord:
 def test_a_text_line_names_the_request_first() -> None:
     line = TextFormatter().format(record("finished", request_id="cmpl-1", status=200))
 
-    assert line.endswith("INFO    server.app: cmpl-1: finished")
+    assert line.endswith("INFO    gptserve.server.app: cmpl-1: finished")
 
 
 def test_a_text_line_without_extra_is_the_message() -> None:
-    assert TextFormatter().format(record("hello")).endswith("INFO    server.app: hello")
+    assert TextFormatter().format(record("hello")).endswith("INFO    gptserve.server.app: hello")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_text_line_without_extra_is_the_message() -> None:
 def test_a_text_line_cannot_be_forged_by_what_it_holds(sent: str, shown: str) -> None:
     line = TextFormatter().format(record(f"GET /{sent} status=404", request_id=sent))
 
-    assert line.endswith(f"INFO    server.app: {shown}: GET /{shown} status=404")
+    assert line.endswith(f"INFO    gptserve.server.app: {shown}: GET /{shown} status=404")
 
 
 def test_a_text_line_is_followed_by_the_traceback_as_it_is() -> None:

@@ -278,8 +278,8 @@ def test_a_conversation_is_not_changed() -> None:
 
 def test_jinja_is_imported_when_a_template_is_rendered_and_not_before() -> None:
     code = """
-import sys, server.app, weights.chat
-template = weights.chat.ChatTemplate("{{ messages[0].content }}", {})
+import sys, gptserve.server.app, gptserve.weights.chat.template
+template = gptserve.weights.chat.template.ChatTemplate("{{ messages[0].content }}", {})
 assert "jinja2" not in sys.modules
 print(template.render([{"content": "Hi"}], {}), "jinja2" in sys.modules)
 """
