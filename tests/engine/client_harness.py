@@ -113,6 +113,11 @@ async def first_output(stream: TokenStream) -> TokenOutput:
     return (await anext(stream))[0]
 
 
+async def first_tokens(stream: TokenStream) -> list[int]:
+    """Return the tokens of all outputs that come first: when this process was slow there are several."""
+    return [token for output in await anext(stream) for token in output.token_ids]
+
+
 async def last_output(stream: TokenStream) -> TokenOutput:
     return [output async for outputs in stream for output in outputs][-1]
 

@@ -35,6 +35,7 @@ from tests.engine.client_harness import (
     collect,
     expected,
     first_output,
+    first_tokens,
     hurried,
     last_output,
     make_request,
@@ -301,7 +302,7 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor, hold: 
         async with started(make_supervisor(failing_loads=(2, 3))) as client:
             request = make_request("a", LONG)
             stream = client.submit([request])
-            begun = (await first_output(stream)).token_ids
+            begun = await first_tokens(stream)
             kill_engine()
             hold.open()
             assert [*begun, *(await collect(stream))["a"]] == expected(request)
@@ -327,7 +328,7 @@ def test_a_lack_of_descriptors_uses_up_no_restart_and_is_logged_once(
         async with started(client):
             request = make_request("a", LONG)
             stream = client.submit([request])
-            begun = (await first_output(stream)).token_ids
+            begun = await first_tokens(stream)
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             kill_engine()
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those there are go on working
@@ -390,7 +391,7 @@ def test_what_no_restart_helps_ends_every_stream_with_the_cause(
     async def test() -> None:
         async with started(make_supervisor(**options)) as client, hurried(waits_to_load):
             streams = [client.submit([make_request("a" * n, ENDLESS)]) for n in range(1, 4)]
-            await asyncio.gather(*map(first_output, streams))
+            await asyncio.gather(*map(first_output, first_tokens, streams))
             kill_engine()
             for stream in streams:
                 with pytest.raises(EngineDiedError, match=f"^{cause}$"):
