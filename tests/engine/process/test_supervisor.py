@@ -391,7 +391,7 @@ def test_what_no_restart_helps_ends_every_stream_with_the_cause(
     async def test() -> None:
         async with started(make_supervisor(**options)) as client, hurried(waits_to_load):
             streams = [client.submit([make_request("a" * n, ENDLESS)]) for n in range(1, 4)]
-            await asyncio.gather(*map(first_output, first_tokens, streams))
+            await asyncio.gather(*map(first_output, streams))
             kill_engine()
             for stream in streams:
                 with pytest.raises(EngineDiedError, match=f"^{cause}$"):
