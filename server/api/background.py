@@ -1,22 +1,35 @@
-"""GET /v1/completions/{id}, its events and its end: what becomes of a completion that is kept, a chat's too."""
+"""Background completions, of chats too: how one begins, and GET /v1/completions/{id}, its events, its cancelling.
+
+`api/completions.py` calls `answer_in_background` for a request with `background` or an Idempotency-Key.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses
-from gptserve.server.api.schemas import KeptChatCompletion, KeptCompletion
+from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
+from gptserve.server.background.kept import Ask
+from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import CompletionStore
-from gptserve.server.completions.answer import KeptResponse, json_response
+from gptserve.server.completions.answer import json_response
+from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ApiError, show
 from gptserve.server.http.envelope import log_fields
 
+IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 256},
+    "description": "with the same key and body a retry gets the same completion",
+}
 _PATH = "/v1/completions/{id}"
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _NUMBER = {"type": "integer", "minimum": 0}
@@ -65,14 +78,40 @@ def results_router(service: Service, store: CompletionStore) -> APIRouter:
         },
     )
     async def events(request: Request) -> Response:
-        after = last_event_seen(request)
+        after = _last_event_seen(request)
         entry = store.find(request.path_params["id"])
-        return KeptResponse(service, store, entry, await store.plan(entry), stream=True, after=after)
+        return BackgroundResponse(service, store, entry, await store.plan(entry), stream=True, after=after)
 
     return router
 
 
-def last_event_seen(request: Request) -> int:
+def idempotency_key(request: Request) -> str | None:
+    """Return the key under which a client wants to find its completion again. Raises ApiError."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and re.fullmatch(r"[ -~]{1,256}", key) is None:
+        message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
+        raise ApiError(400, message, code="invalid_value", param="Idempotency-Key")
+    return key
+
+
+async def answer_in_background(
+    request: Request,
+    service: Service,
+    store: CompletionStore,
+    ask: Ask,
+    body: GenerationRequest,
+    make_plan: Callable[[], Awaitable[CompletionPlan]],
+) -> Response:
+    """Begin a background completion, or find the one that has its key, and answer as `body` asks."""
+    after = _last_event_seen(request)
+    entry = await store.keep(ask, make_plan)
+    plan = await store.plan(entry)
+    if body.background and not body.stream:
+        return JSONResponse({**plan.head(), "status": entry.status}, 202)
+    return BackgroundResponse(service, store, entry, plan, stream=bool(body.stream), after=after)
+
+
+def _last_event_seen(request: Request) -> int:
     """Return the id of the last event that the client has: `starting_after`, else `Last-Event-ID`, else 0.
 
     Raises ApiError.

@@ -1,7 +1,7 @@
-"""How a completion goes out to a client: in one piece or as events, while it is computed for that client alone or as it
-is kept for whoever asks.
+"""Answers a client with a completion: in one piece or as events.
 
-The routes say which; where the outputs come from makes no difference to a byte of the answer.
+`CompletionResponse` computes a completion for its client alone; `api/completions.py` returns it. `AnswerSender` writes
+an answer, the same bytes wherever the outputs come from; background work uses it, too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from gptserve.engine.request import TokenOutput
 from gptserve.server.api.schemas import StreamOptions
-from gptserve.server.background.kept import Entry
-from gptserve.server.background.store import CompletionStore
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from gptserve.server.completions.output import Delta
@@ -27,7 +25,7 @@ from gptserve.server.completions.plan import CompletionOutput, CompletionPlan, C
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields, report
 
-Outputs = AsyncIterator[tuple[TokenOutput, ...]]
+OutputStream = AsyncIterator[tuple[TokenOutput, ...]]
 Result = TypeVar("Result")
 
 
@@ -45,7 +43,7 @@ class CompletionResponse(Response):
         """Answer. Raises ApiError or EngineError as long as nothing was sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
-            answer = _Answer(self._service, self._plan, self._run.output, partial(self._run.apply, stream=stream))
+            answer = AnswerSender(self._service, self._plan, self._run.output, partial(self._run.apply, stream=stream))
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
@@ -62,51 +60,13 @@ class CompletionResponse(Response):
                 log_fields(scope).update(self._run.close())
 
 
-class KeptResponse(Response):
-    """Answers with a completion that is kept, whole or as the events after the `after`-th, and leaves it be."""
-
-    def __init__(
-        self,
-        service: Service,
-        store: CompletionStore,
-        entry: Entry,
-        plan: CompletionPlan,
-        *,
-        stream: bool,
-        after: int = 0,
-    ) -> None:
-        super().__init__()
-        self._service = service
-        self._store = store
-        self._entry = entry
-        self._plan = plan
-        self._stream = stream
-        self._after = after
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError as long as nothing was sent."""
-        log_fields(scope)["completion_id"] = self._entry.completion_id
-        output = CompletionOutput(self._plan, self._service.tokenizer)
-        answer = _Answer(self._service, self._plan, output, output.apply)
-        reader = self._store.reader(self._entry)
-        try:
-            if self._stream:
-                await answer.send_events(
-                    reader, reader.close, scope, receive, send, is_resumable=True, after=self._after
-                )
-            else:
-                await answer.send_whole(reader, reader.close, scope, receive, send)
-        finally:
-            reader.close()
-
-
 def json_response(answer: Mapping[str, object]) -> Response:
     """Return an answer as JSON."""
     return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
 
 
-class _Answer:
-    """Sends what becomes of a plan; `apply` turns outputs into what they add to the choices of `output`."""
+class AnswerSender:
+    """Sends the answer to a plan. `apply` takes outputs, adds them to `output` and yields what each choice gained."""
 
     def __init__(
         self,
@@ -121,7 +81,7 @@ class _Answer:
         self._apply = apply
 
     async def send_whole(
-        self, source: Outputs, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send
+        self, source: OutputStream, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Send the completion in one piece."""
         collected: list[list[Delta]] = [[] for _ in self._plan.requests]
@@ -153,7 +113,7 @@ class _Answer:
 
     async def send_events(
         self,
-        source: Outputs,
+        source: OutputStream,
         on_gone: Callable[[], None],
         scope: Scope,
         receive: Receive,
