@@ -19,7 +19,8 @@ from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import Request, TokenOutput
 from gptserve.server.api.schemas import KeptStatus
 from gptserve.server.background.journal import CompletionRecord, Journal, Outputs
-from gptserve.server.completions.plan import CompletionOutput, CompletionPlan, CompletionRun, Identity
+from gptserve.server.completions.plan import CompletionPlan, Identity
+from gptserve.server.completions.run import CompletionOutput, CompletionRun
 from gptserve.server.errors import ApiError
 
 Restore = Callable[[dict[str, object], tuple[tuple[int, ...], ...], int, Identity], CompletionPlan]

@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 from gptserve.server.background.kept import Entry
 from gptserve.server.background.store import CompletionStore
 from gptserve.server.completions.answer import AnswerSender
-from gptserve.server.completions.plan import CompletionOutput, CompletionPlan
+from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
 

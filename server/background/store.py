@@ -33,7 +33,8 @@ from gptserve.server.background.kept import (
     take,
     too_many,
 )
-from gptserve.server.completions.plan import CompletionPlan, CompletionRun, expiring, render_outputs
+from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.run import CompletionRun, expiring, render_outputs
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import INTERNAL_ERROR, ApiError, to_api_error, unavailable
 

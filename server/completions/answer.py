@@ -21,7 +21,8 @@ from gptserve.server.api.schemas import StreamOptions
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from gptserve.server.completions.output import Delta
-from gptserve.server.completions.plan import CompletionOutput, CompletionPlan, CompletionRun, expiring
+from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields, report
 

@@ -1,7 +1,6 @@
-"""One completion from its parsed request to its answer: engine requests, their outputs applied, usage, timings.
+"""From a parsed request to a plan: checks, token ids, the engine's requests, the fields that the answer begins with.
 
-What a chat does before is in chat.py; from `make_plan` on both are one. Knows no HTTP; `routes/completions.py` sends
-what it gives.
+`chat.py` turns a conversation into a prompt and calls `make_plan`, too. `run.py` carries the plan out. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -10,23 +9,16 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.process.client import TokenStream
-from gptserve.engine.request import FinishReason, Request, SamplingParams, TokenOutput
+from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.harmony import HarmonyChannels
-from gptserve.server.completions.output import ChoiceOutput, Delta, StopPattern, compile_stop, join_deltas
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.output import Delta, StopPattern, compile_stop, join_deltas
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
-from gptserve.server.errors import ApiError, unavailable
-from gptserve.server.operations.metrics import Metrics
 
 THREAD_CHARACTERS = 2000  # about half a millisecond of tokenizing; less is not worth a thread's round trip
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
@@ -211,155 +203,6 @@ def make_plan(
         echo=echo,
         channels=channels,
     )
-
-
-class CompletionOutput:
-    """The choices of one completion as text: made of the plan and the outputs alone, whoever reads them and when."""
-
-    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer) -> None:
-        self.choices = [
-            ChoiceOutput(
-                tokenizer,
-                stop=plan.stop,
-                stop_token_ids=request.params.stop_token_ids,
-                logprobs=request.params.logprobs,
-                prompt_logprobs=plan.body.prompt_logprobs,
-                echo=request.prompt_token_ids if plan.echo else (),
-                generates=plan.body.max_tokens != 0,
-                skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
-                channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
-            )
-            for request in plan.requests
-        ]
-        self._plan = plan
-        self._index = {request.request_id: i for i, request in enumerate(plan.requests)}
-        self._num_cached = [0] * len(plan.requests)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self.choices)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens have been generated."""
-        return sum(choice.num_tokens for choice in self.choices)
-
-    def add(self, output: TokenOutput) -> tuple[int, Delta] | None:
-        """Return which choice an output belongs to and what it added; None if that choice had ended.
-
-        Raises ApiError when the engine failed on the choice.
-        """
-        index = self._index[output.request_id]
-        choice = self.choices[index]
-        if choice.finish_reason is not None:
-            return None  # what was under way when a stop string ended it
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            message = output.error or "the engine gave this request up"
-            raise ApiError(500, f"choice {index}: {message}", code="generation_failed")
-        if output.finish_reason is FinishReason.QUEUE_TIMEOUT:
-            raise unavailable(f"choice {index}: {output.error}", code="queue_timeout")
-        if choice.num_tokens == 0:
-            self._num_cached[index] = output.num_cached_tokens  # what another engine found on going on is not told
-        return index, choice.add(output)
-
-    def apply(self, outputs: Iterable[TokenOutput]) -> Iterator[tuple[int, Delta]]:
-        """Yield what each of the outputs added, `usage` being that of this moment. Raises ApiError."""
-        return filter(None, map(self.add, outputs))
-
-    def usage(self) -> dict[str, object]:
-        """Return the tokens so far, as schemas.Usage has them."""
-        prompt, completion = self._plan.num_prompt_tokens, self.num_tokens
-        cached = sum(self._num_cached[:: self._plan.body.n or 1])
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-
-
-def render_outputs(
-    plan: CompletionPlan, batches: Iterable[Iterable[TokenOutput]], tokenizer: Tokenizer
-) -> dict[str, object]:
-    """Return the answer that these outputs are, in one piece."""
-    output = CompletionOutput(plan, tokenizer)
-    collected: list[list[Delta]] = [[] for _ in plan.requests]
-    for outputs in batches:
-        for index, delta in output.apply(outputs):
-            collected[index].append(delta)
-    return plan.whole(collected, output.usage())
-
-
-class CompletionRun:
-    """One completion while it is computed: its output, measured. `apply` what the stream gives, then `close`.
-
-    is_failed is set by whoever ends it because of an error.
-    """
-
-    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, metrics: Metrics, started_at: float) -> None:
-        self.is_failed = False
-        self.output = CompletionOutput(plan, tokenizer)
-        self._plan = plan
-        self._metrics = metrics
-        self._started_at = started_at
-        self._first_token_at: float | None = None
-        self._latest_at: list[float | None] = [None] * len(plan.requests)
-
-    def apply(self, outputs: Iterable[TokenOutput], stream: TokenStream) -> Iterator[tuple[int, Delta]]:
-        """Yield what each output added to its choice; abort a choice in the engine when a stop string ends it.
-
-        Raises ApiError when the engine failed on a choice.
-        """
-        now = time.perf_counter()
-        for output in outputs:
-            added = self.output.add(output)
-            if added is None:
-                continue
-            index, delta = added
-            for _ in output.token_ids:
-                self._measure(index, now)
-            if delta.finish_reason is not None and output.finish_reason is None:
-                stream.abort([output.request_id])
-            yield added
-
-    def close(self) -> dict[str, Any]:
-        """Count how the choices ended, those that have not as aborted or failed, and return the fields for the log."""
-        unfinished = FinishReason.ERROR if self.is_failed else FinishReason.ABORT
-        reasons = Counter(choice.finish_reason or unfinished.value for choice in self.output.choices)
-        for reason, count in reasons.items():
-            self._metrics.count_finished(reason, count)
-        self._metrics.request_latency.observe(time.perf_counter() - self._started_at)
-        first = self._first_token_at
-        return {
-            "completion_id": self._plan.identity.completion_id,
-            "prompt_tokens": self._plan.num_prompt_tokens,
-            "completion_tokens": self.output.num_tokens,
-            "ttft_s": None if first is None else round(first - self._started_at, 6),
-            "finish_reasons": dict(reasons),
-            "user": self._plan.body.user,
-        }
-
-    def _measure(self, index: int, now: float) -> None:
-        if self._first_token_at is None:
-            self._first_token_at = now
-            self._metrics.time_to_first_token.observe(now - self._started_at)
-        latest, self._latest_at[index] = self._latest_at[index], now
-        if latest is not None:
-            self._metrics.inter_token_latency.observe(now - latest)
-
-
-@contextmanager
-def expiring(stream: TokenStream, remaining_s: float | None) -> Iterator[None]:
-    """Let what has not ended in `stream` by then expire after `remaining_s`, unless the block is left before."""
-    if remaining_s is None:
-        yield
-        return
-    timer = asyncio.get_running_loop().call_later(max(0.0, remaining_s), stream.expire)
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
