@@ -199,7 +199,7 @@ class ServingProcess:
             why = "told to stop again" if self._told_twice.is_set() else f"{LAST_EVENTS_LIMIT_S} s have passed"
             server.hang_up(why)
         await self._finish(serving, "requests that wait for the journal")
-        await self._finish(server.store.settle(), "kept completions")
+        await self._finish(server.store.settle(), "background completions")
         return status
 
     async def _drain(self, server: HttpServer) -> None:

@@ -102,9 +102,9 @@ class ServerSettings:
     ] = 30.0
     sse_keep_alive_interval_s: Annotated[float, "seconds of silence after which a stream gets a comment"] = 15.0
     shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
-    state_dir: Annotated[Path | None, "folder for kept completions, which then outlive the server"] = None
-    result_ttl_s: Annotated[float, "seconds for which a kept completion can be had after its end"] = 3600.0
-    max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 1_000
+    state_dir: Annotated[Path | None, "folder for background completions, which then survive a restart"] = None
+    result_ttl_s: Annotated[float, "seconds to keep a background completion after its end"] = 3600.0
+    max_results: Annotated[int, "most background completions to keep; new ones replace those that ended first"] = 1_000
     max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
     # A step of 512 tokens takes a 7B model a minute on two cores.
     engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses
 from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
-from gptserve.server.background.kept import Ask
+from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.response import BackgroundResponse
-from gptserve.server.background.store import CompletionStore
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import json_response
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
@@ -35,33 +35,33 @@ _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"
 _NUMBER = {"type": "integer", "minimum": 0}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
-_KEPT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
+_RESULT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
 
 
-def results_router(service: Service, store: CompletionStore) -> APIRouter:
+def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(tags=["kept completions"])
+    router = APIRouter(tags=["background"])
 
     async def result(request: Request) -> Response:
-        entry = store.find(request.path_params["id"])
-        log_fields(request.scope)["completion_id"] = entry.completion_id
-        answer = await store.result(entry)
+        job = store.find(request.path_params["id"])
+        log_fields(request.scope)["completion_id"] = job.completion_id
+        answer = await store.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
     @router.get(
         _PATH,
-        summary="Return a kept completion as far as it has come",
+        summary="Return a background completion so far",
         openapi_extra={"parameters": [_ID]},
-        responses={**_KEPT, **error_responses(401, 404, 500)},
+        responses={**_RESULT, **error_responses(401, 404, 500)},
     )
     async def retrieve(request: Request) -> Response:
         return await result(request)
 
     @router.post(
         _PATH + "/cancel",
-        summary="End a kept completion; one that has ended stays as it is",
+        summary="Cancel a background completion; one that has ended stays as it is",
         openapi_extra={"parameters": [_ID]},
-        responses={**_KEPT, **error_responses(401, 404, 500)},
+        responses={**_RESULT, **error_responses(401, 404, 500)},
     )
     async def cancel(request: Request) -> Response:
         await store.cancel(store.find(request.path_params["id"]))
@@ -69,7 +69,7 @@ def results_router(service: Service, store: CompletionStore) -> APIRouter:
 
     @router.get(
         _PATH + "/events",
-        summary="Stream the events of a kept completion, from any of them on",
+        summary="Stream the events of a background completion, from any of them on",
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
         responses={
@@ -79,8 +79,8 @@ def results_router(service: Service, store: CompletionStore) -> APIRouter:
     )
     async def events(request: Request) -> Response:
         after = _last_event_seen(request)
-        entry = store.find(request.path_params["id"])
-        return BackgroundResponse(service, store, entry, await store.plan(entry), stream=True, after=after)
+        job = store.find(request.path_params["id"])
+        return BackgroundResponse(service, store, job, await store.plan(job), stream=True, after=after)
 
     return router
 
@@ -97,18 +97,18 @@ def idempotency_key(request: Request) -> str | None:
 async def answer_in_background(
     request: Request,
     service: Service,
-    store: CompletionStore,
-    ask: Ask,
+    store: BackgroundStore,
+    background: BackgroundRequest,
     body: GenerationRequest,
     make_plan: Callable[[], Awaitable[CompletionPlan]],
 ) -> Response:
     """Begin a background completion, or find the one that has its key, and answer as `body` asks."""
     after = _last_event_seen(request)
-    entry = await store.keep(ask, make_plan)
-    plan = await store.plan(entry)
+    job = await store.begin_or_find(background, make_plan)
+    plan = await store.plan(job)
     if body.background and not body.stream:
-        return JSONResponse({**plan.head(), "status": entry.status}, 202)
-    return BackgroundResponse(service, store, entry, plan, stream=bool(body.stream), after=after)
+        return JSONResponse({**plan.head(), "status": job.status}, 202)
+    return BackgroundResponse(service, store, job, plan, stream=bool(body.stream), after=after)
 
 
 def _last_event_seen(request: Request) -> int:

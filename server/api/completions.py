@@ -19,8 +19,8 @@ from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background
 from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.openapi import error_responses, json_body
 from gptserve.server.api.schemas import BackgroundCompletion, Completion, CompletionRequest, GenerationRequest
-from gptserve.server.background.kept import Ask
-from gptserve.server.background.store import CompletionStore
+from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.completions.service import Service
@@ -30,7 +30,7 @@ THREAD_BYTES = 2**16  # some milliseconds of parsing in the worst case
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-def completions_router(service: Service, store: CompletionStore) -> APIRouter:
+def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the route."""
     router = APIRouter(tags=["completions"])
     add_completion_route(
@@ -48,7 +48,7 @@ def completions_router(service: Service, store: CompletionStore) -> APIRouter:
 def add_completion_route(
     router: APIRouter,
     service: Service,
-    store: CompletionStore,
+    store: BackgroundStore,
     plan: Callable[[Body, Service], Awaitable[CompletionPlan]],
     *,
     path: str,
@@ -59,13 +59,13 @@ def add_completion_route(
     body_model, answer_model, chunk_model = models
     description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
 
-    def parse(raw: bytearray, key: str | None, started_at: float) -> tuple[Body, Ask | None]:
+    def parse(raw: bytearray, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
         fields = parse_json_object(raw)
         body = body_model.parse(fields)
-        is_kept = body.background or key is not None
-        return body, Ask.of(path, fields, key, started_at) if is_kept else None
+        is_background = body.background or key is not None
+        return body, BackgroundRequest.of(path, fields, key, started_at) if is_background else None
 
-    async def receive(request: Request, key: str | None, started_at: float) -> tuple[Body, Ask | None]:
+    async def receive(request: Request, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
         options = service.options
         async with service.bodies.read(request, options.max_body_bytes, options.body_limit_s) as raw:
             arguments = raw, key, started_at
@@ -88,7 +88,7 @@ def add_completion_route(
     async def create_completion(request: Request) -> Response:
         started_at = time.perf_counter()
         service.admit()  # before megabytes are read for nothing
-        body, ask = await receive(request, idempotency_key(request), started_at)
-        if ask is not None:
-            return await answer_in_background(request, service, store, ask, body, lambda: plan(body, service))
+        body, background = await receive(request, idempotency_key(request), started_at)
+        if background is not None:
+            return await answer_in_background(request, service, store, background, body, lambda: plan(body, service))
         return CompletionResponse(service, await plan(body, service), started_at)

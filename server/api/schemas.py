@@ -379,27 +379,27 @@ class ErrorBody(_ResponseModel):
     error: ErrorDetail
 
 
-KeptStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+BackgroundStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 
 class BackgroundCompletion(_Answer):
-    """The answer to a completion that goes on in the background."""
+    """The answer to `background`: the completion has begun."""
 
     object: Literal["text_completion", "chat.completion"]
-    status: KeptStatus
+    status: BackgroundStatus
 
 
 class KeptCompletion(Completion):
-    """A kept completion as far as it has come; `error` says why it failed or who ended it."""
+    """A background completion so far; `error` says why it failed or was cancelled."""
 
-    status: KeptStatus
+    status: BackgroundStatus
     error: ErrorDetail | None
 
 
 class KeptChatCompletion(ChatCompletion):
-    """A kept chat completion as far as it has come; `error` says why it failed or who ended it."""
+    """A background chat completion so far; `error` says why it failed or was cancelled."""
 
-    status: KeptStatus
+    status: BackgroundStatus
     error: ErrorDetail | None
 
 

@@ -1,4 +1,4 @@
-"""The kept completions in SQLite, in a folder or in memory: what was asked, every output in its order, how it ended.
+"""Background completions in SQLite, in a folder or in memory: the request, every output in order, how it ended.
 
 Rows are only ever added, and deleted together; each has a checksum of its own, as SQLite has none. One thread has the
 connection, and all that is written while a transaction runs is the next one. Knows no HTTP, no text and no engine;
@@ -47,7 +47,7 @@ COMMIT;
 """
 
 EndStatus = Literal["completed", "failed", "cancelled"]
-Outputs = tuple[TokenOutput, ...]
+OutputBatch = tuple[TokenOutput, ...]
 Result = TypeVar("Result")
 
 
@@ -89,7 +89,7 @@ class EndRecord:
 
 
 class IndexRow(NamedTuple):
-    """What is kept in memory of every completion; no end means that it is under way."""
+    """The part of a completion that the store holds in memory. Without an end it has not ended."""
 
     completion_id: str
     fingerprint: str
@@ -130,11 +130,11 @@ class Journal:
         """Return all completions, those that ended first in the order in which they did, then the others by age."""
         return await self._run(lambda connection: list(_read_index(connection)))
 
-    async def record(self, completion_id: str) -> CompletionRecord:
+    async def read_record(self, completion_id: str) -> CompletionRecord:
         """Return what a completion is made of."""
         return await self._run(lambda connection: _read_record(connection, completion_id))
 
-    async def batches(self, completion_id: str, first: int, limit: int) -> list[Outputs]:
+    async def batches(self, completion_id: str, first: int, limit: int) -> list[OutputBatch]:
         """Return the outputs that were added by the `first`-th `append` and by those after, of at most `limit`."""
         select = "SELECT * FROM batches WHERE completion_id = ? AND n >= ? ORDER BY n LIMIT ?"
         rows = await self._run(lambda connection: connection.execute(select, (completion_id, first, limit)).fetchall())
@@ -223,7 +223,7 @@ def encode_outputs(outputs: Iterable[TokenOutput]) -> str:
     return f"[{','.join(json.dumps(_encode_output(output), separators=(',', ':')) for output in outputs)}]"
 
 
-def decode_outputs(text: str) -> Outputs:
+def decode_outputs(text: str) -> OutputBatch:
     """Return what `encode_outputs` was given. Raises ValueError."""
     try:
         return tuple(_decode_output(value) for value in json.loads(text))
@@ -322,7 +322,7 @@ def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
     return _checked(tuple(values.values()))
 
 
-def _batch_row(completion_id: str, n: int, outputs: Outputs) -> tuple[object, ...]:
+def _batch_row(completion_id: str, n: int, outputs: OutputBatch) -> tuple[object, ...]:
     return _checked((completion_id, n, encode_outputs(outputs)))
 
 
@@ -360,7 +360,7 @@ def _to_record(row: Sequence[Any]) -> CompletionRecord:
     return CompletionRecord(**values | {"prompts": prompts, "batch_invariant": bool(values["batch_invariant"])})
 
 
-def _to_batches(completion_id: str, first: int, rows: Iterable[Sequence[Any]]) -> list[Outputs]:
+def _to_batches(completion_id: str, first: int, rows: Iterable[Sequence[Any]]) -> list[OutputBatch]:
     batches = []
     for expected, row in enumerate(rows, first):
         _, n, outputs = _verify(row)

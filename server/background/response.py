@@ -8,8 +8,8 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gptserve.server.background.kept import Entry
-from gptserve.server.background.store import CompletionStore
+from gptserve.server.background.job import BackgroundJob
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import AnswerSender
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
@@ -23,8 +23,8 @@ class BackgroundResponse(Response):
     def __init__(
         self,
         service: Service,
-        store: CompletionStore,
-        entry: Entry,
+        store: BackgroundStore,
+        job: BackgroundJob,
         plan: CompletionPlan,
         *,
         stream: bool,
@@ -33,17 +33,17 @@ class BackgroundResponse(Response):
         super().__init__()
         self._service = service
         self._store = store
-        self._entry = entry
+        self._job = job
         self._plan = plan
         self._stream = stream
         self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ApiError as long as nothing was sent."""
-        log_fields(scope)["completion_id"] = self._entry.completion_id
+        log_fields(scope)["completion_id"] = self._job.completion_id
         output = CompletionOutput(self._plan, self._service.tokenizer)
         answer = AnswerSender(self._service, self._plan, output, output.apply)
-        reader = self._store.reader(self._entry)
+        reader = self._store.reader(self._job)
         try:
             if self._stream:
                 await answer.send_events(

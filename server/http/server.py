@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from gptserve.server.background.store import CompletionStore
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.errors import unavailable
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         super().__init__(config)
         self.lifecycle: Lifecycle = app.state.lifecycle
-        self.store: CompletionStore = app.state.store
+        self.store: BackgroundStore = app.state.store
         self._model_name = model_name
         self._connections = connections
         self._protocol = protocol

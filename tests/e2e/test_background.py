@@ -210,7 +210,7 @@ def test_told_to_stop_it_leaves_background_work_to_the_next_start(
     with process.wait_until_ready() as client:
         Follower(client.base_url, completion_id, events).join(LIMIT_S)
         assert events == events_of(client, completion_id)
-    assert "taking up 1 completions that were under way" in "".join(process.lines)
+    assert "resuming 1 background completion" in "".join(process.lines)
 
 
 def test_without_a_folder_background_work_is_waited_for(launch: Launch, gate: EngineGate) -> None:

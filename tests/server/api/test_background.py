@@ -279,7 +279,8 @@ def test_an_unknown_completion_is_not_found(serve: Serve, method: str, rest: str
         response = httpx.request(method, f"{server.url}/v1/completions/{completion_id}{rest}", timeout=20)
         assert response.status_code == 404
         assert response.json()["error"] == {
-            "message": f"completion {completion_id!r} does not exist: it was never kept, or its time is over",
+            "message": f"completion {completion_id!r} does not exist: "
+            "it did not run in the background, or it has expired",
             "type": "invalid_request_error",
             "param": "id",
             "code": "completion_not_found",
