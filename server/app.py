@@ -1,6 +1,6 @@
 """The ASGI application: routes, middlewares and the one handler of errors, joined around an engine.
 
-It neither starts nor stops the engine and reads no configuration; `serve.py` does, and tests do.
+It does not start or stop the engine and reads no configuration; `serve.py` and tests do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gptserve.server.operations.metrics import Metrics
 def create_app(
     engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, journal: Journal | None = None
 ) -> FastAPI:
-    """Return the application; the engine may be started later. `app.state` has the lifecycle, the store, the metrics.
+    """Return the application; the engine may start later. `app.state` has the lifecycle, the store and the metrics.
 
     Without a journal background completions live in memory. Raises KeyFileError.
     """
@@ -74,7 +74,7 @@ def create_app(
 
 
 async def _answer_routing_error(request: Request, error: Exception) -> Response:
-    """Give Starlette's own errors, no such route and no such method, the envelope of all others."""
+    """Put Starlette's own errors, no such route or method, into the envelope of all others."""
     assert isinstance(error, HTTPException)
     return error_response(report(routing_error(error, request.method, request.url.path), request.scope))
 

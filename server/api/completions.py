@@ -1,6 +1,7 @@
 """POST /v1/completions: OpenAI's completions with vLLM's extra fields, as JSON or as a stream of events.
 
-`add_completion_route` is the way of every completion, a chat's too, from the request's bytes to the answer's.
+`add_completion_route` adds the route of every completion, of chats too: from the request's bytes to the response. A
+plain completion goes on to `completions/`, a background one through `answer_in_background`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.completions.service import Service
 
-THREAD_BYTES = 2**16  # some milliseconds of parsing in the worst case
+THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
@@ -55,7 +56,7 @@ def add_completion_route(
     summary: str,
     models: tuple[type[Body], type[BaseModel], type[BaseModel]],
 ) -> None:
-    """Add a route that does what `plan` makes of a body; `models` are of the body, the answer and a chunk."""
+    """Add a route that answers with the completion that `plan` makes of a body; `models`: body, answer and chunk."""
     body_model, answer_model, chunk_model = models
     description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
 
@@ -87,7 +88,7 @@ def add_completion_route(
     )
     async def create_completion(request: Request) -> Response:
         started_at = time.perf_counter()
-        service.admit()  # before megabytes are read for nothing
+        service.admit()  # refuse before reading megabytes
         body, background = await receive(request, idempotency_key(request), started_at)
         if background is not None:
             return await answer_in_background(request, service, store, background, body, lambda: plan(body, service))

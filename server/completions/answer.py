@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class CompletionResponse(Response):
-    """Submits a planned completion and answers with it; nothing more is computed once the client has gone."""
+    """Submits a plan and answers with the completion. Stops computing when the client hangs up."""
 
     def __init__(self, service: Service, plan: CompletionPlan, started_at: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class CompletionResponse(Response):
         self._run = CompletionRun(plan, service.tokenizer, service.metrics, started_at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError or EngineError as long as nothing was sent."""
+        """Answer. Raises ApiError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
             answer = AnswerSender(self._service, self._plan, self._run.output, partial(self._run.apply, stream=stream))
@@ -99,7 +99,7 @@ class AnswerSender:
         return json_response(self._plan.whole(collected, self._output.usage()))
 
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield what each output adds to its choice; after those with scores of a prompt other tasks have a turn."""
+        """Yield index and delta of each output; let the event loop turn after an output with scores of the prompt."""
         for output in outputs:
             for added in self._apply((output,)):
                 yield added
@@ -107,7 +107,7 @@ class AnswerSender:
                 await asyncio.sleep(0)
 
     async def _computed(self, num_scores: int, render: Callable[..., Result], *arguments: object) -> Result:
-        """Return what `render` makes of so many scores, in a thread if that takes long."""
+        """Call `render`, in a thread when num_scores says that it takes long; return its result."""
         if num_scores > PIECE_ENTRIES:
             return await self._service.in_thread(render, *arguments)
         return render(*arguments)
@@ -123,7 +123,7 @@ class AnswerSender:
         is_resumable: bool = False,
         after: int = 0,
     ) -> bool:
-        """Send the completion as events, an error among them; return whether there was none."""
+        """Send the completion as events; an error becomes the last event. Return whether there was no error."""
         options = self._plan.body.stream_options or StreamOptions()
         include_usage = bool(options.include_usage)
         head = self._plan.head(of_chunk=True)
@@ -143,7 +143,7 @@ class AnswerSender:
                                 usage = self._output.usage() if options.continuous_usage_stats else None
                                 chunk = self._computed(delta.num_scores, encoder.chunk, index, delta, usage)
                                 events.append(await chunk)
-                    finally:  # the outputs before one that fails are sent before the error
+                    finally:  # send the outputs before the one that failed
                         if any(events):
                             await connection.write("".join(events).encode("ascii"))
                 end = (encoder.usage_chunk(self._output.usage()) if include_usage else "") + sse.DONE

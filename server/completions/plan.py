@@ -20,13 +20,13 @@ from gptserve.server.completions.output import Delta, StopPattern, compile_stop,
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
 
-THREAD_CHARACTERS = 2000  # about half a millisecond of tokenizing; less is not worth a thread's round trip
+THREAD_CHARACTERS = 2000  # about 0.5 ms of tokenizing; below that a thread costs more than it saves
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a completion from others: the same in its answer and in every chunk, whoever asks and when."""
+    """The fields that identify a completion: equal in its answer, in every chunk and for every reader."""
 
     completion_id: str
     created: int
@@ -38,10 +38,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class CompletionPlan:
-    """A request that has been understood: what to submit and how to answer.
+    """A checked request: the engine's requests to submit and the way to answer.
 
-    `requests` are in the order of the choices: all n of the first prompt, then of the second. `channels` is where the
-    prompt leaves off, for a model that sets its reasoning apart.
+    `requests` are in the order of the choices: all n of the first prompt, then all n of the second. `channels` is the
+    state at the end of the prompt, for a model that marks its reasoning.
     """
 
     shape: Shape
@@ -54,7 +54,7 @@ class CompletionPlan:
     channels: HarmonyChannels | None
 
     def head(self, *, of_chunk: bool = False) -> dict[str, object]:
-        """Return the fields that the answer, or each of its chunks, begins with."""
+        """Return the first fields of the answer or, of_chunk, of each of its chunks."""
         return {
             "id": self.identity.completion_id,
             "object": self.shape.chunk_object if of_chunk else self.shape.object,
@@ -66,19 +66,19 @@ class CompletionPlan:
         }
 
     def remaining_s(self, elapsed_s: float) -> float | None:
-        """Return how much is left of its time after so much; None if it has no limit."""
+        """Return the seconds left of the time limit; None without a limit."""
         return None if self.body.timeout_ms is None else self.body.timeout_ms / 1000 - elapsed_s
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Mapping[str, object]) -> dict[str, object]:
-        """Return the answer in one piece, given all that was added to each choice, which may be nothing yet."""
+        """Return the answer in one piece from the deltas of each choice, which may be empty."""
         joined = [join_deltas(deltas or [Delta("")]) for deltas in choices]
         rendered = [self.shape.choice(index, delta) for index, delta in enumerate(joined)]
-        beside = self.shape.beside(joined[0]) if joined else {}
-        return {**self.head(), "choices": rendered, **beside, "usage": usage}
+        after_choices = self.shape.after_choices(joined[0]) if joined else {}
+        return {**self.head(), "choices": rendered, **after_choices, "usage": usage}
 
 
 async def plan_completion(body: CompletionRequest, service: Service) -> CompletionPlan:
-    """Check what types cannot say and tokenize. Raises ApiError or InvalidRequestError."""
+    """Check the rules that types cannot express, then tokenize. Raises ApiError or InvalidRequestError."""
     prompts = _split_prompt(body.prompt)
     check_request(body, service, len(prompts))
     if body.best_of not in (None, body.n or 1):
@@ -93,18 +93,18 @@ async def plan_completion(body: CompletionRequest, service: Service) -> Completi
 def restore_completion(
     fields: dict[str, object], prompts: Sequence[tuple[int, ...]], max_tokens: int, identity: Identity
 ) -> CompletionPlan:
-    """Return the plan of a completion that began before, from the fields of its body."""
+    """Rebuild the plan of a completion from the fields of its body."""
     body = CompletionRequest.parse(fields)
     params = replace(body.sampling_params(), max_tokens=max_tokens)
     return make_plan(body, TEXT_SHAPE, prompts, params, identity, echo=bool(body.echo))
 
 
 def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
-    """Raise ApiError or InvalidRequestError unless the model and the number of choices can be had."""
+    """Check the model, the number of choices and fields against each other. Raises ApiError, InvalidRequestError."""
     if body.model is not None:
         service.check_model(body.model)
     n, info = body.n or 1, service.engine.info
-    # More than the queue can ever hold would be told to try again for ever.
+    # A request that the queue can never hold must not be told to try again.
     most = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
     if n * num_prompts > most:
         message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
@@ -121,10 +121,10 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
 def check_size(
     body: GenerationRequest, params: SamplingParams, prompts: Sequence[Sequence[int]], service: Service
 ) -> None:
-    """Raise InvalidRequestError for a request of which the server would hold too much until its answer is sent."""
+    """Raise InvalidRequestError if the server would hold too many tokens or logprobs until the answer is sent."""
     n, options, limit = body.n or 1, service.options, service.engine.info.max_model_len
     if max(map(len, prompts)) + params.max_tokens > limit:
-        return  # Request.check refuses it, and says why
+        return  # Request.check refuses it with a better message
     most = max(options.max_tokens_held, limit)
     num_tokens = n * len(prompts) * params.max_tokens
     if num_tokens > most:
@@ -144,7 +144,7 @@ def check_size(
 
 
 def check_length(text: str, service: Service) -> None:
-    """Raise InvalidRequestError for a text that cannot fit the context, before it costs anything."""
+    """Raise InvalidRequestError for a text that is too long for the context, before it is tokenized."""
     limit = service.engine.info.max_model_len
     num_bytes, most = len(text.encode()), limit * service.tokenizer.max_token_bytes
     if num_bytes > most:
@@ -156,7 +156,7 @@ def check_length(text: str, service: Service) -> None:
 
 
 def new_identity(shape: Shape, body: GenerationRequest, service: Service) -> Identity:
-    """Return the identity of a completion that begins now; a seed that is not given is drawn."""
+    """Return the identity of a new completion; without a seed in the body, draw one."""
     return Identity(
         completion_id=f"{shape.id_prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
@@ -177,7 +177,7 @@ def make_plan(
     echo: bool = False,
     channels: HarmonyChannels | None = None,
 ) -> CompletionPlan:
-    """Return the plan of a request whose prompts are token ids. Raises InvalidRequestError."""
+    """Return the plan for prompts of token ids. Raises InvalidRequestError."""
     num_choices = body.n or 1
     requests = tuple(
         Request(
@@ -206,7 +206,7 @@ def make_plan(
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    """Return the prompts of a request, of which an empty list is one empty prompt."""
+    """Return the prompts of a request; an empty list is one empty prompt."""
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     return prompt

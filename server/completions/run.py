@@ -24,7 +24,7 @@ from gptserve.server.operations.metrics import Metrics
 
 
 class CompletionOutput:
-    """The choices of one completion as text: made of the plan and the outputs alone, whoever reads them and when."""
+    """The choices of one completion as text. It depends on the plan and the outputs alone."""
 
     def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer) -> None:
         self.choices = [
@@ -56,29 +56,30 @@ class CompletionOutput:
         return sum(choice.num_tokens for choice in self.choices)
 
     def add(self, output: TokenOutput) -> tuple[int, Delta] | None:
-        """Return which choice an output belongs to and what it added; None if that choice had ended.
+        """Add an output to its choice; return the choice's index and the delta, or None if the choice has ended.
 
         Raises ApiError when the engine failed on the choice.
         """
         index = self._index[output.request_id]
         choice = self.choices[index]
         if choice.finish_reason is not None:
-            return None  # what was under way when a stop string ended it
+            return None  # the engine computed it before it heard of the stop string
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             message = output.error or "the engine gave this request up"
             raise ApiError(500, f"choice {index}: {message}", code="generation_failed")
         if output.finish_reason is FinishReason.QUEUE_TIMEOUT:
             raise unavailable(f"choice {index}: {output.error}", code="queue_timeout")
         if choice.num_tokens == 0:
-            self._num_cached[index] = output.num_cached_tokens  # what another engine found on going on is not told
+            # Only the first output counts: after a restart another engine reports its own cache.
+            self._num_cached[index] = output.num_cached_tokens
         return index, choice.add(output)
 
     def apply(self, outputs: Iterable[TokenOutput]) -> Iterator[tuple[int, Delta]]:
-        """Yield what each of the outputs added, `usage` being that of this moment. Raises ApiError."""
+        """Add outputs to their choices; yield index and delta of each. Raises ApiError."""
         return filter(None, map(self.add, outputs))
 
     def usage(self) -> dict[str, object]:
-        """Return the tokens so far, as schemas.Usage has them."""
+        """Return the token counts so far, in the shape of schemas.Usage."""
         prompt, completion = self._plan.num_prompt_tokens, self.num_tokens
         cached = sum(self._num_cached[:: self._plan.body.n or 1])
         return {
@@ -92,7 +93,7 @@ class CompletionOutput:
 def render_outputs(
     plan: CompletionPlan, batches: Iterable[Iterable[TokenOutput]], tokenizer: Tokenizer
 ) -> dict[str, object]:
-    """Return the answer that these outputs are, in one piece."""
+    """Return the answer that these outputs make, in one piece."""
     output = CompletionOutput(plan, tokenizer)
     collected: list[list[Delta]] = [[] for _ in plan.requests]
     for outputs in batches:
@@ -102,9 +103,9 @@ def render_outputs(
 
 
 class CompletionRun:
-    """One completion while it is computed: its output, measured. `apply` what the stream gives, then `close`.
+    """The output of one completion while the engine computes it, with its metrics. Call `apply`, at last `close`.
 
-    is_failed is set by whoever ends it because of an error.
+    The caller sets is_failed when an error ends the completion.
     """
 
     def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, metrics: Metrics, started_at: float) -> None:
@@ -117,7 +118,7 @@ class CompletionRun:
         self._latest_at: list[float | None] = [None] * len(plan.requests)
 
     def apply(self, outputs: Iterable[TokenOutput], stream: TokenStream) -> Iterator[tuple[int, Delta]]:
-        """Yield what each output added to its choice; abort a choice in the engine when a stop string ends it.
+        """Add outputs to their choices; yield index and delta of each. Abort choices that a stop string ended.
 
         Raises ApiError when the engine failed on a choice.
         """
@@ -134,7 +135,7 @@ class CompletionRun:
             yield added
 
     def close(self) -> dict[str, Any]:
-        """Count how the choices ended, those that have not as aborted or failed, and return the fields for the log."""
+        """Count the choices by finish reason, the unfinished as aborted or failed; return the fields for the log."""
         unfinished = FinishReason.ERROR if self.is_failed else FinishReason.ABORT
         reasons = Counter(choice.finish_reason or unfinished.value for choice in self.output.choices)
         for reason, count in reasons.items():
@@ -161,7 +162,7 @@ class CompletionRun:
 
 @contextmanager
 def expiring(stream: TokenStream, remaining_s: float | None) -> Iterator[None]:
-    """Let what has not ended in `stream` by then expire after `remaining_s`, unless the block is left before."""
+    """Expire the stream after `remaining_s`, unless the block is left before; None is no limit."""
     if remaining_s is None:
         yield
         return

@@ -1,6 +1,6 @@
-"""What /metrics shows: the engine's own counters as of its latest step, and what only the server can see.
+"""The metrics at /metrics: the engine's counters as of its latest step, and the server's own.
 
-Names have vLLM's stems, so that its dashboards need only another prefix. One registry per app: nothing is global.
+Names are vLLM's with another prefix, so its dashboards need only that. One registry per app: nothing is global.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Metrics:
         self._finished.labels(self._model_name, reason).inc(number)
 
     def count_rejection(self, code: str) -> None:
-        """Count a completion that was not let in."""
+        """Count a refused completion."""
         self._rejections.labels(self._model_name, code).inc()
 
     def watch_background(self, counts: Callable[[], Mapping[str, int]]) -> None:
@@ -80,7 +80,7 @@ class Metrics:
         self._registry.register(_BackgroundCollector(counts, self._model_name))
 
     def watch_connections(self, connections: Connections) -> None:
-        """Show how many connections there are, and how many there was no room for."""
+        """Show the numbers of open, refused and closed connections."""
         self._registry.register(_ConnectionCollector(connections, self._model_name))
 
     def render(self) -> bytes:

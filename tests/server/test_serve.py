@@ -165,7 +165,7 @@ def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) 
         status, log = process.wait()
 
     assert status == 0
-    assert "hanging up on 1 clients: 5 s have passed" in log
+    assert "hanging up on 1 client: 5 s have passed" in log
     assert "ERROR" not in log
 
 
