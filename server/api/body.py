@@ -80,10 +80,10 @@ def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
 
 
 def _check_complexity(raw: bytes | bytearray) -> None:
-    for mark, most in MAX_COUNTS.items():
+    for mark, max_count in MAX_COUNTS.items():
         count = raw.count(mark)
-        if count > most:
-            message = f"the body may have {mark.decode()!r} at most {most} times, in strings or not, got {count}"
+        if count > max_count:
+            message = f"the body may have {mark.decode()!r} at most {max_count} times, in strings or not, got {count}"
             raise ApiError(400, message, code="body_too_complex")
 
 

@@ -165,9 +165,9 @@ def not_found(completion_id: str) -> ApiError:
     return ApiError(404, message, code="completion_not_found", param="id")
 
 
-def too_many(most: int) -> ApiError:
+def too_many(limit: int) -> ApiError:
     """Return the error for one background completion more than the limit."""
-    message = f"{most} background or keyed completions are running, which is the limit"
+    message = f"{limit} background or keyed completions are running, which is the limit"
     return ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
 
 

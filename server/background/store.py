@@ -232,9 +232,9 @@ class BackgroundStore:
 
     def _check_room(self) -> None:
         """Raise ApiError if as many jobs run as are allowed."""
-        most = self._service.options.max_results
-        if len(self._jobs) - len(self._ended) >= most:
-            raise too_many(most)
+        limit = self._service.options.max_results
+        if len(self._jobs) - len(self._ended) >= limit:
+            raise too_many(limit)
 
     def _make_room(self) -> None:
         """Drop the jobs over the limit, those that ended first."""

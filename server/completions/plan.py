@@ -105,9 +105,9 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
         service.check_model(body.model)
     n, info = body.n or 1, service.engine.info
     # A request that the queue can never hold must not be told to try again.
-    most = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
-    if n * num_prompts > most:
-        message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
+    max_choices = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
+    if n * num_prompts > max_choices:
+        message = f"n times the number of prompts may be at most {max_choices}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
     if body.priority and not service.options.priority_scheduling:
         message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
@@ -125,11 +125,11 @@ def check_size(
     n, options, limit = body.n or 1, service.options, service.engine.info.max_model_len
     if max(map(len, prompts)) + params.max_tokens > limit:
         return  # Request.check refuses it with a better message
-    most = max(options.max_tokens_held, limit)
+    max_tokens_held = max(options.max_tokens_held, limit)
     num_tokens = n * len(prompts) * params.max_tokens
-    if num_tokens > most:
+    if num_tokens > max_tokens_held:
         times = f"{n} times {len(prompts)} times {params.max_tokens}"
-        message = f"n times the number of prompts times max_tokens may be at most {most}, got {times}"
+        message = f"n times the number of prompts times max_tokens may be at most {max_tokens_held}, got {times}"
         raise InvalidRequestError(message, param="max_tokens")
     num_prompt_tokens = n * sum(map(len, prompts))
     of_answer = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
@@ -146,10 +146,10 @@ def check_size(
 def check_length(text: str, service: Service) -> None:
     """Raise InvalidRequestError for a text that is too long for the context, before it is tokenized."""
     limit = service.engine.info.max_model_len
-    num_bytes, most = len(text.encode()), limit * service.tokenizer.max_token_bytes
-    if num_bytes > most:
+    num_bytes, max_bytes = len(text.encode()), limit * service.tokenizer.max_token_bytes
+    if num_bytes > max_bytes:
         raise InvalidRequestError(
-            f"prompt has {num_bytes} bytes; no more than {most} can fit this model's context of {limit} tokens",
+            f"prompt has {num_bytes} bytes; no more than {max_bytes} can fit this model's context of {limit} tokens",
             param="prompt",
             code="context_length_exceeded",
         )

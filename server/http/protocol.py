@@ -221,5 +221,5 @@ def raw_response(error: ApiError) -> bytes:
     return (status + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode() + body
 
 
-def _head_too_large(most: str) -> ApiError:
-    return ApiError(431, f"the head of a request may have at most {most}", code="head_too_large")
+def _head_too_large(limit: str) -> ApiError:
+    return ApiError(431, f"the head of a request may have at most {limit}", code="head_too_large")
