@@ -99,18 +99,11 @@ def _build_parser() -> CommandParser:
     complete.add_argument("text", type=_text, metavar="TEXT", help="text to complete; - reads it from stdin")
     complete.add_argument("--url", type=_text, help=f"URL of the server (default: {DEFAULT_URL})")
     complete.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")
-    complete.add_argument(
-        "--local", nargs="?", const="", metavar="MODEL", help="load this model here instead of asking a server"
-    )
-    complete.add_argument(
-        "--max-tokens", type=int, default=200, help="maximum tokens to generate (default: %(default)s)"
-    )
+    complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
+    complete.add_argument("--max-tokens", type=int, default=200, help="tokens to generate (default: %(default)s)")
     complete.add_argument("--temperature", type=_number, default=1.0, help="0 is greedy (default: %(default)s)")
     complete.add_argument(
-        "--top-p",
-        type=_number,
-        default=1.0,
-        help="sample from the likeliest tokens of this total probability (default: %(default)s)",
+        "--top-p", type=_number, default=1.0, help="nucleus sampling; 1 is off (default: %(default)s)"
     )
     complete.add_argument("--seed", type=int, help="seed; the same seed repeats a completion")
     complete.add_argument("--stop", type=_text, action="append", default=[], help="text at which to stop; repeatable")
@@ -120,9 +113,7 @@ def _build_parser() -> CommandParser:
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
     inspect.add_argument("--memory", type=_size, help="memory to fit it into, such as 8GiB (default: the free memory)")
-    inspect.add_argument(
-        "--block-size", type=_count, default=16, help="number of tokens in a block (default: %(default)s)"
-    )
+    inspect.add_argument("--block-size", type=_count, default=16, help="tokens in a block (default: %(default)s)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(parser=inspect, run=_inspect)
 
