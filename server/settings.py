@@ -50,6 +50,20 @@ _ENGINE_HELP = {
     "speculative_ngram": "draft tokens by looking up the last N tokens in the text so far, N from 2 to 8; 0 is off",
     "num_threads": "maximum CPU threads of the engine (default: one a usable core); it uses fewer for small steps",
 }
+# Field, check, and rule in words. NaN fails every check.
+_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("port", lambda port: 0 <= port <= 65535, "in [0, 65535]"),
+    ("max_body_bytes", lambda number: number >= 1, "at least 1"),
+    ("max_connections", lambda number: number >= 1, "at least 1"),
+    ("max_engine_restarts", lambda number: number >= 0, "at least 0"),
+    ("max_results", lambda number: number >= 1, "at least 1"),
+    ("write_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("engine_stall_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("engine_load_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("sse_keep_alive_interval_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("shutdown_timeout_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
+    ("result_ttl_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
+)
 
 
 class SettingsError(Exception):
@@ -118,28 +132,10 @@ class ServerSettings:
     config: Annotated[Path | None, "TOML file to read settings from"] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise SettingsError(f"port must be in [0, 65535], got {self.port}")
-        if self.max_body_bytes < 1:
-            raise SettingsError(f"max-body-bytes must be at least 1, got {self.max_body_bytes}")
-        if self.max_connections < 1:
-            raise SettingsError(f"max-connections must be at least 1, got {self.max_connections}")
-        if not (math.isfinite(self.write_timeout_s) and self.write_timeout_s > 0):
-            raise SettingsError(f"write-timeout must be over 0 seconds, got {self.write_timeout_s}")
-        if not (math.isfinite(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0):
-            raise SettingsError(f"shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
-        if self.max_engine_restarts < 0:
-            raise SettingsError(f"max-engine-restarts must be at least 0, got {self.max_engine_restarts}")
-        if not (math.isfinite(self.engine_stall_timeout_s) and self.engine_stall_timeout_s > 0):
-            raise SettingsError(f"engine-stall-timeout must be over 0 seconds, got {self.engine_stall_timeout_s}")
-        if not (math.isfinite(self.engine_load_timeout_s) and self.engine_load_timeout_s > 0):
-            raise SettingsError(f"engine-load-timeout must be over 0 seconds, got {self.engine_load_timeout_s}")
-        if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
-            raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
-        if not (math.isfinite(self.result_ttl_s) and self.result_ttl_s >= 0):
-            raise SettingsError(f"result-ttl must be at least 0 seconds, got {self.result_ttl_s}")
-        if self.max_results < 1:
-            raise SettingsError(f"max-results must be at least 1, got {self.max_results}")
+        for name, holds, rule in _RULES:
+            value = getattr(self, name)
+            if not holds(value):
+                raise SettingsError(f"{_option_name(name)} must be {rule}, got {value}")
         self._check_keys()
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
@@ -330,18 +326,23 @@ def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[obj
 
 
 def _options_of(cls: type, notes: Mapping[str, str], *, of_engine: bool = False) -> list[Option]:
-    """Return an option for each field of `cls` with a default. Its name is the field's, without the suffix _s."""
+    """Return an option for each field of `cls` with a default."""
     hints = get_type_hints(cls, include_extras=True)
     options = []
     for f in fields(cls):
         if f.default is MISSING:
             continue
-        name = f.name.removesuffix("_s").replace("_", "-")
+        name = _option_name(f.name)
         if isinstance(f.default, tuple):
             name = name.removesuffix("s")
         rule, convert, choices = _format_of(f.name, hints[f.name])
         options.append(Option(name, f.name, of_engine, f.default, notes[f.name], not f.repr, rule, convert, choices))
     return options
+
+
+def _option_name(field_name: str) -> str:
+    """Return the option's name: the field's without the unit of seconds, with dashes."""
+    return field_name.removesuffix("_s").replace("_", "-")
 
 
 def _format_of(name: str, hint: Any) -> tuple[str, Callable[[str], object], tuple[str, ...]]:
