@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,9 +16,8 @@ from gptserve.server.api.openapi import error_responses
 from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.response import BackgroundResponse
-from gptserve.server.background.store import BackgroundStore
+from gptserve.server.background.store import BackgroundStore, MakePlan
 from gptserve.server.completions.answer import json_response
-from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ApiError, show
 from gptserve.server.http.envelope import log_fields
@@ -100,7 +98,7 @@ async def answer_in_background(
     store: BackgroundStore,
     background: BackgroundRequest,
     body: GenerationRequest,
-    make_plan: Callable[[], Awaitable[CompletionPlan]],
+    make_plan: MakePlan,
 ) -> Response:
     """Begin a background completion, or find the one that has its key, and answer as `body` asks."""
     after = _last_event_seen(request)

@@ -33,6 +33,8 @@ from gptserve.server.errors import ApiError, unavailable
 
 NO_LIMIT = -1
 
+MakePlan = Callable[[], Awaitable[CompletionPlan]]
+
 logger = logging.getLogger(__name__)
 
 
@@ -77,9 +79,7 @@ class BackgroundStore:
         """Return a new reader; the caller closes it."""
         return Reader(job, self._journal)
 
-    async def begin_or_find(
-        self, request: BackgroundRequest, make_plan: Callable[[], Awaitable[CompletionPlan]]
-    ) -> BackgroundJob:
+    async def begin_or_find(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Begin a job, or return the one that has the key already.
 
         Raises ApiError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
@@ -162,9 +162,7 @@ class BackgroundStore:
         if self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    async def _begin(
-        self, request: BackgroundRequest, make_plan: Callable[[], Awaitable[CompletionPlan]]
-    ) -> BackgroundJob:
+    async def _begin(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Plan, submit and journal a new job, and run it."""
         plan = await make_plan()
         with self._service.counting_rejections():
