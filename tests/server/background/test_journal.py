@@ -133,7 +133,7 @@ def test_a_folder_keeps_it_and_memory_does_not(tmp_path: Path) -> None:
     file = write_one(folder)
     assert (file.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
 
-    async def kept(journal: Journal) -> None:
+    async def stored(journal: Journal) -> None:
         assert journal.is_durable
         assert await journal.batches("cmpl-1", 0, 10) == [OUTPUTS, OUTPUTS]
 
@@ -141,7 +141,7 @@ def test_a_folder_keeps_it_and_memory_does_not(tmp_path: Path) -> None:
         assert not journal.is_durable
         assert await journal.load() == []
 
-    use(folder, kept)
+    use(folder, stored)
     use(None, lost)
 
 
@@ -375,8 +375,8 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path) -> None:
     async def run() -> None:
         await test(Journal(tmp_path))
 
-    async def kept(journal: Journal) -> None:
+    async def stored(journal: Journal) -> None:
         assert await journal.batches("cmpl-1", 0, 9) == [OUTPUTS]
 
     asyncio.run(asyncio.wait_for(run(), 20))
-    use(tmp_path, kept)
+    use(tmp_path, stored)
