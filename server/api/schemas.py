@@ -276,9 +276,11 @@ class _CompletionHead(_ResponseModel):
     id: str
     created: int
     model: str
-    system_fingerprint: str = Field(description="changes with whatever changes the numbers that are computed")
+    system_fingerprint: str = Field(
+        description="changes when the model or anything else that affects the numbers changes"
+    )
     batch_invariant: bool = Field(
-        description="whether the same request and seed give the same answer whatever is computed beside it"
+        description="whether the same request and seed give the same answer, independent of the rest of the batch"
     )
     seed: int
 

@@ -99,7 +99,7 @@ def render(report: ModelReport) -> str:
         "",
         f"bytes a token = 2 (key, value) x {report.num_layers} layers x {report.num_kv_heads} KV heads x "
         f"{report.head_size} head size x bytes a number",
-        f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, activations left out",
+        f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, without activations",
     ]
     return "\n".join(lines)
 

@@ -133,9 +133,7 @@ class Connection:
                     message = await self._receive()
             except TimeoutError:
                 if self._is_writing:
-                    self._last_write = (
-                        self._clock()
-                    )  # the client has enough to read, and a comment would wait behind it
+                    self._last_write = self._clock()  # the client has enough to read; a comment would wait
                 elif self._clock() - self._last_write >= (self._keep_alive_s or 0):
                     await self.write(KEEP_ALIVE)
                 continue

@@ -61,7 +61,7 @@ class Connections:
         """Make room for one more connection and return whether there is room; count and log closed and refused ones."""
         if len(self._busy) >= self.limit:
             self.num_refused += 1
-            self._refusals.log(f"refusing connections: all {self.limit} that may be open have a request under way")
+            self._refusals.log(f"refusing connections: all {self.limit} that may be open are busy")
             return False
         most_idle = max(1, self.limit // 2)
         while self._idle and (len(self._idle) >= most_idle or len(self) >= self.limit):

@@ -36,9 +36,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     max_head_bytes = 64 * 1024  # eight times nginx's default; a request here needs a few hundred bytes
     max_head_fields = 128  # Apache allows 100; each needs some hundred bytes more than its text
     max_body_parts = 8 * 1024  # chunks, or pieces of one that a slice cuts; each costs a microsecond at any size
-    max_unread_bytes = (
-        256 * 1024
-    )  # bytes of a body after its answer, as in Go's net/http; then the connection is closed
+    max_unread_bytes = 256 * 1024  # of a body after its answer, as in Go's net/http; then the connection is closed
     max_pipelined = 32  # requests that wait for the one before; few clients send even one
     wait_limit_s = 30.0
 
@@ -64,9 +62,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the oldest of the pipeline; `cycle` is the newest
         self._error: ApiError | None = None  # the reason why a callback stopped the parser
         self._wait: asyncio.TimerHandle | None = None
-        self._unwritten: tuple[float, int] | None = (
-            None  # the time and the number of bytes in the write buffer when the client last made progress
-        )
+        # The time and the size of the write buffer when the client last made progress.
+        self._unwritten: tuple[float, int] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -23,7 +23,7 @@ _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 
 
 class TextFormatter(logging.Formatter):
-    """2026-01-31 12:00:00.000 INFO    server.envelope: request-1: what happened; other extra fields are left out."""
+    """2026-01-31 12:00:00.000 INFO    gptserve.server.serve: request-1: the message; without other extra fields."""
 
     default_msec_format = "%s.%03d"
 

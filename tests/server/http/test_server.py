@@ -65,7 +65,7 @@ def test_when_all_connections_are_busy_a_new_one_gets_a_503(
     }
     assert int(responses[0].headers["retry-after"]) >= 1
     assert [record.getMessage() for record in caplog.records if "refusing" in record.getMessage()] == [
-        "refusing connections: all 3 that may be open have a request under way"
+        "refusing connections: all 3 that may be open are busy"
     ]
 
 
