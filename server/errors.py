@@ -22,9 +22,8 @@ from gptserve.weights.errors import ChatTemplateError, TokenizerError
 UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route elsewhere, or for a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
 MAX_MESSAGE = 400  # characters; do not send a value of megabytes back
-UNIONS = frozenset(
-    {"prompt", "stop", "content"}
-)  # after these fields of schemas.py pydantic names the member of the union
+# After these fields of schemas.py pydantic's location names the member of the union.
+UNIONS = frozenset({"prompt", "stop", "content"})
 
 _ROUTING_ERRORS = {404: ("not_found", "there is no route"), 405: ("method_not_allowed", "this route does not take")}
 
