@@ -42,14 +42,12 @@ class BackgroundResponse(Response):
         """Answer. Raises ApiError only before anything is sent."""
         log_fields(scope)["completion_id"] = self._job.completion_id
         output = CompletionOutput(self._plan, self._service.tokenizer)
-        answer = AnswerSender(self._service, self._plan, output, output.apply)
         reader = self._store.reader(self._job)
+        answer = AnswerSender(self._service, self._plan, output, output.apply, reader, reader.close)
         try:
             if self._stream:
-                await answer.send_events(
-                    reader, reader.close, scope, receive, send, is_resumable=True, after=self._after
-                )
+                await answer.send_events(scope, receive, send, is_resumable=True, after=self._after)
             else:
-                await answer.send_whole(reader, reader.close, scope, receive, send)
+                await answer.send_whole(scope, receive, send)
         finally:
             reader.close()

@@ -44,13 +44,14 @@ class CompletionResponse(Response):
         """Answer. Raises ApiError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
-            answer = AnswerSender(self._service, self._plan, self._run.output, partial(self._run.apply, stream=stream))
+            apply = partial(self._run.apply, stream=stream)
+            answer = AnswerSender(self._service, self._plan, self._run.output, apply, stream, stream.abort)
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
-                        self._run.is_failed = not await answer.send_events(stream, stream.abort, scope, receive, send)
+                        self._run.is_failed = not await answer.send_events(scope, receive, send)
                     else:
-                        await answer.send_whole(stream, stream.abort, scope, receive, send)
+                        await answer.send_whole(scope, receive, send)
             except ClientDisconnect:
                 raise
             except Exception:
@@ -67,7 +68,10 @@ def json_response(answer: Mapping[str, object]) -> Response:
 
 
 class AnswerSender:
-    """Sends the answer to a plan. `apply` takes outputs, adds them to `output` and yields what each choice gained."""
+    """Sends the answer to a plan. `apply` adds the outputs of `source` to `output` and yields the choices' deltas.
+
+    Calls `on_gone` when the client hangs up.
+    """
 
     def __init__(
         self,
@@ -75,19 +79,21 @@ class AnswerSender:
         plan: CompletionPlan,
         output: CompletionOutput,
         apply: Callable[[Iterable[TokenOutput]], Iterator[tuple[int, Delta]]],
+        source: OutputStream,
+        on_gone: Callable[[], None],
     ) -> None:
         self._service = service
         self._plan = plan
         self._output = output
         self._apply = apply
+        self._source = source
+        self._on_gone = on_gone
 
-    async def send_whole(
-        self, source: OutputStream, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the completion in one piece."""
         collected: list[list[Delta]] = [[] for _ in self._plan.requests]
-        async with sse.Connection(receive, send, on_gone) as connection:
-            async for outputs in source:
+        async with sse.Connection(receive, send, self._on_gone) as connection:
+            async for outputs in self._source:
                 async for index, delta in self._added(outputs):
                     collected[index].append(delta)
         if connection.is_gone:
@@ -113,15 +119,7 @@ class AnswerSender:
         return render(*arguments)
 
     async def send_events(
-        self,
-        source: OutputStream,
-        on_gone: Callable[[], None],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        is_resumable: bool = False,
-        after: int = 0,
+        self, scope: Scope, receive: Receive, send: Send, *, is_resumable: bool = False, after: int = 0
     ) -> bool:
         """Send the completion as events; an error becomes the last event. Return whether there was no error."""
         options = self._plan.body.stream_options or StreamOptions()
@@ -133,9 +131,9 @@ class AnswerSender:
         is_well = True
         await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
         keep_alive_s = self._service.options.keep_alive_s
-        async with sse.Connection(receive, send, on_gone, keep_alive_s=keep_alive_s) as connection:
+        async with sse.Connection(receive, send, self._on_gone, keep_alive_s=keep_alive_s) as connection:
             try:
-                async for outputs in source:
+                async for outputs in self._source:
                     events: list[str] = []
                     try:
                         async for index, delta in self._added(outputs):
