@@ -1,6 +1,6 @@
 """The ASGI application: routes, middlewares and the one handler of errors, joined around an engine.
 
-It neither starts nor stops the engine and reads no configuration; `serve.py` does, and tests do.
+It does not start or stop the engine and reads no configuration; `serve.py` and tests do.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gptserve.engine.process.client import EngineClient
-from gptserve.server.api.background import results_router
+from gptserve.server.api.background import background_router
 from gptserve.server.api.chat import chat_router
 from gptserve.server.api.completions import completions_router
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.background.journal import Journal
-from gptserve.server.background.kept import Restore
-from gptserve.server.background.store import CompletionStore
+from gptserve.server.background.resume import Restore
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.chat import restore_chat
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.plan import restore_completion
@@ -40,9 +40,9 @@ from gptserve.server.operations.metrics import Metrics
 def create_app(
     engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, journal: Journal | None = None
 ) -> FastAPI:
-    """Return the application; the engine may be started later. `app.state` has the lifecycle, the store, the metrics.
+    """Return the application; the engine may start later. `app.state` has the lifecycle, the store and the metrics.
 
-    Without a journal what is kept is kept in memory. Raises KeyFileError.
+    Without a journal background completions live in memory. Raises KeyFileError.
     """
     metrics = Metrics(engine, options.model_name)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics)
@@ -50,8 +50,8 @@ def create_app(
         TEXT_SHAPE.object: restore_completion,
         CHAT_SHAPE.object: partial(restore_chat, tokenizer=tokenizer, marks=find_marks(tokenizer)),
     }
-    store = CompletionStore(service, journal or Journal(None), restore)
-    metrics.watch_kept(store.counts)
+    store = BackgroundStore(service, journal or Journal(None), restore)
+    metrics.watch_background(store.counts)
     keys = ApiKeys(options.api_keys, options.api_key_file)
     open_paths = PROBE_PATHS if options.protect_operations else PROBE_PATHS | OPERATION_PATHS
     app = FastAPI(
@@ -66,7 +66,7 @@ def create_app(
     app.state.lifecycle = service.lifecycle
     app.state.store = store
     app.state.metrics = metrics
-    for make_router in (completions_router, chat_router, results_router):
+    for make_router in (completions_router, chat_router, background_router):
         app.include_router(make_router(service, store))
     for make_plain_router in (models_router, operations_router):
         app.include_router(make_plain_router(service))
@@ -74,7 +74,7 @@ def create_app(
 
 
 async def _answer_routing_error(request: Request, error: Exception) -> Response:
-    """Give Starlette's own errors, no such route and no such method, the envelope of all others."""
+    """Put Starlette's own errors, no such route or method, into the envelope of all others."""
     assert isinstance(error, HTTPException)
     return error_response(report(routing_error(error, request.method, request.url.path), request.scope))
 

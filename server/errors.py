@@ -1,7 +1,7 @@
-"""Every error a client can get, in OpenAI's envelope: {"error": {message, type, param, code}}.
+"""Every error that a client can get, in OpenAI's envelope: {"error": {message, type, param, code}}.
 
-`to_api_error` is the one place where an exception becomes a status and a code; `error_response` and `sse.py` only
-render what it returns. Knows nothing of routes.
+`to_api_error` is the one table from exceptions to status and code; `error_response` and `sse.py` render the result.
+Knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from gptserve.engine.errors import EngineDiedError, InvalidRequestError, QueueFu
 from gptserve.server.background.journal import JournalError
 from gptserve.weights.errors import ChatTemplateError, TokenizerError
 
-UNAVAILABLE_RETRY_AFTER_S = 5  # about what an orchestrator needs to route elsewhere or a small model to load
-INTERNAL_ERROR = "internal_error"  # the code of an error nobody expected
-MAX_MESSAGE = 400  # characters; a value of megabytes is not sent back
-UNIONS = frozenset(
-    {"prompt", "stop", "content"}
-)  # after these fields of schemas.py pydantic names the member of the union
+UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route elsewhere, or for a small model to load
+INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
+MAX_MESSAGE = 400  # characters; do not send a value of megabytes back
+# After these fields of schemas.py pydantic's location names the member of the union.
+UNIONS = frozenset({"prompt", "stop", "content"})
 
 _ROUTING_ERRORS = {404: ("not_found", "there is no route"), 405: ("method_not_allowed", "this route does not take")}
 
-# What pydantic says in Python's words.
+# Replaces those of pydantic's messages that use Python's words.
 _JSON_RULES = {
     "list_type": "input should be an array",
     "dict_type": "input should be an object",
@@ -53,23 +52,23 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's coarse class of this error."""
+        """OpenAI's coarse class of the error."""
         if self.status >= 500:
             return "server_error"
         return "rate_limit_error" if self.status == 429 else "invalid_request_error"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ApiError:
-        """Return the error that `fields` is of."""
+        """Return the error with these `fields`."""
         return cls(**fields)
 
     def fields(self) -> dict[str, Any]:
-        """Return all there is to it, as JSON can say it."""
+        """Return all its fields, as JSON types."""
         names = ("status", "message", "code", "param", "headers")
         return {name: getattr(self, name) for name in names}
 
     def fresh(self) -> ApiError:
-        """Return the same error as never raised: each time that it is, its traceback grows and holds more."""
+        """Return a copy without a traceback; raising one instance again would keep every reader's frames alive."""
         return ApiError(**self.fields())
 
     def body(self) -> dict[str, dict[str, str | None]]:
@@ -78,17 +77,17 @@ class ApiError(Exception):
 
 
 def unavailable(message: str, *, code: str) -> ApiError:
-    """Return a 503 that says when to try again."""
+    """Return a 503 with a Retry-After."""
     return ApiError(503, message, code=code, headers={"retry-after": str(UNAVAILABLE_RETRY_AFTER_S)})
 
 
 def shutting_down() -> ApiError:
-    """Return what a client is told that asks, or is cut off, while the server shuts down."""
+    """Return the error for requests that a shutdown refuses or cuts off."""
     return unavailable("the server is shutting down", code="draining")
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return what a client is told about `error`; one that nobody expected is a 500."""
+    """Return the API's error for an exception; an unexpected one is a 500."""
     match error:
         case ApiError():
             return error
@@ -112,7 +111,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def routing_error(error: HTTPException, method: str, path: str) -> ApiError:
-    """Return what a client is told when no route takes its request."""
+    """Return the error for a request that no route takes."""
     code, rule = _ROUTING_ERRORS[error.status_code]
     return ApiError(error.status_code, f"{rule} {method} {path}", code=code, headers=dict(error.headers or {}))
 
@@ -123,7 +122,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def show(value: object) -> str:
-    """Return a value a user gave, as JSON would nearly write it, shortened."""
+    """Return a user's value, shortened and almost as JSON."""
     return _Shown().repr(value)
 
 
@@ -140,7 +139,7 @@ class _Shown(reprlib.Repr):
 
 
 def _invalid_body(error: ValidationError) -> ApiError:
-    """Tell the first thing wrong with a request body."""
+    """Return the error for the first fault in a request body."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first["input"]
     rule = _JSON_RULES.get(kind) or first["msg"][0].lower() + first["msg"][1:]

@@ -1,7 +1,7 @@
 """The life of a serving process: bind, load, serve, drain, end.
 
-It joins the engine's client, the app and uvicorn, and decides when the process ends and with which status. It knows
-nothing of routes or of the engine's work. `cli` calls `serve`; the web framework is imported while the engine loads.
+Joins the engine's client, the app and uvicorn, and decides when the process ends and with which status. Knows nothing
+of routes or of the engine's work. `cli` calls `serve`; the web framework is imported while the engine loads.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from gptserve.server.http.server import HttpServer  # it imports the web framework
 
 EXIT_OK = 0
-EXIT_FAILED = 1  # not 0, or whoever is to restart us would not
-LAST_EVENTS_LIMIT_S = 5  # for clients to take what is left for them once nothing more is computed
-HUNG_UP_LIMIT_S = 5  # for what runs on although its client is gone, as it waits for the journal
-CLOSING_LIMIT_S = 20  # for all of the closing: the two above, the engine's 5 s and the journal's last writes
-HURRIED_LIMIT_S = 5  # for the same after a second signal: only a disk or a thread that hangs takes longer
+EXIT_FAILED = 1  # not 0, so that an orchestrator restarts the server
+LAST_EVENTS_LIMIT_S = 5  # for clients to read the last events after the engine has closed
+HUNG_UP_LIMIT_S = 5  # for requests that wait for the journal although their client has gone
+CLOSING_LIMIT_S = 20  # for all that follows draining: the two above, the engine's 5 s, the journal's last writes
+HURRIED_LIMIT_S = 5  # the same after a second signal; only a hung disk or thread takes longer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def serve(settings: ServerSettings) -> int:
 
     Raises StartError, WeightsError or EngineError when the server cannot start.
     """
-    # The first process of a container ignores SIGTERM unless it handles it; so a download can be ended, too.
+    # The first process of a container ignores SIGTERM unless it has a handler. This one also ends a download.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _bind(settings.host, settings.port) as listener:
         folder = resolve_model(settings.model, settings.revision)
@@ -67,14 +67,14 @@ def serve(settings: ServerSettings) -> int:
                 status = EXIT_FAILED
             if process.hangs:
                 sys.stderr.flush()
-                os._exit(status)  # any other way waits for the threads that hang
+                os._exit(status)  # any other exit waits for the hung threads
             return status
 
 
 class ServingProcess:
-    """One server from its loading to its end. The first SIGINT or SIGTERM drains it, the second ends it at once.
+    """One server from loading to its end. The first SIGINT or SIGTERM drains it, the second ends it at once.
 
-    `hangs` tells, once `run` has ended, whether threads were left behind that did not end in time: a disk may hang.
+    After `run`, `hangs` says whether a thread did not end in time, such as one that waits for a hung disk.
     """
 
     def __init__(self, settings: ServerSettings, folder: Path, listener: socket.socket) -> None:
@@ -98,7 +98,7 @@ class ServingProcess:
             )
 
     async def run(self) -> int:
-        """Load, then serve; return the exit status. Whatever happens, no engine is left behind."""
+        """Load, then serve; return the exit status. In every case the engine ends, too."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._receive_signal)
@@ -118,7 +118,7 @@ class ServingProcess:
 
     async def _load(self) -> HttpServer:
         try:
-            await self._journal.open()  # before the model is loaded for nothing
+            await self._journal.open()  # fails before the model is loaded
             server, _ = await asyncio.gather(asyncio.to_thread(self._build_server), self._engine.start())
             await server.store.start()
         except JournalError as error:
@@ -132,11 +132,11 @@ class ServingProcess:
         self._told_to_stop.set()
 
     def _limit_closing(self, limit_s: float) -> None:
-        """Let `_finish` wait no longer than for limit_s from now; an earlier limit stays."""
+        """Let `_finish` wait for at most limit_s from now, or until an earlier limit."""
         asyncio.get_running_loop().call_later(limit_s, self._out_of_time.set)
 
     async def _finish(self, closing: Awaitable[object], name: str) -> None:
-        """Wait for a part of the closing up to the time limit."""
+        """Wait for one step of the shutdown up to the time limit."""
         task = asyncio.ensure_future(closing)
         await _first(task, self._out_of_time.wait())
         if task.done():
@@ -146,7 +146,7 @@ class ServingProcess:
             self.hangs = True
 
     def _build_server(self) -> HttpServer:
-        """Import the web framework and open the tokenizer, in a thread: it takes as long as loading a small model."""
+        """Import the web framework and open the tokenizer, in a thread: this takes as long as to load a small model."""
         from gptserve.server.app import AppOptions, create_app
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.server import HttpServer
@@ -192,23 +192,23 @@ class ServingProcess:
         if not self._engine.is_alive:
             status = EXIT_FAILED
             logger.critical("ending: %s", await self._engine.wait_until_dead())
-        await self._finish(self._engine.close(), "the engine")  # what still streams ends with an error event
+        await self._finish(self._engine.close(), "the engine")  # running streams end with an error event
         server.should_exit = True
         await _first(serving, self._told_twice.wait(), asyncio.sleep(LAST_EVENTS_LIMIT_S))
         if not serving.done():
             why = "told to stop again" if self._told_twice.is_set() else f"{LAST_EVENTS_LIMIT_S} s have passed"
             server.hang_up(why)
         await self._finish(serving, "requests that wait for the journal")
-        await self._finish(server.store.settle(), "kept completions")
+        await self._finish(server.store.settle(), "background completions")
         return status
 
     async def _drain(self, server: HttpServer) -> None:
-        """Refuse what is new, leave to the next start what is journaled, wait for the rest up to the time limit."""
+        """Refuse new requests, suspend durable background jobs, wait for other requests up to the time limit."""
         lifecycle, limit_s = server.lifecycle, self._settings.shutdown_timeout_s
         lifecycle.drain()
         waiting = f"; waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
         logger.info("shutting down%s (Ctrl-C again to quit)", waiting)
-        suspending = asyncio.create_task(server.store.suspend())  # begins before any time limit is up
+        suspending = asyncio.create_task(server.store.suspend())  # begins even with a time limit of 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 idle = asyncio.gather(suspending, lifecycle.wait_idle())
@@ -218,7 +218,7 @@ class ServingProcess:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Take the address, so that a taken one is known before the model is loaded; whoever connects is refused yet."""
+    """Bind the address, so that a conflict is known before the model is loaded. Clients cannot connect yet."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -238,7 +238,7 @@ def _requests(number: int) -> str:
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:
-    """Return when one of these is done; of the others, cancel the coroutines and leave the futures be."""
+    """Return when one of these is done. Cancel the other coroutines, but not the other futures."""
     futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,9 @@
-"""Everything `gptserve serve` can be told, from the command line, the environment and a file.
+"""The settings of `gptserve serve`, from the command line, the environment and a file.
 
 The fields of ServerSettings and EngineConfig are the one table of options: each is a flag (--max-num-seqs), a variable
-(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Whatever is unknown
-is an error, except the variables that Kubernetes makes for a Service. The only file that knows variables; it imports
-neither torch nor the web framework. `cli` calls it.
+(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Unknown names are
+errors, except the variables that Kubernetes makes for a Service. Only this file reads variables; it imports neither
+torch nor the web framework. `cli` calls it.
 """
 
 from __future__ import annotations
@@ -34,34 +34,48 @@ _INJECTED = re.compile(
     r"GPTSERVE_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _ENGINE_HELP = {
-    "device": "where to compute",
-    "dtype": "of weights, activations and KV cache",
-    "attention_backend": "which attention kernel to use",
-    "block_size": "tokens in a block of the KV cache",
-    "num_blocks": "blocks of the KV cache, instead of two full contexts a sequence or as many as fit",
-    "kv_cache_bytes": "size of the KV cache, such as 2GiB, instead of two full contexts a sequence or what fits",
-    "gpu_memory_utilization": "share of the GPU's memory to use, weights included",
-    "max_model_len": "longest sequence in tokens, prompt and completion, instead of the model's own or what fits",
-    "max_num_seqs": "sequences computed at once",
-    "max_num_batched_tokens": "tokens computed in one step",
-    "max_num_queued_reqs": "requests that may wait; more get status 429",
-    "max_queue_time_s": "seconds a request may wait to be started; then it ends with status 503",
-    "enable_prefix_caching": "keep the KV cache of prompts for prompts that begin alike",
-    "speculative_ngram": "guess what follows by looking up as many of the last tokens, 2 to 8, and verify it; 0 is off",
-    "num_threads": "most CPU threads of the engine, instead of one a usable core; small steps and busy cores get fewer",
+    "device": "device to compute on",
+    "dtype": "data type of weights, activations and KV cache",
+    "attention_backend": "attention kernel to use",
+    "block_size": "number of tokens in a block of the KV cache",
+    "num_blocks": "number of blocks in the KV cache (default: two full contexts a sequence, or as many as fit)",
+    "kv_cache_bytes": "size of the KV cache, such as 2GiB (default: two full contexts a sequence, or what fits)",
+    "gpu_memory_utilization": "share of the GPU's memory to use, including the weights",
+    "max_model_len": "maximum tokens of a sequence, prompt and completion (default: the model's own, or what fits)",
+    "max_num_seqs": "maximum sequences to compute at once",
+    "max_num_batched_tokens": "maximum tokens to compute in one step",
+    "max_num_queued_reqs": "maximum requests to queue; more get status 429",
+    "max_queue_time_s": "maximum seconds for a request to wait in the queue; then it gets status 503",
+    "enable_prefix_caching": "reuse the KV cache of prompts that begin with the same tokens",
+    "speculative_ngram": "draft tokens by looking up the last N tokens in the text so far, N from 2 to 8; 0 is off",
+    "num_threads": "maximum CPU threads of the engine (default: one a usable core); it uses fewer for small steps",
 }
+# Field, check, and rule in words. NaN fails every check.
+_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("port", lambda port: 0 <= port <= 65535, "in [0, 65535]"),
+    ("max_body_bytes", lambda number: number >= 1, "at least 1"),
+    ("max_connections", lambda number: number >= 1, "at least 1"),
+    ("max_engine_restarts", lambda number: number >= 0, "at least 0"),
+    ("max_results", lambda number: number >= 1, "at least 1"),
+    ("write_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("engine_stall_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("engine_load_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("sse_keep_alive_interval_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("shutdown_timeout_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
+    ("result_ttl_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
+)
 
 
 class SettingsError(Exception):
-    """A setting is unknown or its value breaks a rule; the message says which, where it stands and what was given."""
+    """A setting is unknown or its value breaks a rule; the message names the setting, its source and the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The effective configuration. engine.model_dir is the model as named; `serve.py` puts the folder in its place.
+    """The effective configuration. engine.model_dir is the model's name; `serve.py` replaces it by the folder.
 
-    A field with a default is an option and its annotation the help text; one kept out of repr is a secret; a tuple is
-    a flag in the singular that may be repeated. `sources` says where each value that is no default came from, by
+    Every field with a default is an option, and its annotation is the help text. repr=False marks a secret. A tuple is
+    a repeatable flag, named in the singular. `sources` gives the source of each value that is not the default, by
     option name.
     """
 
@@ -72,72 +86,56 @@ class ServerSettings:
     revision: Annotated[str | None, "branch, tag or commit of a hub model"] = None
     chat_template: Annotated[
         str | None,
-        "Jinja file to use for chats instead of the model's own template, or 'plain': lines of \"User: ...\" and "
-        '"Assistant: ..." for a model that has none',
+        "Jinja file to use instead of the model's own chat template, or 'plain' for lines of \"User: ...\" and "
+        '"Assistant: ..."',
     ] = None
-    served_model_name: Annotated[str | None, "name of the model in the API, instead of its own"] = None
-    host: Annotated[str, "address to listen on; 0.0.0.0 is every one"] = "127.0.0.1"
+    served_model_name: Annotated[str | None, "name of the model in the API (default: its own)"] = None
+    host: Annotated[str, "address to listen on; 0.0.0.0 is all addresses"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
     api_keys: Annotated[
         tuple[str, ...],
-        "key that requests must bear; may be repeated. Other users of this machine can read a command line: prefer the "
-        "variable or api-key-file",
+        "API key to require; repeatable. Other users of this machine can read the command line: prefer the variable "
+        "or api-key-file",
     ] = field(default=(), repr=False)
     api_key_file: Annotated[
         Path | None,
-        "file of keys that requests must bear, one 'NAME: KEY' a line; # begins a comment; read again when it changes",
+        "file of API keys to require, one 'NAME: KEY' a line, # for comments; read again when it changes",
     ] = None
-    protect_operations: Annotated[bool, "ask for a key on /metrics, /version and /openapi.json as well"] = False
-    priority_scheduling: Annotated[bool, "let requests set their priority; otherwise only 0 is taken"] = False
-    ssl_keyfile: Annotated[Path | None, "private key for TLS, PEM"] = None
-    ssl_certfile: Annotated[Path | None, "certificate chain for TLS, PEM"] = None
-    max_body_bytes: Annotated[int, "largest request body; a larger one gets status 413"] = 2 * 2**20
-    # Three times what is computed or queued by default.
-    max_connections: Annotated[int, "connections open at once, half of them without a request; more get status 503"] = (
-        1024
+    protect_operations: Annotated[bool, "require a key for /metrics, /version and /openapi.json, too"] = False
+    priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
+    ssl_keyfile: Annotated[Path | None, "private key for TLS, in PEM"] = None
+    ssl_certfile: Annotated[Path | None, "certificate chain for TLS, in PEM"] = None
+    max_body_bytes: Annotated[int, "maximum size of a request body; a larger one gets status 413"] = 2 * 2**20
+    # Three times the requests that are computed or queued by default.
+    max_connections: Annotated[int, "maximum open connections, of which half may be idle; more get status 503"] = 1024
+    # A mobile client that changes cells is without a network for less time.
+    write_timeout_s: Annotated[float, "seconds after which to disconnect a client that does not read its answer"] = 30.0
+    sse_keep_alive_interval_s: Annotated[float, "seconds between comments on a silent stream"] = 15.0
+    shutdown_timeout_s: Annotated[float, "seconds to let running requests finish after SIGTERM"] = 30.0
+    state_dir: Annotated[Path | None, "folder to store background completions in, so that they survive a restart"] = (
+        None
     )
-    # Longer than a mobile client is without a network when it changes cells.
-    write_timeout_s: Annotated[
-        float, "seconds for which a client may stop reading its answer; then it is hung up on"
-    ] = 30.0
-    sse_keep_alive_interval_s: Annotated[float, "seconds of silence after which a stream gets a comment"] = 15.0
-    shutdown_timeout_s: Annotated[float, "seconds that running requests get to finish after SIGTERM"] = 30.0
-    state_dir: Annotated[Path | None, "folder for kept completions, which then outlive the server"] = None
-    result_ttl_s: Annotated[float, "seconds for which a kept completion can be had after its end"] = 3600.0
-    max_results: Annotated[int, "completions kept at once; the oldest that have ended make room"] = 1_000
-    max_engine_restarts: Annotated[int, "engines in a row that may die without a token before the server ends"] = 5
+    result_ttl_s: Annotated[float, "seconds to keep a background completion after its end"] = 3600.0
+    max_results: Annotated[int, "maximum background completions to keep; new ones replace those that ended first"] = (
+        1_000
+    )
+    max_engine_restarts: Annotated[int, "maximum engine deaths in a row without a token; then the server ends"] = 5
     # A step of 512 tokens takes a 7B model a minute on two cores.
-    engine_stall_timeout_s: Annotated[float, "seconds without a step after which a busy engine is replaced"] = 120.0
+    engine_stall_timeout_s: Annotated[float, "seconds without a step after which to replace a busy engine"] = 120.0
     # 140 GB, a 70B model in bf16, take 25 minutes at 100 MB/s.
-    engine_load_timeout_s: Annotated[float, "seconds an engine may take to load, at the start and at restarts"] = 1800.0
-    log_format: Annotated[LogFormat, "how an event is written, one a line"] = "text"
-    log_level: Annotated[LogLevel, "least severity to log"] = "info"
+    engine_load_timeout_s: Annotated[float, "maximum seconds for an engine to load, at the start and at restarts"] = (
+        1800.0
+    )
+    log_format: Annotated[LogFormat, "format of log lines"] = "text"
+    log_level: Annotated[LogLevel, "minimum severity to log"] = "info"
     in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
-    config: Annotated[Path | None, "TOML file with the other settings"] = None
+    config: Annotated[Path | None, "TOML file to read settings from"] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise SettingsError(f"port must be in [0, 65535], got {self.port}")
-        if self.max_body_bytes < 1:
-            raise SettingsError(f"max-body-bytes must be at least 1, got {self.max_body_bytes}")
-        if self.max_connections < 1:
-            raise SettingsError(f"max-connections must be at least 1, got {self.max_connections}")
-        if not (math.isfinite(self.write_timeout_s) and self.write_timeout_s > 0):
-            raise SettingsError(f"write-timeout must be over 0 seconds, got {self.write_timeout_s}")
-        if not (math.isfinite(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0):
-            raise SettingsError(f"shutdown-timeout must be at least 0 seconds, got {self.shutdown_timeout_s}")
-        if self.max_engine_restarts < 0:
-            raise SettingsError(f"max-engine-restarts must be at least 0, got {self.max_engine_restarts}")
-        if not (math.isfinite(self.engine_stall_timeout_s) and self.engine_stall_timeout_s > 0):
-            raise SettingsError(f"engine-stall-timeout must be over 0 seconds, got {self.engine_stall_timeout_s}")
-        if not (math.isfinite(self.engine_load_timeout_s) and self.engine_load_timeout_s > 0):
-            raise SettingsError(f"engine-load-timeout must be over 0 seconds, got {self.engine_load_timeout_s}")
-        if not (math.isfinite(self.sse_keep_alive_interval_s) and self.sse_keep_alive_interval_s > 0):
-            raise SettingsError(f"sse-keep-alive-interval must be over 0 seconds, got {self.sse_keep_alive_interval_s}")
-        if not (math.isfinite(self.result_ttl_s) and self.result_ttl_s >= 0):
-            raise SettingsError(f"result-ttl must be at least 0 seconds, got {self.result_ttl_s}")
-        if self.max_results < 1:
-            raise SettingsError(f"max-results must be at least 1, got {self.max_results}")
+        for name, holds, rule in _RULES:
+            value = getattr(self, name)
+            if not holds(value):
+                raise SettingsError(f"{_option_name(name)} must be {rule}, got {value}")
         self._check_keys()
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
@@ -160,19 +158,19 @@ class ServerSettings:
 
     @property
     def needs_key(self) -> bool:
-        """Whether requests must bear a key."""
+        """Whether requests need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can connect. A name other than localhost is not looked up and counts as no."""
+        """Whether only this machine can connect. Names other than localhost are not resolved, and count as remote."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
 
     def describe(self) -> str:
-        """Return every option with its value on one line, what was set first, secrets redacted."""
+        """Return all options with their values on one line, those that were set first; secrets are redacted."""
         shown = {option.name: option.show(self) for option in server_options()}
         chosen = ", ".join(f"{shown.pop(name)} ({source})" for name, source in self.sources.items())
         return "; ".join(filter(None, (chosen, "defaults: " + " ".join(shown.values()))))
@@ -180,10 +178,10 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One setting. `name` is its key in a file and, after two dashes, its flag; `field` is where its value goes.
+    """One setting. `name` is its key in a file and, after two dashes, its flag; `field` is the dataclass field.
 
-    `convert` makes the value of a text or raises ValueError; that of a tuple takes a list of texts as well. `rule` says
-    what it accepts.
+    `convert` parses a text or raises ValueError; for a tuple it also takes a list of texts. `rule` describes the texts
+    that it accepts.
     """
 
     name: str
@@ -198,11 +196,11 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
+        """The name of its variable."""
         return _VARIABLE_PREFIX + self.name.upper().replace("-", "_")
 
     def parse(self, value: object, source: str) -> object:
-        """Return `value`, a text or what argparse or TOML made of one, as the field's type. Raises SettingsError."""
+        """Convert a text, or a value of argparse or TOML, to the field's type. Raises SettingsError."""
         try:
             return self.convert(value if isinstance(self.default, tuple) else _as_text(value))
         except ValueError:
@@ -210,7 +208,7 @@ class Option:
             raise SettingsError(f"{source} must be {self.rule}, got {given}") from None
 
     def show(self, settings: ServerSettings) -> str:
-        """Return name=value as it is in `settings`; a dash for none."""
+        """Return name=value from `settings`, with a dash for no value."""
         value = getattr(settings.engine if self.of_engine else settings, self.field)
         if value is None or value == ():
             return f"{self.name}=-"
@@ -218,14 +216,14 @@ class Option:
 
 
 def server_options() -> tuple[Option, ...]:
-    """Return every option there is, the server's before the engine's."""
+    """Return all options, the server's before the engine's."""
     hints = get_type_hints(ServerSettings, include_extras=True)
     notes = {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
     return (*_options_of(ServerSettings, notes), *_options_of(EngineConfig, _ENGINE_HELP, of_engine=True))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of every option; one that is not given leaves nothing behind in the namespace."""
+    """Add the flag of every option. A flag that is not given is not in the namespace."""
     for option in server_options():
         no_default = option.default is None or option.default == ()
         text = option.help if no_default else f"{option.help} (default: {_as_text(option.default)})"
@@ -239,7 +237,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -> ServerSettings:
-    """Return the settings: flag (by option name, as `add_flags` leaves them), else variable, else file, else default.
+    """Return the settings: from flags (by option name, as `add_flags` sets them), else variables, file, defaults.
 
     Raises SettingsError.
     """
@@ -259,7 +257,7 @@ def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a text such as 512MiB, 2GiB, 1.5GB or 4096 means. Raises ValueError."""
+    """Parse a number of bytes such as 512MiB, 2GiB, 1.5GB or 4096. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip())
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is no size")
@@ -268,14 +266,14 @@ def parse_size(text: str) -> int:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" with the nearest known name, or nothing where none is near."""
+    """Return "; did you mean X?" with the nearest known name, or an empty string if none is near."""
     bare = {other.removeprefix(_VARIABLE_PREFIX): other for other in known}
     nearest = difflib.get_close_matches(name.removeprefix(_VARIABLE_PREFIX), bare, n=1)
     return f"; did you mean {bare[nearest[0]]}?" if nearest else ""
 
 
 def client_api_key(environment: Mapping[str, str]) -> str | None:
-    """Return the key that a client on this machine bears: that of the variable that also arms the server."""
+    """Return the key for clients on this machine, from the same variable as the server's."""
     return environment.get(f"{_VARIABLE_PREFIX}API_KEY") or None
 
 
@@ -287,7 +285,7 @@ def injected_variables(environment: Mapping[str, str]) -> list[str]:
 def _is_injected(variable: str, value: str) -> bool:
     if _INJECTED.fullmatch(variable) is not None:
         return True
-    # A Service's address comes as GPTSERVE_PORT, which is a setting as well: only the value tells.
+    # A Service's address comes as GPTSERVE_PORT, which is also a setting; only the value tells them apart.
     is_port = variable.startswith(_VARIABLE_PREFIX) and variable.endswith("_PORT")
     return is_port and re.match("(tcp|udp|sctp)://", value) is not None
 
@@ -328,18 +326,23 @@ def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[obj
 
 
 def _options_of(cls: type, notes: Mapping[str, str], *, of_engine: bool = False) -> list[Option]:
-    """Return an option for each field of `cls` with a default; its flag is its name without the unit of seconds."""
+    """Return an option for each field of `cls` with a default."""
     hints = get_type_hints(cls, include_extras=True)
     options = []
     for f in fields(cls):
         if f.default is MISSING:
             continue
-        name = f.name.removesuffix("_s").replace("_", "-")
+        name = _option_name(f.name)
         if isinstance(f.default, tuple):
             name = name.removesuffix("s")
         rule, convert, choices = _format_of(f.name, hints[f.name])
         options.append(Option(name, f.name, of_engine, f.default, notes[f.name], not f.repr, rule, convert, choices))
     return options
+
+
+def _option_name(field_name: str) -> str:
+    """Return the option's name: the field's without the unit of seconds, with dashes."""
+    return field_name.removesuffix("_s").replace("_", "-")
 
 
 def _format_of(name: str, hint: Any) -> tuple[str, Callable[[str], object], tuple[str, ...]]:
@@ -364,7 +367,7 @@ def _format_of(name: str, hint: Any) -> tuple[str, Callable[[str], object], tupl
 
 
 def _parse_texts(value: object) -> tuple[str, ...]:
-    """Return one text or the texts of a list; a comma is a character like any other."""
+    """Return a text or the texts of a list as a tuple; a comma has no meaning."""
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("not all are texts")
@@ -379,7 +382,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """Return `value` as it would be written in a variable."""
+    """Return `value` in the form of a variable."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

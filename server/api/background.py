@@ -1,4 +1,7 @@
-"""GET /v1/completions/{id}, its events and its end: what becomes of a completion that is kept, a chat's too."""
+"""Background completions, of chats too: how one begins, and GET /v1/completions/{id}, its events, its cancelling.
+
+`api/completions.py` calls `answer_in_background` for a request with `background` or an Idempotency-Key.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +10,56 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses
-from gptserve.server.api.schemas import KeptChatCompletion, KeptCompletion
-from gptserve.server.background.store import CompletionStore
-from gptserve.server.completions.answer import KeptResponse, json_response
+from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
+from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.background.response import BackgroundResponse
+from gptserve.server.background.store import BackgroundStore, MakePlan
+from gptserve.server.completions.answer import json_response
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ApiError, show
 from gptserve.server.http.envelope import log_fields
 
+IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 256},
+    "description": "with the same key and body a retry gets the same completion",
+}
 _PATH = "/v1/completions/{id}"
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _NUMBER = {"type": "integer", "minimum": 0}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
-_KEPT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
+_RESULT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
 
 
-def results_router(service: Service, store: CompletionStore) -> APIRouter:
+def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(tags=["kept completions"])
+    router = APIRouter(tags=["background"])
 
     async def result(request: Request) -> Response:
-        entry = store.find(request.path_params["id"])
-        log_fields(request.scope)["completion_id"] = entry.completion_id
-        answer = await store.result(entry)
+        job = store.find(request.path_params["id"])
+        log_fields(request.scope)["completion_id"] = job.completion_id
+        answer = await store.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
     @router.get(
         _PATH,
-        summary="Return a kept completion as far as it has come",
+        summary="Return a background completion so far",
         openapi_extra={"parameters": [_ID]},
-        responses={**_KEPT, **error_responses(401, 404, 500)},
+        responses={**_RESULT, **error_responses(401, 404, 500)},
     )
     async def retrieve(request: Request) -> Response:
         return await result(request)
 
     @router.post(
         _PATH + "/cancel",
-        summary="End a kept completion; one that has ended stays as it is",
+        summary="Cancel a background completion; one that has ended stays as it is",
         openapi_extra={"parameters": [_ID]},
-        responses={**_KEPT, **error_responses(401, 404, 500)},
+        responses={**_RESULT, **error_responses(401, 404, 500)},
     )
     async def cancel(request: Request) -> Response:
         await store.cancel(store.find(request.path_params["id"]))
@@ -56,7 +67,7 @@ def results_router(service: Service, store: CompletionStore) -> APIRouter:
 
     @router.get(
         _PATH + "/events",
-        summary="Stream the events of a kept completion, from any of them on",
+        summary="Stream the events of a background completion, from any of them on",
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
         responses={
@@ -65,14 +76,40 @@ def results_router(service: Service, store: CompletionStore) -> APIRouter:
         },
     )
     async def events(request: Request) -> Response:
-        after = last_event_seen(request)
-        entry = store.find(request.path_params["id"])
-        return KeptResponse(service, store, entry, await store.plan(entry), stream=True, after=after)
+        after = _last_event_seen(request)
+        job = store.find(request.path_params["id"])
+        return BackgroundResponse(service, store, job, await store.plan(job), stream=True, after=after)
 
     return router
 
 
-def last_event_seen(request: Request) -> int:
+def idempotency_key(request: Request) -> str | None:
+    """Return the key under which a client wants to find its completion again. Raises ApiError."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and re.fullmatch(r"[ -~]{1,256}", key) is None:
+        message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
+        raise ApiError(400, message, code="invalid_value", param="Idempotency-Key")
+    return key
+
+
+async def answer_in_background(
+    request: Request,
+    service: Service,
+    store: BackgroundStore,
+    background: BackgroundRequest,
+    body: GenerationRequest,
+    make_plan: MakePlan,
+) -> Response:
+    """Begin a background completion, or find the one that has its key, and answer as `body` asks."""
+    after = _last_event_seen(request)
+    job = await store.begin_or_find(background, make_plan)
+    plan = await store.plan(job)
+    if body.background and not body.stream:
+        return JSONResponse({**plan.head(), "status": job.status}, 202)
+    return BackgroundResponse(service, store, job, plan, stream=bool(body.stream), after=after)
+
+
+def _last_event_seen(request: Request) -> int:
     """Return the id of the last event that the client has: `starting_after`, else `Last-Event-ID`, else 0.
 
     Raises ApiError.

@@ -11,17 +11,17 @@ from starlette.requests import Request
 
 from gptserve.server.errors import ApiError, show, unavailable
 
-MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one is here for some milliseconds
+MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one takes some milliseconds
 
-# No other thread runs while a body is parsed and checked. Each limit stands for 10 to 40 ms of that, all of them for
-# 50 ms. A prompt of 128k token ids has half the commas. Strings are counted, too: a prompt may be a document of JSON.
+# No other thread runs while a body is parsed and checked. A body at one limit takes 10 to 40 ms, at all of them 50 ms.
+# A prompt of 128k token ids has half the commas. Marks in strings count, too: a prompt may be a JSON document.
 MAX_COUNTS = {b"[": 2**16, b"{": 2**14, b":": 2**16, b",": 2**18}
 
 
 class IncomingBodies:
-    """The bodies that are being read or parsed, together at most MAX_INCOMING_BYTES, or as much as one may have.
+    """The bodies that are being read or parsed, together at most MAX_INCOMING_BYTES, but at least one of any size.
 
-    When there are more, the one that has been arriving longest is given up: a slow one is more likely to mean harm.
+    Over the limit, the body that has been arriving longest is given up: a slow client is more likely to mean harm.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class IncomingBodies:
 
     @asynccontextmanager
     async def read(self, request: Request, max_bytes: int, limit_s: float) -> AsyncIterator[bytearray]:
-        """Give the raw body, which counts until the block is left; stop reading when it is too large or too late.
+        """Yield the raw body, which counts until the block is left. Stop reading when it is too large or too late.
 
         Raises ApiError or ClientDisconnect.
         """
@@ -68,7 +68,7 @@ class IncomingBodies:
 
 
 def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
-    """Return the object a body is. Raises ApiError."""
+    """Parse a body that must be a JSON object. Raises ApiError."""
     _check_complexity(raw)
     try:
         value = from_json(raw)
@@ -80,15 +80,15 @@ def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
 
 
 def _check_complexity(raw: bytes | bytearray) -> None:
-    for mark, most in MAX_COUNTS.items():
+    for mark, max_count in MAX_COUNTS.items():
         count = raw.count(mark)
-        if count > most:
-            message = f"the body may have {mark.decode()!r} at most {most} times, in strings or not, got {count}"
+        if count > max_count:
+            message = f"the body may have {mark.decode()!r} at most {max_count} times, in strings or not, got {count}"
             raise ApiError(400, message, code="body_too_complex")
 
 
 def _check_head(request: Request, max_bytes: int) -> None:
-    """Raise ApiError when the head tells that the body is not wanted."""
+    """Raise ApiError if the headers announce another type or too large a body."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(

@@ -8,13 +8,13 @@ from fastapi import APIRouter
 
 from gptserve.server.api.completions import add_completion_route
 from gptserve.server.api.schemas import ChatCompletion, ChatCompletionChunk, ChatRequest
-from gptserve.server.background.store import CompletionStore
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.chat import plan_chat
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.service import Service
 
 
-def chat_router(service: Service, store: CompletionStore) -> APIRouter:
+def chat_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the route."""
     router = APIRouter(tags=["chat"])
     add_completion_route(

@@ -1,12 +1,12 @@
 """POST /v1/completions: OpenAI's completions with vLLM's extra fields, as JSON or as a stream of events.
 
-`add_completion_route` is the way of every completion, a chat's too, from the request's bytes to the answer's.
+`add_completion_route` adds the route of every completion, of chats too: from the request's bytes to the response. A
+plain completion goes on to `completions/`, a background one through `answer_in_background`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -14,31 +14,24 @@ from typing import TypeVar
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from gptserve.server.api.background import last_event_seen
+from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key
 from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.openapi import error_responses, json_body
 from gptserve.server.api.schemas import BackgroundCompletion, Completion, CompletionRequest, GenerationRequest
-from gptserve.server.background.kept import Ask
-from gptserve.server.background.store import CompletionStore
-from gptserve.server.completions.answer import CompletionResponse, KeptResponse
+from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.background.store import BackgroundStore
+from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ApiError, show
 
-THREAD_BYTES = 2**16  # some milliseconds of parsing in the worst case
-_KEY = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "schema": {"type": "string", "minLength": 1, "maxLength": 256},
-    "description": "with the same key and body a retry gets the same completion",
-}
+THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-def completions_router(service: Service, store: CompletionStore) -> APIRouter:
+def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the route."""
     router = APIRouter(tags=["completions"])
     add_completion_route(
@@ -56,24 +49,24 @@ def completions_router(service: Service, store: CompletionStore) -> APIRouter:
 def add_completion_route(
     router: APIRouter,
     service: Service,
-    store: CompletionStore,
+    store: BackgroundStore,
     plan: Callable[[Body, Service], Awaitable[CompletionPlan]],
     *,
     path: str,
     summary: str,
     models: tuple[type[Body], type[BaseModel], type[BaseModel]],
 ) -> None:
-    """Add a route that does what `plan` makes of a body; `models` are of the body, the answer and a chunk."""
+    """Add a route that answers with the completion that `plan` makes of a body; `models`: body, answer and chunk."""
     body_model, answer_model, chunk_model = models
     description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
 
-    def parse(raw: bytearray, key: str | None, started_at: float) -> tuple[Body, Ask | None]:
+    def parse(raw: bytearray, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
         fields = parse_json_object(raw)
         body = body_model.parse(fields)
-        is_kept = body.background or key is not None
-        return body, Ask.of(path, fields, key, started_at) if is_kept else None
+        is_background = body.background or key is not None
+        return body, BackgroundRequest.of(path, fields, key, started_at) if is_background else None
 
-    async def receive(request: Request, key: str | None, started_at: float) -> tuple[Body, Ask | None]:
+    async def receive(request: Request, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
         options = service.options
         async with service.bodies.read(request, options.max_body_bytes, options.body_limit_s) as raw:
             arguments = raw, key, started_at
@@ -82,7 +75,7 @@ def add_completion_route(
     @router.post(
         path,
         summary=summary,
-        openapi_extra={**json_body(body_model), "parameters": [_KEY]},
+        openapi_extra={**json_body(body_model), "parameters": [IDEMPOTENCY_KEY]},
         responses={
             200: {
                 "model": answer_model,
@@ -95,35 +88,8 @@ def add_completion_route(
     )
     async def create_completion(request: Request) -> Response:
         started_at = time.perf_counter()
-        service.admit()  # before megabytes are read for nothing
-        key = _idempotency_key(request)
-        body, ask = await receive(request, key, started_at)
-        if ask is not None:
-            return await _keep(request, service, store, ask, body, lambda: plan(body, service))
+        service.admit()  # refuse before reading megabytes
+        body, background = await receive(request, idempotency_key(request), started_at)
+        if background is not None:
+            return await answer_in_background(request, service, store, background, body, lambda: plan(body, service))
         return CompletionResponse(service, await plan(body, service), started_at)
-
-
-def _idempotency_key(request: Request) -> str | None:
-    """Return the key under which a client wants to find its completion again. Raises ApiError."""
-    key = request.headers.get("idempotency-key")
-    if key is not None and re.fullmatch(r"[ -~]{1,256}", key) is None:
-        message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
-        raise ApiError(400, message, code="invalid_value", param="Idempotency-Key")
-    return key
-
-
-async def _keep(
-    request: Request,
-    service: Service,
-    store: CompletionStore,
-    ask: Ask,
-    body: GenerationRequest,
-    make_plan: Callable[[], Awaitable[CompletionPlan]],
-) -> Response:
-    """Begin a completion that is kept, or find it, and answer in the way that `body` wants."""
-    after = last_event_seen(request)
-    entry = await store.keep(ask, make_plan)
-    plan = await store.plan(entry)
-    if body.background and not body.stream:
-        return JSONResponse({**plan.head(), "status": entry.status}, 202)
-    return KeptResponse(service, store, entry, plan, stream=bool(body.stream), after=after)

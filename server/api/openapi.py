@@ -1,4 +1,4 @@
-"""/openapi.json: what the routes say of themselves, the request bodies they parse on their own, the key they want."""
+"""/openapi.json: FastAPI's document, with the request bodies that routes parse themselves, and the API key."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return FastAPI's `openapi_extra` of a route that parses its body as `model` by itself."""
+    """Return FastAPI's `openapi_extra` for a route that parses its body itself, as `model`."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], *, needs_key: bool) -> dict[str, Any]:
-    """Return the document; `models` are those that routes named with `json_body` or as the data of their events."""
+    """Return the document; `models` are those of `json_body` and of events, which FastAPI does not see."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     components = document.setdefault("components", {})

@@ -1,4 +1,4 @@
-"""What operators and their machines ask: /health, /ready, /metrics, /version, /openapi.json."""
+"""Routes for operators and their machines: /health, /ready, /metrics, /version, /openapi.json."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def operations_router(service: Service) -> APIRouter:
 
 
 def _documents_router(service: Service, *, needs_key: bool) -> APIRouter:
-    """Return the routes whose answers take time to write."""
+    """Return the routes whose answers take long to write."""
     router = APIRouter()
     document: dict[str, Any] = {}
 

@@ -1,7 +1,7 @@
-"""The wire shapes of the API. Types and sizes are checked here, ranges by engine.request.SamplingParams.
+"""The JSON shapes of the API. They check types and sizes; engine.request.SamplingParams checks ranges.
 
-Request models refuse what they do not know; null means the default. Response models are what is sent, and what
-/openapi.json says.
+Request models refuse unknown fields; null means the default. Response models describe the answers in /openapi.json;
+`completions/shapes.py` writes those of completions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gptserve.server.completions.output import EndReason
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1000
 MAX_PROMPTS = 128
-MAX_LABEL_LENGTH = 256  # user and cache_salt are carried along with every request
-MAX_TIMEOUT_MS = 2**31 - 1  # 24 days: the longest that timers of many a language can wait
+MAX_LABEL_LENGTH = 256  # user and cache_salt travel with every request
+MAX_TIMEOUT_MS = 2**31 - 1  # 24 days, the longest timer of many languages
 _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is checked against the vocabulary
 
 PROMPT_RULE = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
@@ -30,7 +30,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGT
 
 
 def _kind(value: Any) -> str | None:
-    """Name the member of a union that `value` is meant to be, by its first item."""
+    """Return the union's member that `value` looks like, by its first item."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):
@@ -68,7 +68,7 @@ class _RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_the_first_unknown(cls, value: Any) -> Any:
-        """Drop the unknown fields but one: pydantic would look at each of a million, and the event loop stand still."""
+        """Drop all unknown fields but one: pydantic would check each of a million and block the event loop."""
         if not isinstance(value, dict) or len(value) <= len(cls.__pydantic_fields__):
             return value
         unknown = next(name for name in value if name not in cls.__pydantic_fields__)
@@ -76,14 +76,14 @@ class _RequestModel(BaseModel):
 
 
 class StreamOptions(_RequestModel):
-    """What a stream reports besides text."""
+    """The reports of a stream besides text."""
 
     include_usage: bool | None = Field(default=None, description="send one last chunk with usage and no choices")
     continuous_usage_stats: bool | None = Field(default=None, description="send usage so far with every chunk")
 
 
 class GenerationRequest(_RequestModel):
-    """What can be asked of every completion. Null is the same as leaving a field out."""
+    """The fields of every completion request. Null is the same as no field."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, description="default 16; in a chat, what the context leaves")
@@ -126,7 +126,7 @@ class GenerationRequest(_RequestModel):
         return cls.model_validate(value)
 
     def sampling_params(self, **chosen: Any) -> SamplingParams:
-        """Return the parameters `chosen` and given, the others at their defaults. Raises InvalidRequestError."""
+        """Return the parameters of the body, replaced by `chosen`; defaults for others. Raises InvalidRequestError."""
         same_name = self.model_fields_set & set(SamplingParams.__dataclass_fields__)
         given = {name: value for name in same_name if (value := getattr(self, name)) is not None}
         if self.top_k == -1:
@@ -151,7 +151,7 @@ class CompletionRequest(GenerationRequest):
     def parse(cls, value: dict[str, object]) -> Self:
         """Validate a body. Raises ValidationError.
 
-        Of a list of too many prompts only the first too many is kept: pydantic would look at each of a million.
+        Cut a list of too many prompts to one over the limit: pydantic would check each of a million.
         """
         prompt = value.get("prompt")
         if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _kind(prompt) != "ids":
@@ -159,7 +159,7 @@ class CompletionRequest(GenerationRequest):
         return super().parse(value)
 
     def sampling_params(self, **chosen: Any) -> SamplingParams:
-        """Return the parameters; the engine scores a prompt that is echoed, and computes at least one token."""
+        """Return the parameters. With echo the engine scores the prompt, and always computes at least one token."""
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         chosen["prompt_logprobs"] = max((k for k in asked if k is not None), default=None)
         if self.echo and self.max_tokens == 0:
@@ -175,7 +175,7 @@ class TextPart(_RequestModel):
 
 
 class Message(_RequestModel):
-    """What one side said. Which roles may follow each other is for the chat template to say."""
+    """A message of one side. The chat template decides which roles may follow each other."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -187,7 +187,7 @@ class Message(_RequestModel):
     reasoning_content: str | None = Field(default=None, description="how the assistant came to its content")
 
     def to_template(self) -> dict[str, str]:
-        """Return the fields that were given, the text parts one below the other."""
+        """Return the given fields; text parts are joined with line ends."""
         given = {name: value for name, value in self if value is not None}
         if not isinstance(self.content, str):
             given["content"] = "\n".join(part.text for part in self.content)
@@ -248,7 +248,7 @@ class Logprobs(_ResponseModel):
 
 
 class PromptLogprob(_ResponseModel):
-    """How likely a token was in its place in the prompt, where no other than `rank` - 1 were likelier."""
+    """The logprob of a token at its position in the prompt; `rank` - 1 tokens were likelier."""
 
     logprob: float
     rank: int
@@ -262,7 +262,7 @@ PromptLogprobs = Annotated[
 
 
 class Choice(_ResponseModel):
-    """One completion, or what a chunk adds to it. prompt_logprobs comes only where it was asked for."""
+    """One completion, or a chunk's addition to it. prompt_logprobs comes only on request."""
 
     index: int
     text: str
@@ -272,18 +272,20 @@ class Choice(_ResponseModel):
     prompt_logprobs: PromptLogprobs = None
 
 
-class _Answer(_ResponseModel):
+class _CompletionHead(_ResponseModel):
     id: str
     created: int
     model: str
-    system_fingerprint: str = Field(description="changes with whatever changes the numbers that are computed")
+    system_fingerprint: str = Field(
+        description="changes when the model or anything else that affects the numbers changes"
+    )
     batch_invariant: bool = Field(
-        description="whether the same request and seed give the same answer whatever is computed beside it"
+        description="whether the same request and seed give the same answer, independent of the rest of the batch"
     )
     seed: int
 
 
-class Completion(_Answer):
+class Completion(_CompletionHead):
     """The body of a completion, and with `stream` the data of each event."""
 
     object: Literal["text_completion"] = "text_completion"
@@ -292,7 +294,7 @@ class Completion(_Answer):
 
 
 class TopLogprob(_ResponseModel):
-    """A token that could have come. `bytes` tells apart what has no text of its own."""
+    """A token that could have come. `bytes` tells tokens without text of their own apart."""
 
     token: str
     logprob: float
@@ -300,19 +302,19 @@ class TopLogprob(_ResponseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that came, and the likeliest in its place."""
+    """A generated token, and the likeliest at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(_ResponseModel):
-    """One entry per generated token, those of the reasoning and of its frame among them."""
+    """One entry per generated token, including those of the reasoning and its frame."""
 
     content: list[TokenLogprob]
 
 
 class AnswerMessage(_ResponseModel):
-    """What the model said; reasoning_content only where its format sets it apart."""
+    """The model's message; reasoning_content only for models that mark their reasoning."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -320,7 +322,7 @@ class AnswerMessage(_ResponseModel):
 
 
 class MessageDelta(_ResponseModel):
-    """What a chunk adds to a message; the role comes once, before all else."""
+    """A chunk's addition to a message; the role comes once, first."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -341,13 +343,13 @@ class ChatChoice(_ChatPart):
 
 
 class ChunkChoice(_ChatPart):
-    """What a chunk adds to one answer."""
+    """A chunk's addition to one answer."""
 
     delta: MessageDelta
 
 
-class ChatCompletion(_Answer):
-    """The body of an answer to a conversation. prompt_logprobs comes only where it was asked for."""
+class ChatCompletion(_CompletionHead):
+    """The body of an answer to a conversation. prompt_logprobs comes only on request."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
@@ -355,7 +357,7 @@ class ChatCompletion(_Answer):
     usage: Usage
 
 
-class ChatCompletionChunk(_Answer):
+class ChatCompletionChunk(_CompletionHead):
     """The data of each event of a streamed answer."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -365,7 +367,7 @@ class ChatCompletionChunk(_Answer):
 
 
 class ErrorDetail(_ResponseModel):
-    """What went wrong: field, rule and value given."""
+    """The error: field, rule and value given."""
 
     message: str
     type: str
@@ -374,37 +376,37 @@ class ErrorDetail(_ResponseModel):
 
 
 class ErrorBody(_ResponseModel):
-    """The body of every answer that is not a success."""
+    """The body of every error."""
 
     error: ErrorDetail
 
 
-KeptStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+BackgroundStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 
-class BackgroundCompletion(_Answer):
-    """The answer to a completion that goes on in the background."""
+class BackgroundCompletion(_CompletionHead):
+    """The answer to `background`: the completion has begun."""
 
     object: Literal["text_completion", "chat.completion"]
-    status: KeptStatus
+    status: BackgroundStatus
 
 
 class KeptCompletion(Completion):
-    """A kept completion as far as it has come; `error` says why it failed or who ended it."""
+    """A background completion so far; `error` says why it failed or was cancelled."""
 
-    status: KeptStatus
+    status: BackgroundStatus
     error: ErrorDetail | None
 
 
 class KeptChatCompletion(ChatCompletion):
-    """A kept chat completion as far as it has come; `error` says why it failed or who ended it."""
+    """A background chat completion so far; `error` says why it failed or was cancelled."""
 
-    status: KeptStatus
+    status: BackgroundStatus
     error: ErrorDetail | None
 
 
 class Model(_ResponseModel):
-    """A model that can be asked for."""
+    """A model that requests may name."""
 
     id: str
     object: Literal["model"] = "model"
@@ -427,6 +429,6 @@ class Status(_ResponseModel):
 
 
 class Version(_ResponseModel):
-    """What is running."""
+    """The version that runs."""
 
     version: str

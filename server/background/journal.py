@@ -1,8 +1,8 @@
-"""The kept completions in SQLite, in a folder or in memory: what was asked, every output in its order, how it ended.
+"""Background completions in SQLite, in a folder or in memory: the request, every output in order, how it ended.
 
-Rows are only ever added, and deleted together; each has a checksum of its own, as SQLite has none. One thread has the
-connection, and all that is written while a transaction runs is the next one. Knows no HTTP, no text and no engine;
-`store.py` calls it. The format is described in docs/background.md.
+Rows are added and never changed; those of a completion are deleted together. Each row has a checksum, as SQLite has
+none. One thread has the connection; the writes that arrive during a transaction form the next one. Knows no HTTP, no
+text and no engine; `store.py` and `recorder.py` call it. docs/background.md describes the format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMIT;
 """
 
 EndStatus = Literal["completed", "failed", "cancelled"]
-Outputs = tuple[TokenOutput, ...]
+OutputBatch = tuple[TokenOutput, ...]
 Result = TypeVar("Result")
 
 
@@ -57,10 +57,10 @@ class JournalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRecord:
-    """What a completion is made of, all of it known when it begins.
+    """Everything that is known of a completion when it begins, enough to compute it again.
 
-    kind is the `object` of its answer; body (a JSON object) what the client sent; prompts are token ids; deadline is
-    seconds since the epoch; digest is of the request that the idempotency key stands for.
+    kind is the `object` of its answer; body is the client's JSON object; prompts are token ids; deadline is seconds
+    since the epoch; digest is of the request, to compare with others of the same idempotency key.
     """
 
     completion_id: str
@@ -89,7 +89,7 @@ class EndRecord:
 
 
 class IndexRow(NamedTuple):
-    """What is kept in memory of every completion; no end means that it is under way."""
+    """The part of a completion that the store holds in memory. Without an end it has not ended."""
 
     completion_id: str
     fingerprint: str
@@ -99,10 +99,9 @@ class IndexRow(NamedTuple):
 
 
 class Journal:
-    """One SQLite database; without a folder it lives in memory and ends with the process.
+    """One SQLite database; without a folder it is in memory and ends with the process.
 
-    It is opened by `open` or the first other call. All methods raise JournalError; what a failed call was to write is
-    not there.
+    `open` or the first other call opens it. All methods raise JournalError; a call that fails has written nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -115,11 +114,11 @@ class Journal:
         self._decoding = asyncio.Lock()
 
     async def open(self) -> None:
-        """Open the database and check all of it; make it where there is none."""
+        """Open the database and check all of it; create it if there is none."""
         await self._run(lambda connection: None)
 
     async def close(self) -> None:
-        """Close it once what is under way is written; idempotent, and nothing may be called after."""
+        """Close the database after the pending writes. May be called twice; call nothing else after it."""
         if self._writer is not None:
             await asyncio.wait([self._writer])
         with contextlib.suppress(RuntimeError):  # it is closed already
@@ -127,18 +126,19 @@ class Journal:
         self._thread.shutdown(wait=False)
 
     async def load(self) -> list[IndexRow]:
-        """Return all completions, those that ended first in the order in which they did, then the others by age."""
+        """Return all completions: first those that ended, by time of end; then the others, oldest first."""
         return await self._run(lambda connection: list(_read_index(connection)))
 
-    async def record(self, completion_id: str) -> CompletionRecord:
-        """Return what a completion is made of."""
+    async def read_record(self, completion_id: str) -> CompletionRecord:
+        """Return the record of a completion."""
         return await self._run(lambda connection: _read_record(connection, completion_id))
 
-    async def batches(self, completion_id: str, first: int, limit: int) -> list[Outputs]:
-        """Return the outputs that were added by the `first`-th `append` and by those after, of at most `limit`."""
+    async def batches(self, completion_id: str, first: int, limit: int) -> list[OutputBatch]:
+        """Return the outputs of at most `limit` calls of `append`, from the `first`-th call on."""
         select = "SELECT * FROM batches WHERE completion_id = ? AND n >= ? ORDER BY n LIMIT ?"
         rows = await self._run(lambda connection: connection.execute(select, (completion_id, first, limit)).fetchall())
-        # Not where others wait to write, for scores take long, and one at a time: each takes turns with the event loop.
+        # Decoding scores takes long: not in the journal's thread, where writes wait, and one at a time, as each
+        # competes with the event loop.
         async with self._decoding:
             return await asyncio.to_thread(self._explaining, lambda: _to_batches(completion_id, first, rows))
 
@@ -148,7 +148,7 @@ class Journal:
         await self._write((_insert("completions", row), row))
 
     async def append(self, completion_id: str, n: int, outputs: Iterable[TokenOutput]) -> None:
-        """Add outputs to a completion, the n-th time that this happens to it."""
+        """Add the n-th batch of outputs to a completion."""
         outputs = tuple(outputs)
         num_scores = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for output in outputs)
         arguments = completion_id, n, outputs
@@ -161,7 +161,7 @@ class Journal:
         await self._write((_insert("ends", row), row))
 
     async def forget(self, completion_ids: Iterable[str]) -> None:
-        """Delete completions with all that belongs to them."""
+        """Delete completions with all their rows."""
         await self._write(*(("DELETE FROM completions WHERE id = ?", (i,)) for i in completion_ids))
 
     async def _write(self, *statements: tuple[str, Sequence[object]]) -> None:
@@ -178,7 +178,7 @@ class Journal:
             failure: Exception | None = None
             try:
                 await self._run(lambda connection, rows=transaction: _commit(connection, rows))  # type: ignore[misc]
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # of any kind: the waiting callers must get it
                 failure = error
             for _, written in pending:
                 if written.cancelled():
@@ -189,7 +189,7 @@ class Journal:
                     written.set_exception(JournalError(str(failure) or repr(failure)))
 
     async def _run(self, call: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Call with the connection, in its thread."""
+        """Run `call` with the connection, in the journal's thread."""
 
         def run() -> Result:
             if self._connection is None:
@@ -203,7 +203,7 @@ class Journal:
         return await running
 
     def _explaining(self, call: Callable[[], Result]) -> Result:
-        """Call, and raise JournalError for whatever is wrong with the database."""
+        """Run `call`; turn every error of the database into JournalError."""
         try:
             return call()
         except (sqlite3.Error, OSError, ValueError) as error:
@@ -218,13 +218,13 @@ class Journal:
 
 
 def encode_outputs(outputs: Iterable[TokenOutput]) -> str:
-    """Return a JSON array of an object each, with the fields that are not at their defaults."""
-    # A call for each: one for all of them could hold the interpreter for long.
+    """Return a JSON array with an object for each output, of the fields that differ from their defaults."""
+    # One call for each output: a single call for all could hold the interpreter for long.
     return f"[{','.join(json.dumps(_encode_output(output), separators=(',', ':')) for output in outputs)}]"
 
 
-def decode_outputs(text: str) -> Outputs:
-    """Return what `encode_outputs` was given. Raises ValueError."""
+def decode_outputs(text: str) -> OutputBatch:
+    """Invert `encode_outputs`. Raises ValueError."""
     try:
         return tuple(_decode_output(value) for value in json.loads(text))
     except (TypeError, KeyError, AttributeError) as error:
@@ -254,10 +254,10 @@ def _decode_logprobs(token_id: int, logprob: float, rank: int, top: list[tuple[i
 
 
 def _connect(folder: Path | None) -> sqlite3.Connection:
-    """Open or make the database. What is raised goes to `Journal._run`."""
+    """Open or create the database. `Journal._run` handles the exceptions."""
     if folder is not None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite would let everybody read the prompts; its other files get the permissions of this one.
+        # SQLite would create a file that everybody can read. Its other files get the permissions of this one.
         os.close(os.open(folder / FILE_NAME, os.O_CREAT | os.O_RDWR, 0o600))
     path = ":memory:" if folder is None else str(folder / FILE_NAME)
     connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
@@ -270,7 +270,7 @@ def _connect(folder: Path | None) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Lock the database, check it and see to its schema."""
+    """Lock the database, check it and create its tables if it is new."""
     try:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         connection.execute("PRAGMA journal_mode = WAL")
@@ -322,13 +322,13 @@ def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
     return _checked(tuple(values.values()))
 
 
-def _batch_row(completion_id: str, n: int, outputs: Outputs) -> tuple[object, ...]:
+def _batch_row(completion_id: str, n: int, outputs: OutputBatch) -> tuple[object, ...]:
     return _checked((completion_id, n, encode_outputs(outputs)))
 
 
 def _verify(row: Sequence[Any]) -> Sequence[Any]:
-    """Return a row without its checksum. Raises ValueError when that is not the row's."""
-    if bytes in map(type, row) or _checked(row[:-1])[-1] != row[-1]:  # one bit tells SQLite's text from bytes
+    """Return a row without its checksum. Raises ValueError if the checksum is wrong."""
+    if bytes in map(type, row) or _checked(row[:-1])[-1] != row[-1]:  # one flipped bit turns SQLite's text into bytes
         raise ValueError(f"it is damaged: the row of {row[0]!r} has another checksum")
     return row[:-1]
 
@@ -360,7 +360,7 @@ def _to_record(row: Sequence[Any]) -> CompletionRecord:
     return CompletionRecord(**values | {"prompts": prompts, "batch_invariant": bool(values["batch_invariant"])})
 
 
-def _to_batches(completion_id: str, first: int, rows: Iterable[Sequence[Any]]) -> list[Outputs]:
+def _to_batches(completion_id: str, first: int, rows: Iterable[Sequence[Any]]) -> list[OutputBatch]:
     batches = []
     for expected, row in enumerate(rows, first):
         _, n, outputs = _verify(row)

@@ -1,8 +1,7 @@
-"""The completions that are kept: they go on without a client, are read by any number of them, and survive a restart.
+"""All background completions: they run without a client, have any number of readers, and survive a restart.
 
-A recorder for each takes its outputs from the engine, has them journaled and only then shows them; a reader derives
-events from what is shown, out of memory while the completion is under way and out of the journal once it has ended. So
-whoever comes back after a crash misses nothing and sees nothing twice. Knows no HTTP; `answer.py` and routes call it.
+The store is the index, by id and by idempotency key. `recorder.py` runs a job. A reader (`job.py`) reads from memory
+while the job runs, and from the journal afterwards. Routes and `response.py` call the store. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -14,40 +13,36 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import nullcontext
 
-from gptserve.engine.errors import EngineDiedError, QueueFullError
-from gptserve.engine.process.client import TokenStream
-from gptserve.engine.request import Request
-from gptserve.server.background.journal import CompletionRecord, EndRecord, EndStatus, IndexRow, Journal, JournalError
-from gptserve.server.background.kept import (
-    Ask,
-    Entry,
-    Live,
+from gptserve.server.background.job import (
+    BackgroundJob,
+    BackgroundRequest,
     Reader,
-    Restore,
-    apply_again,
+    RunningJob,
     model_changed,
     not_found,
-    restored,
-    take,
     too_many,
 )
-from gptserve.server.completions.plan import CompletionPlan, CompletionRun, expiring, render_outputs
+from gptserve.server.background.journal import CompletionRecord, IndexRow, Journal, JournalError
+from gptserve.server.background.recorder import Recorder
+from gptserve.server.background.resume import Restore, replay, restore_plan
+from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.run import CompletionRun, render_outputs
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import INTERNAL_ERROR, ApiError, to_api_error, unavailable
+from gptserve.server.errors import ApiError, unavailable
 
 NO_LIMIT = -1
-_LEFT_TO_THE_NEXT_START = ("draining", "engine_unavailable")  # codes of what ends the server and no completion
+
+MakePlan = Callable[[], Awaitable[CompletionPlan]]
 
 logger = logging.getLogger(__name__)
 
 
-class CompletionStore:
-    """All completions that are kept, by id and by key; those that have ended in the order in which they did.
+class BackgroundStore:
+    """All background jobs by id and by key; those that have ended in the order in which they ended.
 
-    `restore` gives the plan of a completion back, by the kind of its record. Invariants: what a reader has seen is in
-    the journal; an id has one recorder at most; a key leads to one completion that has not failed.
+    `restore` rebuilds a plan, by the kind of its record. Invariants: a reader sees only what is in the journal; a job
+    has one recorder task at most; a key leads to one job that has not failed.
     """
 
     def __init__(
@@ -61,308 +56,216 @@ class CompletionStore:
         self._journal = journal
         self._restore = restore
         self._clock = clock
-        self._entries: dict[str, Entry] = {}
-        self._ended: dict[str, Entry] = {}
-        self._keys: dict[str, Entry] = {}
-        self._beginning: dict[str, tuple[str, asyncio.Task[Entry]]] = {}
+        self._recorder = Recorder(service, journal, clock, self._note_end)
+        self._jobs: dict[str, BackgroundJob] = {}
+        self._ended: dict[str, BackgroundJob] = {}
+        self._keys: dict[str, BackgroundJob] = {}
+        self._beginning: dict[str, tuple[str, asyncio.Task[BackgroundJob]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Event()
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many completions have which status."""
-        return collections.Counter(entry.status for entry in self._entries.values())
+        """Return the number of jobs by status."""
+        return collections.Counter(job.status for job in self._jobs.values())
 
-    def find(self, completion_id: str) -> Entry:
-        """Return a completion by its id. Raises ApiError."""
+    def find(self, completion_id: str) -> BackgroundJob:
+        """Return a job by its id. Raises ApiError."""
         self._drop_expired()
-        entry = self._entries.get(completion_id)
-        if entry is None:
+        job = self._jobs.get(completion_id)
+        if job is None:
             raise not_found(completion_id)
-        return entry
+        return job
 
-    def reader(self, entry: Entry) -> Reader:
-        """Return a new reader, to be closed by whoever asked for it."""
-        return Reader(entry, self._journal)
+    def reader(self, job: BackgroundJob) -> Reader:
+        """Return a new reader; the caller closes it."""
+        return Reader(job, self._journal)
 
-    async def keep(self, ask: Ask, make_plan: Callable[[], Awaitable[CompletionPlan]]) -> Entry:
-        """Begin a completion, or return the one that has the key already.
+    async def begin_or_find(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
+        """Begin a job, or return the one that has the key already.
 
-        Raises what `make_plan` and Service.submit raise, ApiError and JournalError; then nothing is kept.
+        Raises ApiError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
         """
         self._drop_expired()
-        if ask.key is None:
-            return await self._begin(ask, make_plan)
-        entry = self._keys.get(ask.key)
-        if entry is not None:
-            ask.check_same(entry.digest)
-            return entry
-        if ask.key in self._beginning:
-            digest, task = self._beginning[ask.key]
-            ask.check_same(digest)
+        if request.key is None:
+            return await self._begin(request, make_plan)
+        job = self._keys.get(request.key)
+        if job is not None:
+            request.check_same(job.digest)
+            return job
+        if request.key in self._beginning:
+            digest, task = self._beginning[request.key]
+            request.check_same(digest)
         else:
-            task = asyncio.create_task(self._begin(ask, make_plan))
-            self._beginning[ask.key] = ask.digest, task
-            task.add_done_callback(lambda _: self._beginning.pop(ask.key or ""))
-        return await asyncio.shield(task)  # a client that hangs up leaves it to the others
+            task = asyncio.create_task(self._begin(request, make_plan))
+            self._beginning[request.key] = request.digest, task
+            task.add_done_callback(lambda _: self._beginning.pop(request.key or ""))
+        return await asyncio.shield(task)  # others with the same key may wait for it when this client hangs up
 
-    async def plan(self, entry: Entry) -> CompletionPlan:
-        """Return the plan of a completion. Raises ApiError or JournalError."""
-        if entry.live is not None:
-            return entry.live.plan
+    async def plan(self, job: BackgroundJob) -> CompletionPlan:
+        """Return the plan of a job. Raises ApiError or JournalError."""
+        if job.running is not None:
+            return job.running.plan
         try:
-            record = await self._journal.record(entry.completion_id)
+            record = await self._journal.read_record(job.completion_id)
         except JournalError:
-            self.find(entry.completion_id)  # it may have been dropped meanwhile
+            self.find(job.completion_id)  # it may have been dropped meanwhile
             raise
-        return await asyncio.to_thread(restored, self._restore, record, is_foreign=entry.is_foreign)
+        return await asyncio.to_thread(restore_plan, self._restore, record, is_foreign=job.is_foreign)
 
-    async def result(self, entry: Entry) -> dict[str, object]:
-        """Return the answer as it stands, with status and error. Raises ApiError or JournalError."""
-        plan = await self.plan(entry)
-        batches = list(entry.live.batches) if entry.live is not None else []
-        status = entry.status
-        error = entry.error.body()["error"] if entry.error is not None and entry.live is None else None
-        if not batches and entry.num_batches:
-            batches = await self._journal.batches(entry.completion_id, 0, entry.num_batches)
-            if len(batches) < entry.num_batches:
-                self.find(entry.completion_id)  # it may have been dropped meanwhile
-                raise JournalError(f"the journal lacks the end of completion {entry.completion_id!r}")
+    async def result(self, job: BackgroundJob) -> dict[str, object]:
+        """Return the answer so far, with status and error. Raises ApiError or JournalError."""
+        plan = await self.plan(job)
+        batches = list(job.running.batches) if job.running is not None else []
+        status = job.status
+        error = job.error.body()["error"] if job.error is not None and job.running is None else None
+        if not batches and job.num_batches:
+            batches = await self._journal.batches(job.completion_id, 0, job.num_batches)
+            if len(batches) < job.num_batches:
+                self.find(job.completion_id)  # it may have been dropped meanwhile
+                raise JournalError(f"the journal lacks the end of completion {job.completion_id!r}")
         answer = await self._service.in_thread(render_outputs, plan, batches, self._service.tokenizer)
         return {**answer, "status": status, "error": error if status in ("failed", "cancelled") else None}
 
-    async def cancel(self, entry: Entry) -> None:
-        """End a completion, unless it has ended, and return when that is journaled."""
-        live = entry.live
-        if live is None:
+    async def cancel(self, job: BackgroundJob) -> None:
+        """End a job unless it has ended; return when the end is journaled."""
+        running = job.running
+        if running is None:
             return
-        live.ending = live.ending or ApiError(409, "the completion was cancelled", code="cancelled")
-        self._cut_off(live)
-        await live.ended.wait()
+        self._recorder.stop(running, ApiError(409, "the completion was cancelled", code="cancelled"))
+        await running.ended.wait()
 
     async def start(self) -> None:
-        """Read the journal and go on with what is under way in it, in the background. Raises JournalError."""
-        waiting = []
+        """Read the journal and resume the jobs in it that have not ended. Raises JournalError."""
+        unfinished = []
         for row in await self._journal.load():
-            entry = self._enter(row)
+            job = self._add(row)
             if row.end is None:
-                waiting.append((entry, await self._journal.record(row.completion_id)))
-        for entry, record in waiting:
-            await self._take_up(entry, record)
-        if waiting:
-            logger.info("taking up %d completions that were under way", len(waiting))
+                unfinished.append((job, await self._journal.read_record(row.completion_id)))
+        for job, record in unfinished:
+            await self._resume(job, record)
+        if unfinished:
+            plural = "" if len(unfinished) == 1 else "s"
+            logger.info("resuming %d background completion%s", len(unfinished), plural)
         self._drop_expired()
 
     async def suspend(self) -> None:
-        """Leave what is under way to the next start; only a journal that outlives the process can."""
+        """Stop all jobs, for the next start to resume; does nothing when the journal is in memory."""
         if not self._journal.is_durable:
             return
-        for entry in list(self._entries.values()):
-            if entry.live is not None:
+        for job in list(self._jobs.values()):
+            if job.running is not None:
                 message = "the server is shutting down; the completion goes on once it has been started again"
-                entry.live.ending = entry.live.ending or unavailable(message, code="draining")
-                self._cut_off(entry.live)
+                self._recorder.stop(job.running, unavailable(message, code="draining"))
         await self.settle()
 
     async def settle(self) -> None:
-        """Return once everything under way has ended and is journaled: all streams have ended, or will."""
+        """Return when every job has ended and is journaled. Call it once their streams have ended, or will."""
         if self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    async def _begin(self, ask: Ask, make_plan: Callable[[], Awaitable[CompletionPlan]]) -> Entry:
-        """Plan, submit, journal and record a new completion."""
+    async def _begin(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
+        """Plan, submit and journal a new job, and run it."""
         plan = await make_plan()
         with self._service.counting_rejections():
             self._check_room()
-        remaining_s = plan.remaining_s(time.perf_counter() - ask.started_at)
+        remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)
-        run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, ask.started_at)
-        entry = Entry(plan.identity.completion_id, ask.key, ask.digest, live=Live(plan, run, deadline, stream=stream))
-        self._entries[entry.completion_id] = entry
+        run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, request.started_at)
+        running = RunningJob(plan, run, deadline, stream=stream)
+        job = BackgroundJob(plan.identity.completion_id, request.key, request.digest, running=running)
+        self._jobs[job.completion_id] = job
         with self._service.lifecycle.active():
             try:
-                await self._journal.add(ask.record(plan, deadline))
+                await self._journal.add(request.to_record(plan, deadline))
             except BaseException:
                 stream.abort()
-                del self._entries[entry.completion_id]
+                del self._jobs[job.completion_id]
                 raise
-            if entry.key is not None:
-                self._keys[entry.key] = entry
-            self._make_room()  # not before: what is refused costs nobody a result
-            self._spawn(self._record(entry, plan.requests))
-            await asyncio.sleep(0)  # the recorder begins, and counts by itself
-        return entry
+            if job.key is not None:
+                self._keys[job.key] = job
+            self._make_room()  # only after admission, so that a refused request evicts nothing
+            self._spawn(self._recorder.run(job, plan.requests))
+            await asyncio.sleep(0)  # lets the recorder begin, which then counts as active itself
+        return job
 
-    async def _record(self, entry: Entry, requests: tuple[Request, ...]) -> None:
-        """Follow a completion to its end: what is journaled is shown, in this order."""
-        live = entry.live
-        assert live is not None
-        # What outlives the process need not be waited for when that ends.
-        with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
-            error: ApiError | None = None
-            try:
-                if requests:
-                    await self._follow(entry, live, requests)
-                if not live.run.output.is_complete:
-                    error = live.ending
-            except Exception as raised:
-                error = to_api_error(raised).fresh()
-                if error.code == INTERNAL_ERROR:
-                    logger.error("completion %s failed unexpectedly", entry.completion_id, exc_info=raised)
-                if isinstance(raised, EngineDiedError):
-                    error = live.ending or error
-            finally:
-                if live.stream is not None:
-                    live.stream.abort()
-            await self._end(entry, live, error)
+    def _note_end(self, job: BackgroundJob) -> None:
+        self._ended[job.completion_id] = job
+        if job.status == "failed":
+            self._release_key(job)
 
-    async def _follow(self, entry: Entry, live: Live, requests: tuple[Request, ...]) -> None:
-        if live.stream is None:
-            live.stream = await self._wait_for_room(live, requests)
-        remaining_s = None if live.deadline is None else live.deadline - self._clock()
-        with expiring(live.stream, remaining_s):
-            if live.ending is not None:
-                live.stream.abort()
-            async for outputs in live.stream:
-                taken, failure = await take(outputs, live.run, live.stream)
-                if taken:
-                    await self._journal.append(entry.completion_id, len(live.batches), taken)
-                    live.batches.append(taken)
-                    entry.status = "in_progress"
-                    for reader in live.readers:
-                        reader.wake()
-                if failure is not None:
-                    raise failure
-
-    async def _wait_for_room(self, live: Live, requests: tuple[Request, ...]) -> TokenStream:
-        """Submit requests as soon as the engine's queue has room for them; one that is out of time waits no longer."""
-        while True:
-            try:
-                return self._service.engine.submit(requests)
-            except QueueFullError as error:
-                info = self._service.engine.info
-                if len(requests) > info.max_num_seqs + info.max_num_queued_reqs:
-                    raise
-                wait_s = error.retry_after_s
-            if live.ending is not None or (live.deadline is not None and live.deadline <= self._clock()):
-                return TokenStream((request.request_id for request in requests), lambda _: None)
-            self._room.clear()
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._room.wait()
-            except TimeoutError:
-                continue
-
-    async def _end(self, entry: Entry, live: Live, error: ApiError | None) -> None:
-        """Journal the end and tell the readers; a completion that is left to the next start only stops."""
-        entry.num_batches = len(live.batches)
-        if self._journal.is_durable and error is not None and error.code in _LEFT_TO_THE_NEXT_START:
-            entry.error = error
-        else:
-            await self._journal_end(entry, error)
-            live.run.is_failed = entry.status == "failed"
-            told = live.run.close()
-            why = "" if entry.error is None else f": {entry.error}"
-            level = logging.WARNING if live.run.is_failed else logging.INFO
-            logger.log(level, "completion %s is %s%s", entry.completion_id, entry.status, why, extra=told)
-        entry.live = None
-        live.ended.set()
-        self._room.set()
-        for reader in live.readers:
-            reader.wake()
-
-    async def _journal_end(self, entry: Entry, error: ApiError | None) -> None:
-        """Enter how a completion ended once that is in the journal; what cannot be journaled has failed."""
-        status: EndStatus = "completed" if error is None else "cancelled" if error.code == "cancelled" else "failed"
-        finished_at = self._clock()
-        text = None if error is None else json.dumps(error.fields())
-        try:
-            await self._journal.end(entry.completion_id, EndRecord(status, text, finished_at, entry.num_batches))
-        except JournalError as failure:
-            logger.error("the end of completion %s is not journaled: %s", entry.completion_id, failure)
-            status, error = "failed", error if status == "failed" else to_api_error(failure)
-        entry.status, entry.error, entry.finished_at = status, error, finished_at
-        self._ended[entry.completion_id] = entry
-        if status == "failed":
-            self._release_key(entry)
-
-    def _enter(self, row: IndexRow) -> Entry:
-        """Take a completion of the journal into the index."""
-        entry = Entry(row.completion_id, row.key, row.digest)
-        entry.is_foreign = row.fingerprint != self._service.engine.info.fingerprint
+    def _add(self, row: IndexRow) -> BackgroundJob:
+        """Add a job of the journal to the index."""
+        job = BackgroundJob(row.completion_id, row.key, row.digest)
+        job.is_foreign = row.fingerprint != self._service.engine.info.fingerprint
         if row.end is not None:
-            entry.status, entry.finished_at = row.end.status, row.end.finished_at
-            entry.error = None if row.end.error is None else ApiError.from_fields(json.loads(row.end.error))
-            entry.num_batches = 0 if entry.is_foreign else row.end.num_batches
-            if entry.is_foreign and entry.status == "completed":
-                entry.status, entry.error = "failed", model_changed()
-            self._ended[entry.completion_id] = entry
-        self._entries[entry.completion_id] = entry
-        if entry.key is not None and entry.status != "failed":
-            held = self._keys.get(entry.key)
-            # One that is under way beside one that has ended was told to have failed: its end could not be journaled.
-            if held is None or held.status == "queued" or row.end is not None:
-                self._keys[entry.key] = entry
-        return entry
+            job.status, job.finished_at = row.end.status, row.end.finished_at
+            job.error = None if row.end.error is None else ApiError.from_fields(json.loads(row.end.error))
+            job.num_batches = 0 if job.is_foreign else row.end.num_batches
+            if job.is_foreign and job.status == "completed":
+                job.status, job.error = "failed", model_changed()
+            self._ended[job.completion_id] = job
+        self._jobs[job.completion_id] = job
+        if job.key is not None and job.status != "failed":
+            other = self._keys.get(job.key)
+            # Two jobs share a key when the end of the first could not be journaled: its clients were told that it
+            # failed, and a retry began the second. So the one that has ended has the key.
+            if other is None or other.status == "queued" or row.end is not None:
+                self._keys[job.key] = job
+        return job
 
-    async def _take_up(self, entry: Entry, record: CompletionRecord) -> None:
-        """Go on with a completion where it was left. Raises JournalError."""
-        if entry.is_foreign:
-            await self._journal_end(entry, model_changed())
-            logger.warning("completion %s is %s: %s", entry.completion_id, entry.status, entry.error)
+    async def _resume(self, job: BackgroundJob, record: CompletionRecord) -> None:
+        """Resume a job after its last journaled output. Raises JournalError."""
+        if job.is_foreign:
+            await self._recorder.end(job, model_changed())
+            logger.warning("background completion %s: %s: %s", job.completion_id, job.status, job.error)
             return
-        batches = await self._journal.batches(entry.completion_id, 0, NO_LIMIT)
-        plan = await asyncio.to_thread(restored, self._restore, record, is_foreign=False)
+        batches = await self._journal.batches(job.completion_id, 0, NO_LIMIT)
+        plan = await asyncio.to_thread(restore_plan, self._restore, record, is_foreign=False)
         began = time.perf_counter() - (self._clock() - record.created)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
-        entry.live = Live(plan, run, record.deadline, batches)
-        entry.status = "in_progress" if batches else "queued"
-        requests = apply_again(batches, plan, run.output)
-        self._spawn(self._record(entry, requests))
-
-    def _cut_off(self, live: Live) -> None:
-        if live.stream is not None:
-            live.stream.abort()
-        self._room.set()
+        job.running = RunningJob(plan, run, record.deadline, batches)
+        job.status = "in_progress" if batches else "queued"
+        requests = replay(batches, plan, run.output)
+        self._spawn(self._recorder.run(job, requests))
 
     def _check_room(self) -> None:
-        """Raise ApiError if as many are under way as may be kept."""
-        most = self._service.options.max_results
-        if len(self._entries) - len(self._ended) >= most:
-            raise too_many(most)
+        """Raise ApiError if as many jobs run as are allowed."""
+        limit = self._service.options.max_results
+        if len(self._jobs) - len(self._ended) >= limit:
+            raise too_many(limit)
 
     def _make_room(self) -> None:
-        """Drop those that ended first, as many as are too many."""
-        num_too_many = len(self._entries) - self._service.options.max_results
+        """Drop the jobs over the limit, those that ended first."""
+        num_too_many = len(self._jobs) - self._service.options.max_results
         if num_too_many > 0:
             self._drop(list(itertools.islice(self._ended, num_too_many)))
 
     def _drop_expired(self) -> None:
         latest = self._clock() - self._service.options.result_ttl_s
         expired = []
-        for entry in self._ended.values():
-            if entry.finished_at > latest:
+        for job in self._ended.values():
+            if job.finished_at > latest:
                 break
-            expired.append(entry.completion_id)
+            expired.append(job.completion_id)
         if expired:
             self._drop(expired)
 
     def _drop(self, completion_ids: list[str]) -> None:
         for completion_id in completion_ids:
             self._release_key(self._ended.pop(completion_id))
-            del self._entries[completion_id]
+            del self._jobs[completion_id]
         self._spawn(self._forget(completion_ids))
 
     async def _forget(self, completion_ids: list[str]) -> None:
         try:
             await self._journal.forget(completion_ids)
         except JournalError as error:
-            logger.warning("%d completions could not be deleted: %s", len(completion_ids), error)
+            logger.warning("cannot delete %d background completions: %s", len(completion_ids), error)
 
-    def _release_key(self, entry: Entry) -> None:
-        """Let a key be used anew: after a failure a retry is to compute."""
-        if entry.key is not None and self._keys.get(entry.key) is entry:
-            del self._keys[entry.key]
+    def _release_key(self, job: BackgroundJob) -> None:
+        """Free the key of a job: a retry after a failure begins a new one."""
+        if job.key is not None and self._keys.get(job.key) is job:
+            del self._keys[job.key]
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,7 +1,6 @@
-"""What a model needs, worked out from its config.json alone: parameters by part, bytes, KV cache, what fits.
+"""The report of `gptserve inspect`, from a model's config.json alone: parameters, bytes, KV cache, what fits.
 
-The arithmetic is engine.memory's; here it is gathered into a report and rendered. `gptserve inspect` calls it. No
-weight is read and torch is not imported.
+engine/model/memory.py does the arithmetic. Reads no weights and does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class DTypeReport:
-    """What depends on the data type: bytes, and what fits beside the weights into the memory."""
+    """The part of the report that depends on the data type: bytes, and what fits into memory beside the weights."""
 
     dtype: str
     weights_bytes: int
@@ -29,7 +28,7 @@ class DTypeReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What one model needs and what fits into memory_bytes."""
+    """The needs of one model, and what fits into memory_bytes."""
 
     model: str
     model_type: str
@@ -46,7 +45,7 @@ class ModelReport:
 
 
 def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block_size: int) -> ModelReport:
-    """Work the report out; memory_bytes None is what is free on this machine."""
+    """Make the report; memory_bytes None is the free memory of this machine."""
     memory_bytes = available_memory_bytes() if memory_bytes is None else memory_bytes
     parameters = parameter_counts(model)
     num_parameters = sum(parameters.values())
@@ -100,7 +99,7 @@ def render(report: ModelReport) -> str:
         "",
         f"bytes a token = 2 (key, value) x {report.num_layers} layers x {report.num_kv_heads} KV heads x "
         f"{report.head_size} head size x bytes a number",
-        f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, activations left out",
+        f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, without activations",
     ]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """The command `gptserve`: serve a model, complete a text, inspect a model.
 
-A wrong command line or setting ends with status 2, any other failure with 1, each with one sentence on stderr. The
-engine's process imports this file again, so what is heavy is imported by the command that needs it.
+A wrong command line or setting ends with status 2, any other failure with 1, and one sentence on stderr. The engine's
+process imports this file again, so each command imports its heavy modules itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     command: CommandParser = options.parser
     if unknown:
         flags = re.findall(r"--[\w-]+", command.format_help())
-        name = unknown[0].partition("=")[0]  # what follows may be a key that belongs in nobody's log
+        name = unknown[0].partition("=")[0]  # the rest may be a key, which no log may hold
         command.error(f"unknown argument {name}{suggestion(name, flags)}")
     try:
         sys.exit(options.run(options))
@@ -66,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (CommandError, EngineError, WeightsError) as error:
         command.exit(EXIT_FAILURE, f"gptserve: {error}\n")
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into the pipe again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes into the pipe again
         sys.exit(EXIT_FAILURE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse with whole flags only, whose errors are one sentence."""
+    """argparse without abbreviated flags; its errors are one sentence."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords, allow_abbrev=False)
@@ -95,30 +95,32 @@ def _build_parser() -> CommandParser:
     add_flags(serve)
     serve.set_defaults(parser=serve, run=_serve)
 
-    complete = commands.add_parser("complete", help="print the completion of a text as it is made")
-    complete.add_argument("text", type=_text, metavar="TEXT", help="what to complete; - reads it from stdin")
-    complete.add_argument("--url", type=_text, help=f"of the server to ask (default: {DEFAULT_URL})")
-    complete.add_argument("--api-key", help="key to bear (default: that of GPTSERVE_API_KEY)")
-    complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model here, ask no server")
-    complete.add_argument("--max-tokens", type=int, default=200, help="(default: %(default)s)")
+    complete = commands.add_parser("complete", help="complete a text, printing tokens as they come")
+    complete.add_argument("text", type=_text, metavar="TEXT", help="text to complete; - reads it from stdin")
+    complete.add_argument("--url", type=_text, help=f"URL of the server (default: {DEFAULT_URL})")
+    complete.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")
+    complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
+    complete.add_argument("--max-tokens", type=int, default=200, help="tokens to generate (default: %(default)s)")
     complete.add_argument("--temperature", type=_number, default=1.0, help="0 is greedy (default: %(default)s)")
-    complete.add_argument("--top-p", type=_number, default=1.0, help="(default: %(default)s)")
-    complete.add_argument("--seed", type=int, help="repeats a completion")
-    complete.add_argument("--stop", type=_text, action="append", default=[], help="text to stop before; repeatable")
+    complete.add_argument(
+        "--top-p", type=_number, default=1.0, help="nucleus sampling; 1 is off (default: %(default)s)"
+    )
+    complete.add_argument("--seed", type=int, help="seed; the same seed repeats a completion")
+    complete.add_argument("--stop", type=_text, action="append", default=[], help="text at which to stop; repeatable")
     complete.set_defaults(parser=complete, run=_complete)
 
-    inspect = commands.add_parser("inspect", help="show what a model needs, from its config.json alone")
+    inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
-    inspect.add_argument("--memory", type=_size, help="to fit it into, such as 8GiB (default: what is free here)")
+    inspect.add_argument("--memory", type=_size, help="memory to fit it into, such as 8GiB (default: the free memory)")
     inspect.add_argument("--block-size", type=_count, default=16, help="tokens in a block (default: %(default)s)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(parser=inspect, run=_inspect)
 
-    convert = commands.add_parser("convert", help="turn pickled torch weights into a folder that can be served")
-    convert.add_argument("SOURCE", type=Path, help="torch file, such as nanoGPT's ckpt.pt, or a folder with some")
-    convert.add_argument("TARGET", type=Path, help="folder to make")
-    convert.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="whose tokenizer files to copy as well")
+    convert = commands.add_parser("convert", help="convert pickled torch weights into a folder to serve")
+    convert.add_argument("SOURCE", type=Path, help="torch file, such as nanoGPT's ckpt.pt, or a folder of such files")
+    convert.add_argument("TARGET", type=Path, help="folder to create")
+    convert.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="folder to copy tokenizer files from")
     convert.set_defaults(parser=convert, run=_convert)
     return parser
 
@@ -153,7 +155,7 @@ def _serve(options: argparse.Namespace) -> int:
     configure_logging(settings.log_format, settings.log_level)
     logger.info("settings: %s", settings.describe())
     if injected := injected_variables(os.environ):
-        logger.info("passed by %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
+        logger.info("ignoring %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
     if not (settings.needs_key or settings.is_local):
         logger.warning("no API key is set: whoever can reach %s can use this server; see --api-key", settings.host)
     try:
@@ -173,7 +175,7 @@ def _complete(options: argparse.Namespace) -> int:
 
 
 def _read_stdin() -> str:
-    """Return all of stdin as it is, line ends included."""
+    """Return all of stdin unchanged, with its line ends."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -181,7 +183,7 @@ def _read_stdin() -> str:
 
 
 def _ask_server(options: argparse.Namespace, prompt: str) -> Iterator[str]:
-    """Yield the text of a completion as a running server streams it."""
+    """Yield the text of a completion from a running server, as it streams."""
     import httpx
 
     fields = ("max_tokens", "temperature", "top_p", "seed", "stop")
@@ -217,7 +219,7 @@ def _error_message(status: int, body: bytes) -> str:
 
 
 def _compute_here(options: argparse.Namespace, prompt: str) -> Iterator[str]:
-    """Yield the text of a completion that a model loaded into this process makes."""
+    """Load a model into this process and yield the text of its completion."""
     from gptserve.engine.llm import LLM
     from gptserve.engine.request import SEED_LIMIT, Request, SamplingParams
     from gptserve.server.completions.output import ChoiceOutput, compile_stop
@@ -249,7 +251,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _text(text: str) -> str:
-    """Return `text` as it is; bytes of a command line that are no UTF-8 come as surrogates, which nothing can carry."""
+    """Return `text` unchanged. Raise an error for surrogates, which stand for bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -258,7 +260,7 @@ def _text(text: str) -> str:
 
 
 def _number(text: str) -> float:
-    """Return a number that JSON can carry."""
+    """Parse a finite number."""
     with contextlib.suppress(ValueError):
         if math.isfinite(number := float(text)):
             return number
@@ -266,7 +268,7 @@ def _number(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Return a whole number above 0."""
+    """Parse a whole number above 0."""
     with contextlib.suppress(ValueError):
         if (number := int(text)) >= 1:
             return number
@@ -274,7 +276,7 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    """parse_size, with the message that argparse shows."""
+    """Call parse_size; raise argparse's error."""
     try:
         return parse_size(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""How a completion goes out to a client: in one piece or as events, while it is computed for that client alone or as it
-is kept for whoever asks.
+"""Answers a client with a completion: in one piece or as events.
 
-The routes say which; where the outputs come from makes no difference to a byte of the answer.
+`CompletionResponse` computes a completion for its client alone; `api/completions.py` returns it. `AnswerSender` writes
+an answer, the same bytes wherever the outputs come from; background work uses it, too.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from starlette.types import Receive, Scope, Send
 
 from gptserve.engine.request import TokenOutput
 from gptserve.server.api.schemas import StreamOptions
-from gptserve.server.background.kept import Entry
-from gptserve.server.background.store import CompletionStore
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from gptserve.server.completions.output import Delta
-from gptserve.server.completions.plan import CompletionOutput, CompletionPlan, CompletionRun, expiring
+from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields, report
 
-Outputs = AsyncIterator[tuple[TokenOutput, ...]]
+OutputStream = AsyncIterator[tuple[TokenOutput, ...]]
 Result = TypeVar("Result")
 
 
 class CompletionResponse(Response):
-    """Submits a planned completion and answers with it; nothing more is computed once the client has gone."""
+    """Submits a plan and answers with the completion. Stops computing when the client hangs up."""
 
     def __init__(self, service: Service, plan: CompletionPlan, started_at: float) -> None:
         super().__init__()
@@ -42,16 +41,17 @@ class CompletionResponse(Response):
         self._run = CompletionRun(plan, service.tokenizer, service.metrics, started_at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError or EngineError as long as nothing was sent."""
+        """Answer. Raises ApiError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
-            answer = _Answer(self._service, self._plan, self._run.output, partial(self._run.apply, stream=stream))
+            apply = partial(self._run.apply, stream=stream)
+            answer = AnswerSender(self._service, self._plan, self._run.output, apply, stream, stream.abort)
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
-                        self._run.is_failed = not await answer.send_events(stream, stream.abort, scope, receive, send)
+                        self._run.is_failed = not await answer.send_events(scope, receive, send)
                     else:
-                        await answer.send_whole(stream, stream.abort, scope, receive, send)
+                        await answer.send_whole(scope, receive, send)
             except ClientDisconnect:
                 raise
             except Exception:
@@ -62,51 +62,16 @@ class CompletionResponse(Response):
                 log_fields(scope).update(self._run.close())
 
 
-class KeptResponse(Response):
-    """Answers with a completion that is kept, whole or as the events after the `after`-th, and leaves it be."""
-
-    def __init__(
-        self,
-        service: Service,
-        store: CompletionStore,
-        entry: Entry,
-        plan: CompletionPlan,
-        *,
-        stream: bool,
-        after: int = 0,
-    ) -> None:
-        super().__init__()
-        self._service = service
-        self._store = store
-        self._entry = entry
-        self._plan = plan
-        self._stream = stream
-        self._after = after
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError as long as nothing was sent."""
-        log_fields(scope)["completion_id"] = self._entry.completion_id
-        output = CompletionOutput(self._plan, self._service.tokenizer)
-        answer = _Answer(self._service, self._plan, output, output.apply)
-        reader = self._store.reader(self._entry)
-        try:
-            if self._stream:
-                await answer.send_events(
-                    reader, reader.close, scope, receive, send, is_resumable=True, after=self._after
-                )
-            else:
-                await answer.send_whole(reader, reader.close, scope, receive, send)
-        finally:
-            reader.close()
-
-
 def json_response(answer: Mapping[str, object]) -> Response:
     """Return an answer as JSON."""
     return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
 
 
-class _Answer:
-    """Sends what becomes of a plan; `apply` turns outputs into what they add to the choices of `output`."""
+class AnswerSender:
+    """Sends the answer to a plan. `apply` adds the outputs of `source` to `output` and yields the choices' deltas.
+
+    Calls `on_gone` when the client hangs up.
+    """
 
     def __init__(
         self,
@@ -114,19 +79,21 @@ class _Answer:
         plan: CompletionPlan,
         output: CompletionOutput,
         apply: Callable[[Iterable[TokenOutput]], Iterator[tuple[int, Delta]]],
+        source: OutputStream,
+        on_gone: Callable[[], None],
     ) -> None:
         self._service = service
         self._plan = plan
         self._output = output
         self._apply = apply
+        self._source = source
+        self._on_gone = on_gone
 
-    async def send_whole(
-        self, source: Outputs, on_gone: Callable[[], None], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the completion in one piece."""
         collected: list[list[Delta]] = [[] for _ in self._plan.requests]
-        async with sse.Connection(receive, send, on_gone) as connection:
-            async for outputs in source:
+        async with sse.Connection(receive, send, self._on_gone) as connection:
+            async for outputs in self._source:
                 async for index, delta in self._added(outputs):
                     collected[index].append(delta)
         if connection.is_gone:
@@ -138,7 +105,7 @@ class _Answer:
         return json_response(self._plan.whole(collected, self._output.usage()))
 
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield what each output adds to its choice; after those with scores of a prompt other tasks have a turn."""
+        """Yield index and delta of each output; let the event loop turn after an output with scores of the prompt."""
         for output in outputs:
             for added in self._apply((output,)):
                 yield added
@@ -146,23 +113,15 @@ class _Answer:
                 await asyncio.sleep(0)
 
     async def _computed(self, num_scores: int, render: Callable[..., Result], *arguments: object) -> Result:
-        """Return what `render` makes of so many scores, in a thread if that takes long."""
+        """Call `render`, in a thread when num_scores says that it takes long; return its result."""
         if num_scores > PIECE_ENTRIES:
             return await self._service.in_thread(render, *arguments)
         return render(*arguments)
 
     async def send_events(
-        self,
-        source: Outputs,
-        on_gone: Callable[[], None],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        is_resumable: bool = False,
-        after: int = 0,
+        self, scope: Scope, receive: Receive, send: Send, *, is_resumable: bool = False, after: int = 0
     ) -> bool:
-        """Send the completion as events, an error among them; return whether there was none."""
+        """Send the completion as events; an error becomes the last event. Return whether there was no error."""
         options = self._plan.body.stream_options or StreamOptions()
         include_usage = bool(options.include_usage)
         head = self._plan.head(of_chunk=True)
@@ -172,9 +131,9 @@ class _Answer:
         is_well = True
         await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
         keep_alive_s = self._service.options.keep_alive_s
-        async with sse.Connection(receive, send, on_gone, keep_alive_s=keep_alive_s) as connection:
+        async with sse.Connection(receive, send, self._on_gone, keep_alive_s=keep_alive_s) as connection:
             try:
-                async for outputs in source:
+                async for outputs in self._source:
                     events: list[str] = []
                     try:
                         async for index, delta in self._added(outputs):
@@ -182,7 +141,7 @@ class _Answer:
                                 usage = self._output.usage() if options.continuous_usage_stats else None
                                 chunk = self._computed(delta.num_scores, encoder.chunk, index, delta, usage)
                                 events.append(await chunk)
-                    finally:  # the outputs before one that fails are sent before the error
+                    finally:  # send the outputs before the one that failed
                         if any(events):
                             await connection.write("".join(events).encode("ascii"))
                 end = (encoder.usage_chunk(self._output.usage()) if include_usage else "") + sse.DONE

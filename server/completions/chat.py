@@ -1,6 +1,6 @@
-"""What a chat does before it is a completion like any other: its conversation becomes a prompt by the model's template.
+"""Plans a chat: the model's template turns the conversation into a prompt; the rest is a completion like any other.
 
-Knows no HTTP; `routes/chat.py` calls it.
+Knows no HTTP; `api/chat.py` calls it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pro
 
 
 async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mark] | None) -> CompletionPlan:
-    """Check what types cannot say, render and tokenize. Raises ApiError, InvalidRequestError or ChatTemplateError.
+    """Check, render the conversation and tokenize. Raises ApiError, InvalidRequestError or ChatTemplateError.
 
     `marks` are the special tokens of a model that answers in harmony's channels.
     """
@@ -74,7 +74,7 @@ def restore_chat(
     tokenizer: Tokenizer,
     marks: Mapping[int, Mark] | None,
 ) -> CompletionPlan:
-    """Return the plan of a chat that began before; its conversation is not rendered again, as templates know dates."""
+    """Rebuild the plan of a chat from its body and prompt. To render again could differ: templates know the date."""
     body = ChatRequest.parse(fields)
     channels = None if marks is None else HarmonyChannels(marks)
     for prompt in prompts:
@@ -91,7 +91,7 @@ def _sampling_params(body: ChatRequest, max_tokens: int) -> SamplingParams:
 def _encode(
     body: ChatRequest, template: ChatTemplate, service: Service, marks: Mapping[int, Mark] | None
 ) -> tuple[tuple[int, ...], HarmonyChannels | None]:
-    """Return the prompt and where it leaves off; the template has put in all special tokens, so none is added."""
+    """Return the prompt and the channels at its end. The template has put in all special tokens, so add none."""
     continues, adds = bool(body.continue_final_message), body.add_generation_prompt
     text = template.render(
         [message.to_template() for message in body.messages],
@@ -105,7 +105,7 @@ def _encode(
 
 
 def _check_together(body: ChatRequest) -> None:
-    """Raise InvalidRequestError unless the fields that depend on each other agree."""
+    """Raise InvalidRequestError if fields contradict each other."""
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = (
             f"max_completion_tokens must be max_tokens, which is {body.max_tokens}, got {body.max_completion_tokens}"

@@ -1,6 +1,6 @@
-"""JSON in pieces of bounded size: no call of the encoder in C holds the interpreter, and so the event loop, for long.
+"""JSON in pieces of bounded size, so that no call of the C encoder holds the interpreter and the event loop for long.
 
-Used for everything that is sent but the text of a plain chunk. Knows nothing of completions.
+Encodes whole answers and the events of streams. Knows nothing of completions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 PIECE_ENTRIES = 64
-"""Entries of an iterator that one call encodes: with 20 alternatives each they take about a millisecond."""
+"""Entries of an iterator that one call encodes; with 20 alternatives each they take about a millisecond."""
 
 
 class PiecewiseEncoder:
-    """Encodes JSON without spaces. A long list is given as an iterator, which is encoded slice by slice.
+    """Encodes JSON without spaces. Pass a long list as an iterator, which is encoded slice by slice.
 
     Raises ValueError for NaN and infinity, which JSON does not have.
     """
@@ -25,7 +25,7 @@ class PiecewiseEncoder:
         self._encode_whole = encoder.encode
 
     def encode(self, value: object) -> str:
-        """Return the JSON of `value`, whose iterators are used up."""
+        """Return the JSON of `value`. Uses up its iterators."""
         return "".join(self.pieces(value))
 
     def pieces(self, value: object) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""gpt-oss's harmony format: which tokens of an answer are its text, which its reasoning and which frame them.
+"""gpt-oss's harmony format: tells the tokens of the text, of the reasoning and of the frame apart.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
 
-Works on token ids, so the text of a message cannot pass for a frame. Knows no requests; chat.py gives each choice one.
+Works on token ids, so the text of a message cannot pass for a frame. Knows no requests; `chat.py` makes the channels.
 Source of the format: OpenAI cookbook, "OpenAI harmony response format".
 """
 
@@ -16,11 +16,11 @@ from gptserve.server.completions.service import Tokenizer
 
 Mark = Literal["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 MARKS: tuple[Mark, ...] = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-_NAME_LIMIT = 64  # bytes of a header that are kept; the name of a channel is its first word
+_NAME_LIMIT = 64  # bytes of a header to hold; its first word is the channel's name
 
 
 def find_marks(tokenizer: Tokenizer) -> dict[int, Mark] | None:
-    """Return the special tokens that frame messages by their ids; None for a vocabulary without them."""
+    """Return the special tokens that frame messages, by id; None for a vocabulary without them."""
     ids = [tokenizer.encode_with_special(mark) for mark in MARKS]
     if any(len(found) != 1 or found == tokenizer.encode(mark) for found, mark in zip(ids, MARKS, strict=True)):
         return None
@@ -28,7 +28,7 @@ def find_marks(tokenizer: Tokenizer) -> dict[int, Mark] | None:
 
 
 class HarmonyChannels:
-    """Follows one choice token by token. What is outside of every message, or in no known channel, is text."""
+    """Follows one choice token by token. Tokens outside messages or in unknown channels are text."""
 
     def __init__(self, marks: Mapping[int, Mark]) -> None:
         self._marks = marks
@@ -36,7 +36,7 @@ class HarmonyChannels:
         self._header: bytes | None = None  # None: no header is open
 
     def follow(self, prompt: Sequence[int], tokenizer: Tokenizer) -> HarmonyChannels:
-        """Read the message that a prompt leaves open, which the choice goes on with."""
+        """Read the last message of a prompt, which the choice continues."""
         start = next(token_id for token_id, mark in self._marks.items() if mark == "<|start|>")
         if start in prompt:
             for token_id in prompt[len(prompt) - 1 - prompt[::-1].index(start) :]:
@@ -44,7 +44,7 @@ class HarmonyChannels:
         return self
 
     def channel_of(self, token_id: int, data: bytes) -> Channel | None:
-        """Return where the next token belongs; None is to its message's frame."""
+        """Return the channel of the next token; None for a token of the frame."""
         match self._marks.get(token_id):
             case None:
                 if self._header is None:

@@ -1,7 +1,7 @@
 """From token ids to text: whole UTF-8 only, stop strings, logprobs with offsets, reasoning apart from text.
 
-Everything here gives the same result however the bytes are split into tokens and the tokens into steps. Knows nothing
-of HTTP; `completion.py` has one ChoiceOutput per choice.
+The result does not depend on how the bytes are split into tokens, nor the tokens into steps. Knows no HTTP; `run.py`
+has one ChoiceOutput per choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; vLLM's value
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have; vLLM's value
 
 
 Channel = Literal["text", "reasoning"]
@@ -32,7 +32,7 @@ class TokenBytes(Protocol):
 class Detokenizer:
     """Decodes UTF-8 that arrives in arbitrary pieces.
 
-    All the text together equals `bytes.decode(errors="replace")`: U+FFFD stands only for bytes that can never become a
+    All the text together equals `bytes.decode(errors="replace")`: U+FFFD replaces only bytes that can never become a
     character.
     """
 
@@ -40,11 +40,11 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, data: bytes) -> str:
-        """Return the characters that are complete now."""
+        """Return the characters that these bytes complete."""
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """Return what the bytes of an unfinished character stand for, now that nothing follows."""
+        """Return the replacement for the bytes of an unfinished character; nothing may follow."""
         return self._decoder.decode(b"", True)
 
 
@@ -67,10 +67,10 @@ def compile_stop(text: str) -> StopPattern:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back what could be the start of one.
+    """Passes text on up to the first stop string, and holds back text that could be the start of one.
 
-    The match that ends first wins, the longest of those that end together. Invariant: what is held back is the longest
-    suffix of all the text so far that starts a stop string.
+    The match that ends first wins; of several that end together, the longest. Invariant: the text held back is the
+    longest suffix of all text so far that starts a stop string.
     """
 
     def __init__(self, patterns: Sequence[StopPattern]) -> None:
@@ -80,7 +80,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Return the text that is certain to come before any stop string; nothing may be fed after a match."""
+        """Add text; return the text that no stop string can contain. Feed nothing after a match."""
         assert self.matched is None
         if not self._patterns:
             return text
@@ -95,12 +95,12 @@ class StopStrings:
         return buffer[:certain]
 
     def flush(self) -> str:
-        """Return what was held back, now that nothing follows."""
+        """Return the text held back; nothing may follow."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> str:
-        """Take one character; return the longest stop string that it completes, or nothing."""
+        """Add one character; return the longest stop string that it completes, or an empty string."""
         matched = ""
         for i, (stop, borders) in enumerate(self._patterns):
             length = self._progress[i]
@@ -114,9 +114,9 @@ class StopStrings:
 
 
 class TokenScore(NamedTuple):
-    """A token with its logprob, None for the first of a prompt, and the likeliest in its place with theirs.
+    """A token with its logprob and the likeliest tokens at its position; the first token of a prompt has no logprob.
 
-    `offset` is where it begins: characters of the choice's text before it.
+    `offset` is the number of characters of the choice's text before it.
     """
 
     data: bytes
@@ -126,7 +126,7 @@ class TokenScore(NamedTuple):
 
 
 class RankedToken(NamedTuple):
-    """A token of a prompt, or one that is likely in its place; equals share a rank, that of the likeliest is 1."""
+    """A token of a prompt, or a likely one at its position. The likeliest has rank 1; equals share a rank."""
 
     token_id: int
     data: bytes
@@ -136,14 +136,14 @@ class RankedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The tokens of a prompt with the `num_top` likeliest in the place of each, ranked only while they are read."""
+    """The tokens of a prompt with the `num_top` likeliest at each position; they are ranked when they are read."""
 
     entries: Sequence[TokenLogprobs | None]
     num_top: int
     token_bytes: Callable[[int], bytes]
 
     def ranked(self) -> Iterator[list[RankedToken] | None]:
-        """Yield for each token itself and then the likeliest others; None for the first of the prompt."""
+        """Yield for each position the token itself, then the likeliest others; None for the first position."""
         for entry in self.entries:
             yield None if entry is None else self._rank(entry)
 
@@ -157,7 +157,7 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an engine output added to a choice. An empty one need not be sent."""
+    """The addition of one engine output to a choice. An empty one need not be sent."""
 
     text: str
     logprobs: list[TokenScore] | None = None
@@ -168,24 +168,24 @@ class Delta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the client would learn nothing from it."""
+        """Whether there is nothing to send."""
         scored = self.logprobs is not None or self.prompt_logprobs is not None
         return not (self.text or self.reasoning or scored) and self.finish_reason is None
 
     @property
     def is_text_alone(self) -> bool:
-        """Whether text is all that was added."""
+        """Whether it adds nothing but text."""
         return self == Delta(self.text)
 
     @property
     def num_scores(self) -> int:
-        """How many tokens come with logprobs."""
+        """The number of tokens with logprobs."""
         num_of_prompt = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs.entries)
         return num_of_prompt + len(self.logprobs or ())
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Return all the deltas of a choice, at least one, as one."""
+    """Join the deltas of a choice, at least one."""
     last = deltas[-1]
     return replace(
         last,
@@ -199,12 +199,11 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 class ChoiceOutput:
     """The text of one choice while its tokens arrive.
 
-    `echo` is the prompt to return first, together with the first token; without `generates` nothing comes after it,
-    whatever the engine made. logprobs and prompt_logprobs are how many likeliest tokens to report with each token, None
-    for no report. `skip` are the tokens that are no text. Stop strings are looked for in generated text only. A token
-    that stops (the end of text, one of stop_token_ids) counts, and has a logprobs entry, but no text. `channel_of` says
-    of each token whether it belongs to the text, to the reasoning before it, or to neither; without it everything is
-    text.
+    `echo` is the prompt, to return together with the first token. generates=False (max_tokens 0) returns only the
+    prompt. logprobs and prompt_logprobs are the number of likeliest tokens to report with each token, None for no
+    report. Tokens in `skip` have no text. Stop strings are searched in generated text only. A token that stops (end of
+    text, stop_token_ids) counts and has a logprobs entry, but no text. `channel_of` assigns each token to the text, to
+    the reasoning, or to neither; without it everything is text.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class ChoiceOutput:
         self._reasoning = ""
 
     def add(self, output: TokenOutput) -> Delta:
-        """Take the next output of this choice, which has not finished."""
+        """Add the next output; the choice must not have finished."""
         assert self.finish_reason is None
         if output.prompt_logprobs is not None:
             self._score_prompt(output.prompt_logprobs)
@@ -264,7 +263,7 @@ class ChoiceOutput:
         return self._end(text, logprobs, output)
 
     def _end(self, text: str, logprobs: list[TokenScore] | None, output: TokenOutput) -> Delta:
-        """Return the delta, complete with the reason if this was the last."""
+        """Return the delta, with the finish reason if the output is the last."""
         stop_reason: str | int | None = None
         if output.finish_reason is not None and self._stops.matched is None:
             text += self._feed(self._detokenizer.finish())
@@ -283,14 +282,14 @@ class ChoiceOutput:
         return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, self._take_prompt_scores())
 
     def _score_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Keep the scores of the next tokens of the prompt until the first token comes."""
+        """Hold the scores of the next tokens of the prompt until the first generated token."""
         if self._echo:
             self._echo_prompt(entries)
         if self._prompt_logprobs is not None:
             self._prompt_entries += entries
 
     def _echo_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Echo the next tokens of the prompt, an entry each; an unfinished character is kept for what follows."""
+        """Echo the next tokens of the prompt, one for each entry; hold back an unfinished character."""
         for entry in entries:
             token_id = self._echo.popleft()
             data = self._token_bytes(token_id)
@@ -301,20 +300,20 @@ class ChoiceOutput:
             self._echoed_text.append(piece)
 
     def _take_prompt_scores(self) -> PromptScores | None:
-        """Return the scores of the prompt, if they are asked for and have not been returned."""
+        """Return the scores of the prompt if they are requested and not yet returned."""
         if not self._prompt_entries or self._prompt_logprobs is None:
             return None
         entries, self._prompt_entries = self._prompt_entries, []
         return PromptScores(entries, self._prompt_logprobs, self._token_bytes)
 
     def _enter(self, channel: Channel | None) -> str:
-        """Go on in a channel; return what the bytes of an unfinished character stand for, as none goes across."""
+        """Switch to a channel; return the replacement for an unfinished character, as none spans two channels."""
         text = self._feed(self._detokenizer.finish()) if channel != self._channel else ""
         self._channel = channel
         return text
 
     def _feed(self, text: str) -> str:
-        """Return what of this is text to send now."""
+        """Add characters to the current channel; return the text to send now."""
         if self._channel == "reasoning":
             self._reasoning += text
         if self._channel != "text":

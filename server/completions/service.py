@@ -1,4 +1,4 @@
-"""What every route works with: the engine, the tokenizer, the options, the metrics. Made by `create_app`."""
+"""Service: the engine, the tokenizer, the options and the metrics, for every route. `create_app` makes it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Result = TypeVar("Result")
 
 
 class Tokenizer(Protocol):
-    """What the server asks of weights.tokenizer.Tokenizer."""
+    """The part of weights.tokenizers.tokenizer.Tokenizer that the server uses."""
 
     @property
     def max_token_bytes(self) -> int:
-        """The most bytes a token stands for."""
+        """The number of bytes of the longest token."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that are no text."""
+        """The ids of the tokens that have no text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of `text` with those that a prompt begins or ends with."""
+        """Return the token ids of `text`, with the special tokens that begin or end a prompt."""
 
     def encode_with_special(self, text: str) -> list[int]:
-        """Return the token ids of text in which the text of a special token means that token."""
+        """Return the token ids of `text`; the name of a special token in it becomes that token."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token."""
@@ -47,10 +47,10 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """How the API is to behave. Without api_keys and api_key_file anyone may ask; max_choices bounds prompts times n.
+    """The options of the API. Without api_keys and api_key_file no key is needed; chats need a chat_template.
 
-    Without a chat_template there is no chat. At most max_results completions are kept, each for result_ttl_s after its
-    end. max_tokens_held and max_logprobs_held bound what the server holds of one request, all its choices together.
+    max_choices limits the number of prompts times n. The store holds at most max_results background completions, each
+    for result_ttl_s after its end. max_tokens_held and max_logprobs_held limit one request, all its choices together.
     """
 
     model_name: str
@@ -71,7 +71,7 @@ class AppOptions:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Everything a route needs, in one hand."""
+    """Everything that a route needs."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -82,15 +82,15 @@ class Service:
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """Return the result of a long computation in Python, made in a thread.
+        """Run a long computation in a thread and return its result.
 
-        There is one at a time: each that computes takes turns with the event loop at the interpreter's lock.
+        Only one runs at a time: each of them competes with the event loop for the interpreter's lock.
         """
         async with self._computing:
             return await asyncio.to_thread(call, *arguments)
 
     def admit(self) -> None:
-        """Raise ApiError unless a completion may start now."""
+        """Raise ApiError if completions are refused: the server shuts down, or no engine runs."""
         with self.counting_rejections():
             self._check_open()
 
@@ -102,17 +102,17 @@ class Service:
 
     @property
     def needs_key(self) -> bool:
-        """Whether completions are for bearers of a key."""
+        """Whether a completion needs an API key."""
         return bool(self.options.api_keys) or self.options.api_key_file is not None
 
     def check_ready(self) -> None:
-        """Raise ApiError unless a completion that starts now is computed now: while an engine restarts, it waits."""
+        """Raise 503 unless an engine is loaded. During a restart requests are accepted and queue."""
         self._check_open()
         if not self.engine.is_ready:
             raise unavailable("the engine died and is being started again", code="engine_restarting")
 
     def check_alive(self) -> None:
-        """Raise ApiError unless the engine can answer."""
+        """Raise 503 while the engine loads, and after it has died for good."""
         if not self.engine.is_alive:
             raise unavailable("no engine is running: it is loading or has died", code="engine_unavailable")
 
@@ -124,13 +124,13 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _check_open(self) -> None:
-        if self.lifecycle.is_draining:  # first: once it has drained, the engine is closed
+        if self.lifecycle.is_draining:  # checked first: after draining the engine is closed
             raise shutting_down()
         self.check_alive()
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:
-        """Count what is refused within it."""
+        """Count a refusal (429 or 503) that is raised within the block."""
         try:
             yield
         except (ApiError, EngineError) as error:

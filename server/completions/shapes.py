@@ -1,7 +1,7 @@
-"""How a completion is written: as OpenAI's text_completion or as its chat.completion.
+"""The two JSON shapes of a completion: OpenAI's text_completion and its chat.completion.
 
-Each is a table of the few things that differ; what they have in common is in completion.py and sse.py. The scores of
-many tokens are given as iterators, for encoding.py to render piece by piece. Knows nothing of how the text came to be.
+A Shape is a table of what differs; plan.py and sse.py write what both have. Long lists of scores are iterators, which
+encoding.py renders piece by piece. Knows nothing of tokens' origin or of HTTP.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`choice` renders a whole choice as schemas.py has it, `part` what a chunk adds to one; both put the index first.
+    """How to render the parts of an answer, in the shapes that schemas.py describes.
 
-    `beside` renders what an answer has beside its choices, of which it is given the first; `opening` what comes before
-    the first chunk of a choice, for the shapes that have such a thing.
+    `choice` renders a whole choice and `part` a chunk's addition to one; both put the index first. `after_choices`
+    takes the first choice and renders the fields that follow the choices. `opening` renders the chunk before the first
+    one of a choice, in shapes that have one.
     """
 
     id_prefix: str
@@ -27,7 +28,7 @@ class Shape:
     chunk_object: str
     choice: Callable[[int, Delta], Json]
     part: Callable[[int, Delta], Json]
-    beside: Callable[[Delta], Json]
+    after_choices: Callable[[Delta], Json]
     opening: Callable[[int], Json] | None = None
 
 
@@ -41,7 +42,7 @@ def _nothing(_first: Delta) -> Json:
 
 
 def _prompt_logprobs(delta: Delta) -> Json:
-    """Return vLLM's list of the prompt's tokens, where it was asked for."""
+    """Return vLLM's list of the prompt's tokens, if the request asked for it."""
     if delta.prompt_logprobs is None:
         return {}
     ranked = delta.prompt_logprobs.ranked()
@@ -65,12 +66,12 @@ def _parallel_lists(scores: Sequence[TokenScore]) -> Json:
 
 
 def _top_by_name(score: TokenScore) -> dict[str, float] | None:
-    """Return the likeliest tokens and the token itself."""
+    """Return the logprobs of the likeliest tokens and of the token itself, by name."""
     if score.logprob is None:
         return None
     top: dict[str, float] = {}
     for data, logprob in (*score.top, (score.data, score.logprob)):
-        top.setdefault(token_name(data), logprob)  # of two tokens of one name the likelier: the maximum is never lost
+        top.setdefault(token_name(data), logprob)  # of two tokens with the same name, keep the likelier
     return top
 
 
@@ -119,6 +120,6 @@ CHAT_SHAPE = Shape(
     chunk_object="chat.completion.chunk",
     choice=_message_choice,
     part=_delta_choice,
-    beside=_prompt_logprobs,
+    after_choices=_prompt_logprobs,
     opening=_opening_choice,
 )

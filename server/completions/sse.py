@@ -1,7 +1,8 @@
 """Server-sent events for one completion stream, and the connection they go out on.
 
-A chunk is a part rendered once per stream plus the JSON of its text: serialising a model per token would cost more than
-all the rest. JSON is kept to ASCII, for clients that split lines at every Unicode line separator.
+The part that all chunks share is rendered once a stream, and each chunk adds only the JSON of its text: to serialise a
+model for each token would cost more than all the rest. JSON is ASCII only, as some clients split lines at every Unicode
+line separator.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ HEADERS = (
 )
 DONE = "data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-_TEXT = "\0"  # stands for a chunk's own while what is around it is rendered
+_TEXT = "\0"  # a placeholder for a chunk's text while the part around the text is rendered
 
 
 class EventEncoder:
-    """Renders the events of one stream. `head` is what all its chunks share.
+    """Renders the events of one stream. All its chunks begin with the fields of `head`.
 
-    Only a resumable stream has ids, which count its events from 1; the events up to the `after`-th come out empty, as
-    the client has them. Every event of any other stream begins with `data: `: clients split a stream at blank lines and
-    strip that prefix from each block.
+    Only a resumable stream has ids, which count its events from 1. The client has the events up to the `after`-th
+    already, so they are rendered as nothing. In other streams every event begins with `data: `, because some clients
+    split a stream at blank lines and strip that prefix from each block.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class EventEncoder:
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._shape = shape
         self._opened: set[int] = set()
-        # What is around index and text when a chunk adds nothing but text.
+        # A chunk that adds only text is these parts around index and text.
         around = self._encode(shape.part(0, Delta(_TEXT))).removeprefix('{"index":0')
         self._before_text, self._after_text = around.split(self._encode(_TEXT))
         self._is_resumable = is_resumable
@@ -56,7 +57,7 @@ class EventEncoder:
         self._after = after
 
     def chunk(self, index: int, delta: Delta, usage: Mapping[str, object] | None = None) -> str:
-        """Return the event for what was added to choice `index`, after the one that opens it where it is the first."""
+        """Return the event that adds `delta` to a choice; before its first one, also the event that opens it."""
         opening = ""
         if self._shape.opening is not None and index not in self._opened:
             self._opened.add(index)
@@ -64,34 +65,34 @@ class EventEncoder:
         if delta.is_text_alone:
             choice = f'{{"index":{index}{self._before_text}{self._encode(delta.text)}{self._after_text}'
             return opening + self._event(choice, usage)
-        # What stands beside the choices of a whole answer is that of the first.
-        beside = self._shape.beside(delta) if index == 0 else {}
-        return opening + self._event(self._encode(self._shape.part(index, delta)), usage, beside)
+        # A whole answer, too, takes these fields from the first choice.
+        after_choices = self._shape.after_choices(delta) if index == 0 else {}
+        return opening + self._event(self._encode(self._shape.part(index, delta)), usage, after_choices)
 
     def usage_chunk(self, usage: Mapping[str, object]) -> str:
         """Return the event that closes a stream with include_usage."""
         return self._event("", usage)
 
     def error(self, body: Mapping[str, object]) -> str:
-        """Return the event that ends a stream that failed; it has no id, for it is no part of the completion."""
+        """Return the event that ends a failed stream. It has no id, as it is not part of the completion."""
         return f"data: {self._encode(body)}\n\n"
 
     def _event(
-        self, choice: str, usage: Mapping[str, object] | None, beside: Mapping[str, object] | None = None
+        self, choice: str, usage: Mapping[str, object] | None, after_choices: Mapping[str, object] | None = None
     ) -> str:
         self._num_events += 1
         if self._num_events <= self._after:
             return ""
         event_id = f"id: {self._num_events}\n" if self._is_resumable else ""
         end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
-        more = f",{self._encode(beside)[1:-1]}" if beside else ""
+        more = f",{self._encode(after_choices)[1:-1]}" if after_choices else ""
         return f"{event_id}data: {self._head}{choice}]{more}{end}"
 
 
 class Connection:
-    """A client that waits for its answer: calls `on_gone` when it hangs up, comments on a stream that is silent.
+    """Watches a client that waits for its answer, as an async context; end the response after the context.
 
-    An async context: within it the connection is watched, after it the response can be ended.
+    Calls `on_gone` when the client hangs up. Sends a comment when a stream has been silent for keep_alive_s.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Connection:
                     message = await self._receive()
             except TimeoutError:
                 if self._is_writing:
-                    self._last_write = self._clock()  # there is enough to read; a comment would wait behind it
+                    self._last_write = self._clock()  # the client has enough to read; a comment would wait
                 elif self._clock() - self._last_write >= (self._keep_alive_s or 0):
                     await self.write(KEEP_ALIVE)
                 continue

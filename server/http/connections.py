@@ -1,7 +1,6 @@
-"""How many connections a server has, which of them are idle, and which must go.
+"""Counts a server's connections and decides which idle ones to close.
 
-It knows neither sockets nor HTTP. `http_server.py` asks it before it accepts, `protocol.py` tells it what a connection
-does.
+It knows neither sockets nor HTTP. `server.py` asks before it accepts; `protocol.py` reports busy and idle connections.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Protocol
 
 from gptserve.server.operations.logs import RareWarning
 
-# An idle server has about 20 open, with its engine, journal and listener. A restart of the engine takes 10 more for a
-# moment, a second of accepted sockets that are refused or closed a few.
+# An idle server has about 20 open, with its engine, journal and listener. A restart of the engine needs 10 more for a
+# moment, and sockets that are being refused or closed need a few.
 RESERVED_DESCRIPTORS = 64
 
 logger = logging.getLogger(__name__)
 
 
 class Peer(Protocol):
-    """One connection, from its being accepted on."""
+    """One accepted connection."""
 
     def hang_up(self) -> None:
         """Drop the connection at once."""
@@ -30,10 +29,10 @@ class Peer(Protocol):
 class Connections:
     """The connections of one server: at most `limit`, and at most half of that idle.
 
-    A connection is busy from the end of a request until the system has taken all of the answer; otherwise it is idle:
-    its TLS or its request is not complete, or it is kept alive. A stranger without a key can hardly be anything else:
-    a complete request without one is answered at once. Idle ones make room for new ones, the longest idle first; when
-    all are busy, new ones are refused.
+    A connection is busy from the end of a request until the system has taken the whole answer. Otherwise it is idle:
+    its TLS or its request is incomplete, or it is kept alive. Strangers without a key are nearly always idle, as a
+    request without a key is answered at once. A new connection replaces the longest idle one; when all are busy, it
+    is refused.
     """
 
     def __init__(self, limit: int) -> None:
@@ -50,19 +49,19 @@ class Connections:
 
     @property
     def num_busy(self) -> int:
-        """How many have a request under way."""
+        """The number of connections with a running request."""
         return len(self._busy)
 
     @property
     def num_idle(self) -> int:
-        """How many have no request under way."""
+        """The number of connections without a running request."""
         return len(self._idle)
 
     def admit(self) -> bool:
-        """Return whether there is room for one more, having made some if need be; count and log what had to be done."""
+        """Make room for one more connection and return whether there is room; count and log closed and refused ones."""
         if len(self._busy) >= self.limit:
             self.num_refused += 1
-            self._refusals.log(f"refusing connections: all {self.limit} that may be open have a request under way")
+            self._refusals.log(f"refusing connections: all {self.limit} that may be open are busy")
             return False
         most_idle = max(1, self.limit // 2)
         while self._idle and (len(self._idle) >= most_idle or len(self) >= self.limit):
@@ -73,12 +72,12 @@ class Connections:
         return True
 
     def set_idle(self, peer: Peer) -> None:
-        """Note that it has no request under way; one that is idle already does not become newer by that."""
+        """Mark it as without a running request. One that is already idle keeps its place in the order."""
         self._busy.discard(peer)
         self._idle[peer] = None
 
     def set_busy(self, peer: Peer) -> None:
-        """Note that it has a request under way."""
+        """Mark it as with a running request."""
         self._idle.pop(peer, None)
         self._busy.add(peer)
 
@@ -89,9 +88,9 @@ class Connections:
 
 
 def affordable_connections(wanted: int) -> int:
-    """Raise the limit of open files as far as it goes and return how many connections it allows, at most `wanted`.
+    """Raise the limit of open files to its maximum; return the number of connections it allows, at most `wanted`.
 
-    Raises ValueError where it allows none.
+    Raises ValueError if it allows none.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

@@ -1,6 +1,6 @@
-"""The outermost ASGI middleware: request ids, errors nobody else answered, one log line per request.
+"""The outermost ASGI middleware: request ids, answers to exceptions, one log line per request.
 
-Routes leave what they want in the log line in `log_fields(scope)`.
+Routes add fields to the log line with `log_fields(scope)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptserve.server.errors import INTERNAL_ERROR, ApiError, error_response, to_api_error
 
-CLIENT_GONE = 499  # nginx's status for it; only ever in the log
+CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def log_fields(scope: Scope) -> dict[str, Any]:
-    """Return the fields of this request's log line, to be added to."""
+    """Return the fields of this request's log line, a dict to add to."""
     fields: dict[str, Any] = scope["state"]["log_fields"]
     return fields
 
 
 def report(error: Exception, scope: Scope) -> ApiError:
-    """Return what the client is told about `error`; log what nobody expected with its traceback."""
+    """Return the API's error for an exception; log an unexpected one with its traceback."""
     api_error = to_api_error(error)
     fields = log_fields(scope)
     fields["error"] = api_error.code
@@ -40,7 +40,7 @@ def report(error: Exception, scope: Scope) -> ApiError:
 
 
 class RequestEnvelope:
-    """Takes or makes the request id, sends it back with every answer, and turns exceptions into answers."""
+    """Reads or makes the request id, sends it with every answer, and answers exceptions."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class RequestEnvelope:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the id the client gave, if it is short and printable, or a new one."""
+    """Return the client's id if it is short and printable, else a new one."""
     given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
     return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 

@@ -1,9 +1,9 @@
-"""uvicorn's HTTP protocol with limits on all that a connection can make us hold, and with our envelope of errors.
+"""uvicorn's HTTP protocol with limits on everything that a connection can make us hold, and with our error envelope.
 
-uvicorn limits neither the size of a head nor how long it may take, takes the trailers of a body for headers, queues
-pipelined requests without end and tells only the last of them that its client has gone, forgets a connection whose
-body never ends once it is answered, and waits for ever for a client that does not read. Bodies that are read are
-body.py's affair. `http_server.py` makes one for each connection.
+uvicorn limits neither the size nor the time of a head. It takes the trailers of a body for headers. It queues pipelined
+requests without limit, and tells only the last of them that the client has gone. It forgets an answered connection
+whose body never ends, and waits for ever for a client that does not read. `api/body.py` limits the bodies themselves.
+`server.py` makes one protocol for each connection.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from uvicorn.server import ServerState
 from gptserve.server.errors import ApiError
 from gptserve.server.http.connections import Connections
 
-SLICE_BYTES = 16 * 1024  # parsed between two looks at the limits; one read may be 256,000 bytes
-MIN_BYTES_TAKEN = 16 * 1024  # in the time of a write limit; the slowest modem took more in 30 s
+SLICE_BYTES = 16 * 1024  # bytes parsed between two checks of the limits; one read may be 256,000 bytes
+MIN_BYTES_TAKEN = 16 * 1024  # that a client must read within a write limit; the slowest modem read more in 30 s
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """A connection that is closed when it exceeds a limit of size or time.
 
-    The parser holds or drops what it has not reported yet: a head, the framing of chunks, trailers, blank lines. Of
-    that there may be max_head_bytes, and one slice of a read. A wait for a head begins with the connection, with the
-    first byte of a head and with the end of an answer, and lasts at most wait_limit_s. A client must take
-    MIN_BYTES_TAKEN, or all there is, of what has been written in any write_limit_s in which nothing more can be
-    written. While an answer is under way nothing is written beside it.
+    The parser may hold max_head_bytes, and one slice of a read, that it has not reported yet: a head, the framing of
+    chunks, trailers, blank lines. A head must arrive within wait_limit_s; the timer starts on connect, on a request's
+    first byte and after a response. While the write buffer is full, a client must read MIN_BYTES_TAKEN, or everything,
+    in every write_limit_s. Nothing else is written during an answer.
     """
 
     max_head_bytes = 64 * 1024  # eight times nginx's default; a request here needs a few hundred bytes
-    max_head_fields = 128  # Apache takes 100; each costs some hundred bytes more than it has
-    max_body_parts = 8 * 1024  # chunks, or what of one comes in a slice; each costs a microsecond whatever its size
+    max_head_fields = 128  # Apache allows 100; each needs some hundred bytes more than its text
+    max_body_parts = 8 * 1024  # chunks, or pieces of one that a slice cuts; each costs a microsecond at any size
     max_unread_bytes = 256 * 1024  # of a body after its answer, as in Go's net/http; then the connection is closed
-    max_pipelined = 32  # requests that wait for the one before them; few clients send even one
+    max_pipelined = 32  # requests that wait for the one before; few clients send even one
     wait_limit_s = 30.0
 
     def __init__(
@@ -54,16 +53,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._connections = connections
         self._write_limit_s = write_limit_s
-        # Nothing comes before the first head, so that waiting for it is waiting within it.
+        # A connection begins within its first head.
         self._part: Literal["head", "body", "nothing"] = "head"
         self._num_unreported = 0
         self._has_reported = False
         self._num_unread = 0
         self._num_body_parts = 0
         self._running: RequestResponseCycle | None = None  # the oldest of the pipeline; `cycle` is the newest
-        self._error: ApiError | None = None  # why a callback stopped the parser
+        self._error: ApiError | None = None  # the reason why a callback stopped the parser
         self._wait: asyncio.TimerHandle | None = None
-        self._unwritten: tuple[float, int] | None = None  # when so many bytes were left, for a client to take
+        # The time and the size of the write buffer when the client last made progress.
+        self._unwritten: tuple[float, int] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -76,7 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
-        self.pipeline.clear()  # its cycles refer to this object, and it to them
+        self.pipeline.clear()  # it and its cycles refer to each other
         self._connections.remove(self)
 
     def data_received(self, data: bytes) -> None:
@@ -96,7 +96,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._part == "body":
-            return  # a trailer: nothing here wants one, and it must not pass for a header (RFC 9110, section 6.5.1)
+            return  # a trailer: it is not needed, and must not pass for a header (RFC 9110, section 6.5.1)
         if len(self.headers) >= self.max_head_fields:
             self._stop(_head_too_large(f"{self.max_head_fields} fields"))
         super().on_header(name, value)
@@ -138,13 +138,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(self._error or ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http"))
 
     def hang_up(self) -> None:
-        """Drop the connection; a request under way ends as one whose client has gone."""
+        """Drop the connection; its running request ends as if the client had hung up."""
         self.transport.abort()
 
     def check_reader(self, now: float) -> None:
-        """Hang up on a client that takes too little of what was written; to be called now and then, at loop time `now`.
+        """Hang up on a client that reads too slowly. The server calls it every second; `now` is the loop's time.
 
-        Only what cannot grow meanwhile is measured: as long as more may be written, little is held.
+        A write buffer that may still grow is not checked: it holds little.
         """
         num_left = self.transport.get_write_buffer_size()
         is_open = not self.transport.is_closing()
@@ -158,14 +158,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.hang_up()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: an upgrade that is not taken up is a plain request (RFC 9110, section 7.8)."""
+        """Log nothing: a refused upgrade is a plain request (RFC 9110, section 7.8)."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def _count(self, num_bytes: int) -> None:
-        """Count bytes that were parsed, and refuse what exceeds a limit."""
+        """Count parsed bytes, and refuse the request over a limit."""
         self._num_unreported = 0 if self._has_reported else self._num_unreported + num_bytes
         if self.transport.is_closing():
             return
@@ -198,12 +198,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, message, code="request_timeout"))
 
     def _stop(self, error: ApiError) -> None:
-        """Stop the parser, from one of its callbacks; uvicorn then calls `send_400_response`."""
+        """Stop the parser from within a callback; uvicorn then calls `send_400_response`."""
         self._error = error
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Close, having answered below ASGI, which has no request yet; an answer under way is broken off instead."""
+        """Answer with an error, below ASGI, which has no request yet; then close. An answer under way is broken off."""
         self._end_wait()
         if not self._is_answering() and self._part == "head":
             self.transport.write(raw_response(error))
@@ -211,12 +211,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def raw_response(error: ApiError) -> bytes:
-    """Return an error as an HTTP response after which the connection is closed."""
+    """Return an error as an HTTP response that closes the connection."""
     body = json.dumps(error.body()).encode()
     status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
     headers = {**error.headers, "content-type": "application/json", "connection": "close", "content-length": len(body)}
     return (status + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode() + body
 
 
-def _head_too_large(most: str) -> ApiError:
-    return ApiError(431, f"the head of a request may have at most {most}", code="head_too_large")
+def _head_too_large(limit: str) -> ApiError:
+    return ApiError(431, f"the head of a request may have at most {limit}", code="head_too_large")

@@ -1,7 +1,7 @@
-"""uvicorn's server on a socket that is bound already, which accepts for itself and bounds what it accepts.
+"""uvicorn's server on a socket that is already bound, with its own listener that limits connections.
 
-uvloop's own listeners accept without bound, give a TLS handshake a minute and say nothing of one that fails.
-`serve.py` makes the server and decides when it ends; what comes over a connection is protocol.py's affair.
+uvloop's own listeners accept without limit, give a TLS handshake a minute and do not report one that fails. `serve.py`
+makes the server and ends it; `protocol.py` handles a connection's data.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from gptserve.server.background.store import CompletionStore
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.errors import unavailable
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.logs import RareWarning
 
-ACCEPTS_AT_ONCE = 16  # between two turns of the event loop, in which the descriptors of closed connections come free
-ACCEPT_PAUSE_S = 0.5  # when the system has no descriptor or memory for one more
-TLS_LIMIT_S = 10.0  # for a handshake, and for a farewell
-UNSENT_BYTES = 128 * 1024  # that the system takes for a client; more would hide from us that it does not read
+ACCEPTS_AT_ONCE = 16  # then the event loop turns, which frees the descriptors of closed connections
+ACCEPT_PAUSE_S = 0.5  # when the system has no descriptor or memory for another
+TLS_LIMIT_S = 10.0  # for the handshake, and for the shutdown
+UNSENT_BYTES = 128 * 1024  # bytes that the system buffers for a client; more would hide that it does not read
 TICKS_PER_CHECK = 10  # uvicorn ticks ten times a second
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn behind a Listener, with the signals left to ServingProcess."""
+    """uvicorn with a Listener; ServingProcess handles the signals."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         super().__init__(config)
         self.lifecycle: Lifecycle = app.state.lifecycle
-        self.store: CompletionStore = app.state.store
+        self.store: BackgroundStore = app.state.store
         self._model_name = model_name
         self._connections = connections
         self._protocol = protocol
@@ -74,18 +74,19 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
     def hang_up(self, why: str) -> None:
-        """Drop every connection; each request then ends as one whose client has gone, and uvicorn with the last."""
+        """Drop every connection; their requests end as if the clients had hung up, and then uvicorn ends."""
         connections = list(self.server_state.connections)
-        logger.warning("hanging up on %d clients: %s", len(connections), why)
+        plural = "" if len(connections) == 1 else "s"
+        logger.warning("hanging up on %d client%s: %s", len(connections), plural, why)
         for connection in connections:
             connection.transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say where."""
+        """Begin to listen and log the address."""
         assert sockets is not None
         self.servers = [Listener(sockets[0], self._make_protocol, self._connections, self._tls, self.config.backlog)]  # type: ignore[list-item]
         self.started = True
@@ -96,7 +97,7 @@ class HttpServer(uvicorn.Server):
         logger.info("%s ready on %s  (try: curl -N %s/v1/completions --json '%s')", self._model_name, url, url, body)
 
     async def on_tick(self, counter: int) -> bool:
-        """Look after clients that do not read; return whether to stop."""
+        """Check for clients that do not read; return whether to stop."""
         if counter % TICKS_PER_CHECK == 0:
             now = asyncio.get_running_loop().time()
             for connection in tuple(self.server_state.connections):
@@ -111,7 +112,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Listener:
-    """Accepts connections that `connections` has room for. It has what uvicorn wants of an asyncio.Server."""
+    """Accepts connections if `connections` has room. It has the methods of asyncio.Server that uvicorn calls."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Listener:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Stop accepting, and give up connections whose TLS has not begun."""
+        """Stop accepting, and drop connections whose TLS handshake is not complete."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._socket)
@@ -143,7 +144,7 @@ class Listener:
             beginning.hang_up()
 
     async def wait_closed(self) -> None:
-        """Return once nothing of it is left but its connections."""
+        """Return when no handshake is left; established connections may be."""
         await asyncio.gather(*(beginning.task for beginning in self._beginnings), return_exceptions=True)
 
     def _accept(self) -> None:
@@ -158,7 +159,7 @@ class Listener:
                     self._loop.remove_reader(self._socket)
                     self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._go_on)
                     return
-                continue  # this client has gone already
+                continue  # this client has already hung up
             if self._connections.admit():
                 self._begin(accepted, address[0])
             else:
@@ -168,9 +169,9 @@ class Listener:
         self._loop.add_reader(self._socket, self._accept)
 
     def _begin(self, accepted: socket.socket, address: str) -> None:
-        """Give a connection its transport and protocol; until its TLS stands, it is idle."""
+        """Give a connection its transport and protocol; it is idle until its TLS handshake is complete."""
         accepted.setblocking(False)
-        with contextlib.suppress(OSError):  # the client may have gone already
+        with contextlib.suppress(OSError):  # the client may have hung up already
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         limit_s = None if self._tls is None else TLS_LIMIT_S
         connecting = self._loop.connect_accepted_socket(
@@ -195,18 +196,18 @@ class Listener:
             logger.debug("the connection of %s did not begin: %s", address, error)
 
     def _refuse(self, accepted: socket.socket) -> None:
-        """Close a connection that there is no room for, having said so; in the middle of TLS nobody would hear it."""
+        """Answer 503 and close a connection; with TLS only close it, as there has been no handshake."""
         with accepted, contextlib.suppress(OSError):
             accepted.setblocking(False)
             if self._tls is None:
                 message = f"all {self._connections.limit} connections that this server takes are in use"
                 accepted.send(raw_response(unavailable(message, code="too_many_connections")))
                 accepted.shutdown(socket.SHUT_WR)
-                accepted.recv(SLICE_BYTES)  # a close with bytes unread would be a reset, and take the answer along
+                accepted.recv(SLICE_BYTES)  # closing with unread bytes would reset the connection and lose the answer
 
 
 class _Beginning:
-    """A connection that has been accepted and has no protocol yet."""
+    """An accepted connection that has no protocol yet."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.task = task

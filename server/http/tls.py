@@ -1,4 +1,4 @@
-"""The server's certificate and private key, and the reason when they cannot be used."""
+"""Loads the server's certificate and private key, or says why they are not usable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def load_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return what serves TLS with these PEM files, or None without them. Raises ValueError: which file, and why."""
+    """Return a TLS context with these PEM files, None without them. Raises ValueError with file and reason."""
     if certificate is None or key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

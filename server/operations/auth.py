@@ -1,4 +1,4 @@
-"""API keys: an ASGI middleware that lets only their bearers through, and says who they are."""
+"""API keys: an ASGI middleware that refuses requests without a valid key, and logs the owner of the key."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gptserve.server.operations.keys import ApiKeys
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
 OPERATION_PATHS = frozenset({"/metrics", "/version", "/openapi.json"})
-"""Open unless --protect-operations: what scrapes them has no key, and they tell nothing about requests."""
+"""Open unless --protect-operations: scrapers have no key, and these routes tell nothing about requests."""
 
 
 class ApiKeyGuard:
-    """Requires `Authorization: Bearer KEY` with one of `keys`, but for `open_paths`; without keys everything is open.
+    """Requires `Authorization: Bearer KEY` with one of `keys`, except on `open_paths`; without keys everything is open.
 
-    Leaves the name of the key's owner as "key_name" in the scope's state, and in the log line: None where no key was
+    Sets "key_name" in the scope's state and "key" in the log line to the name of the key's owner, None if no key was
     needed.
     """
 

@@ -1,6 +1,6 @@
 """API keys and the names of their owners, from options and from a file that is read again when it changes.
 
-Knows no HTTP. `settings.py` checks keys with it; `auth.py` asks it for every request.
+Knows no HTTP. `settings.py` checks keys with it; `auth.py` looks up the key of every request.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 KEY_RULE = "one or more printable ASCII characters without a space"
 LINE_RULE = "a # comment or NAME: KEY, a name of 1 to 64 letters, digits and ._@+- and a key without a space"
-MAX_FILE_BYTES = 2**17  # some 2,000 keys; they are read on the event loop, in a few milliseconds
-CHECK_INTERVAL_S = 1.0  # how long a key that was taken out of the file may still open
+MAX_FILE_BYTES = 2**17  # some 2,000 keys; the event loop reads them in a few milliseconds
+CHECK_INTERVAL_S = 1.0  # a key that is removed from the file stays valid for so long
 
 _KEY = re.compile(r"[!-~]+")
 _LINE = re.compile(r"([\w.@+-]{1,64}):[ \t]*([!-~]+)", re.ASCII)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyFileError(Exception):
-    """The file of keys cannot be used; the message says why and holds no key."""
+    """The file of keys is not usable; the message says why and holds no key."""
 
 
 def is_key(text: str) -> bool:
@@ -58,10 +58,10 @@ def read_key_file(path: Path) -> dict[str, str]:
 
 
 class ApiKeys:
-    """The keys that requests may bear. It holds their SHA-256 digests only.
+    """The valid keys. It holds their SHA-256 digests only.
 
-    The keys of options are called key-1, key-2 and so on, those of the file as it says. The file is looked at every
-    CHECK_INTERVAL_S at most, when a key is asked for. While it cannot be used, the keys read last stay valid.
+    Keys of options are named key-1, key-2 and so on; the file names its own. A lookup checks the file for changes, at
+    most every CHECK_INTERVAL_S. While the file is not usable, the keys read last stay valid.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class ApiKeys:
     def name_of(self, key: bytes) -> str | None:
         """Return the name of the key's owner, or None for a key that is not valid."""
         self._follow_file()
-        # Whoever guesses a key cannot choose its digest, so the time of this search tells nothing about other keys.
+        # Nobody can choose the digest of a guessed key, so the time of this lookup tells nothing about other keys.
         return self._names.get(hashlib.sha256(key).digest())
 
     def _follow_file(self) -> None:
         if self._file is None or self._clock() < self._check_at:
             return
         self._check_at = self._clock() + CHECK_INTERVAL_S
-        version = _version(self._file)  # taken before reading: a later change gives another one
+        version = _version(self._file)  # taken before reading, so that a later change is noticed
         if version == self._version:
             return
         self._version = version
@@ -111,7 +111,7 @@ def _by_digest(names: Mapping[str, str]) -> dict[bytes, str]:
 
 
 def _version(path: Path) -> object:
-    """Return what is different after the file was written, replaced or removed."""
+    """Return a value that changes when the file is written, replaced or removed."""
     try:
         found = path.stat()
     except OSError as error:

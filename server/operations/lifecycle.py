@@ -1,4 +1,4 @@
-"""Which completions run, and whether new ones are let in. `serve.py` drains it when the process is told to stop."""
+"""Counts the running completions, and says whether new ones are admitted. `serve.py` drains it at a shutdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Lifecycle:
-    """Counts the completions in flight; once draining, it stays so."""
+    """Counts the completions in flight; draining cannot be undone."""
 
     def __init__(self) -> None:
         self._num_active = 0
@@ -18,7 +18,7 @@ class Lifecycle:
 
     @property
     def num_active(self) -> int:
-        """Completions submitted whose answer has not ended."""
+        """The number of completions whose answer has not ended."""
         return self._num_active
 
     @property
@@ -27,11 +27,11 @@ class Lifecycle:
         return self._is_draining
 
     def drain(self) -> None:
-        """Let what runs finish and refuse what is new."""
+        """Refuse new completions; running ones may finish."""
         self._is_draining = True
 
     async def wait_idle(self) -> None:
-        """Return once no completion is in flight."""
+        """Return when no completion is in flight."""
         await self._idle.wait()
 
     @contextmanager

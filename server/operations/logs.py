@@ -1,8 +1,7 @@
-"""How log lines look: text for people, JSON for machines; one line an event, on stderr.
+"""The format of log lines on stderr, one line an event: text for people, JSON for machines.
 
-A `request_id` that a caller passes as `extra` stands on either kind of line, other extra fields on those of JSON. A
-message may hold what a client sent, and cannot forge a line by it. The server and the engine's process each configure
-their own; nothing else in the house touches a logging handler.
+A `request_id` passed as `extra` appears in both formats, other extra fields only in JSON. A message may hold a client's
+text, which cannot forge a line. The server's and the engine's process configure logging each; no other code does.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 
 
 class TextFormatter(logging.Formatter):
-    """2026-01-31 12:00:00.000 INFO    server.envelope: request-1: what happened; other extra fields are left out."""
+    """2026-01-31 12:00:00.000 INFO    gptserve.server.serve: request-1: the message; without other extra fields."""
 
     default_msec_format = "%s.%03d"
 
@@ -56,7 +55,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class RareWarning:
-    """A warning about what strangers can bring about: the first at once, then one a minute that counts the others."""
+    """A warning that strangers can cause: logs the first at once, then one a minute with a count of the others."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -75,7 +74,7 @@ class RareWarning:
 
 
 def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
-    """Log this project at `level` and everybody else's warnings, replacing what was configured before."""
+    """Log this project at `level` and other packages' warnings; replaces any earlier configuration."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if log_format == "text" else JsonFormatter())
     threshold = logging.getLevelNamesMapping()[level.upper()]
@@ -92,7 +91,7 @@ def load_logging_engine(config: EngineConfig, log_format: LogFormat, level: LogL
 
 
 def _printable(text: str) -> str:
-    """Return `text` with line ends, terminal escapes and all else that is no visible character spelled out."""
+    """Return `text` with line ends, terminal escapes and other invisible characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -1,6 +1,6 @@
-"""What /metrics shows: the engine's own counters as of its latest step, and what only the server can see.
+"""The metrics at /metrics: the engine's counters as of its latest step, and the server's own.
 
-Names have vLLM's stems, so that its dashboards need only another prefix. One registry per app: nothing is global.
+Names are vLLM's with another prefix, so its dashboards need only that. One registry per app: nothing is global.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import EngineClient
-from gptserve.server.api.schemas import KeptStatus
+from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.http.connections import Connections
 
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -72,15 +72,15 @@ class Metrics:
         self._finished.labels(self._model_name, reason).inc(number)
 
     def count_rejection(self, code: str) -> None:
-        """Count a completion that was not let in."""
+        """Count a refused completion."""
         self._rejections.labels(self._model_name, code).inc()
 
-    def watch_kept(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Show how many completions are kept, by status, as `counts` says."""
-        self._registry.register(_KeptCollector(counts, self._model_name))
+    def watch_background(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Show the number of background completions by status; `counts` returns it."""
+        self._registry.register(_BackgroundCollector(counts, self._model_name))
 
     def watch_connections(self, connections: Connections) -> None:
-        """Show how many connections there are, and how many there was no room for."""
+        """Show the numbers of open, refused and closed connections."""
         self._registry.register(_ConnectionCollector(connections, self._model_name))
 
     def render(self) -> bytes:
@@ -130,7 +130,7 @@ class _EngineCollector(Collector):
         return family
 
 
-class _KeptCollector(Collector):
+class _BackgroundCollector(Collector):
     def __init__(self, counts: Callable[[], Mapping[str, int]], model_name: str) -> None:
         self._counts = counts
         self._model_name = model_name
@@ -140,7 +140,7 @@ class _KeptCollector(Collector):
             "gptserve_kept_completions", "Background and keyed completions", labels=("model_name", "status")
         )
         counts = self._counts()
-        for status in get_args(KeptStatus):
+        for status in get_args(BackgroundStatus):
             family.add_metric((self._model_name, status), counts.get(status, 0))
         yield family
 

@@ -167,7 +167,9 @@ def test_killed_again_and_again_every_completion_is_the_undisturbed_one(
     assert process.wait()[0] == 0
 
 
-def test_a_killed_engine_costs_a_kept_completion_nothing(launch: Launch, gate: EngineGate, tmp_path: Path) -> None:
+def test_a_killed_engine_costs_a_background_completion_nothing(
+    launch: Launch, gate: EngineGate, tmp_path: Path
+) -> None:
     gate.shut(after_steps=20)
     process = launch("--state-dir", str(tmp_path))
     body = BODIES[0] | {"max_tokens": 500}
@@ -210,7 +212,7 @@ def test_told_to_stop_it_leaves_background_work_to_the_next_start(
     with process.wait_until_ready() as client:
         Follower(client.base_url, completion_id, events).join(LIMIT_S)
         assert events == events_of(client, completion_id)
-    assert "taking up 1 completions that were under way" in "".join(process.lines)
+    assert "resuming 1 background completion" in "".join(process.lines)
 
 
 def test_without_a_folder_background_work_is_waited_for(launch: Launch, gate: EngineGate) -> None:
@@ -251,11 +253,11 @@ def test_a_changed_model_takes_nothing_up(launch: Launch, gate: EngineGate, tmp_
         assert client.get(f"/v1/completions/{whole}").json()["status"] == "completed", "it can be read by its own model"
 
 
-def test_a_full_disk_fails_what_is_kept_and_serves_the_rest(launch: Launch, tmp_path: Path) -> None:
+def test_a_full_disk_fails_background_work_and_serves_the_rest(launch: Launch, tmp_path: Path) -> None:
     process = launch("--state-dir", str(tmp_path))
     with process.wait_until_ready() as client:
         whole = begin(client, BODIES[0] | {"max_tokens": 3})
-        kept = events_of(client, whole)
+        events = events_of(client, whole)
         server = psutil.Process(process.popen.pid)
         _, hard = server.rlimit(psutil.RLIMIT_FSIZE)
         server.rlimit(psutil.RLIMIT_FSIZE, (2**16, hard))
@@ -266,7 +268,7 @@ def test_a_full_disk_fails_what_is_kept_and_serves_the_rest(launch: Launch, tmp_
             statuses.append(answer.status_code)
         direct = client.post("/v1/completions", json=BODIES[0] | {"background": False, "max_tokens": 3})
         assert (answer.json()["error"]["code"], direct.status_code) == ("journal_failed", 200)
-        assert events_of(client, whole) == kept
+        assert events_of(client, whole) == events
 
         server.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
         assert client.get(f"/v1/completions/{begin(client, BODIES[0] | {'max_tokens': 3})}").status_code == 200

@@ -165,7 +165,7 @@ def test_a_client_that_does_not_read_its_last_events_is_hung_up_on(launch: Any) 
         status, log = process.wait()
 
     assert status == 0
-    assert "hanging up on 1 clients: 5 s have passed" in log
+    assert "hanging up on 1 client: 5 s have passed" in log
     assert "ERROR" not in log
 
 
@@ -190,7 +190,7 @@ BACKGROUND = b'{"prompt": "Once", "background": true}'
 
 @contextlib.contextmanager
 def background_completion(client: httpx.Client) -> Iterator[None]:
-    """Ask for a completion that is kept, and wait for no answer."""
+    """Ask for a background completion, and wait for no answer."""
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(BACKGROUND)}\r\n"
         connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + BACKGROUND)

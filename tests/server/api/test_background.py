@@ -135,10 +135,10 @@ def test_events_have_the_scores_of_a_prompt_before_there_is_text(serve: Serve) -
 @pytest.mark.parametrize("body", [{"prompt": "hi"}, CHAT], ids=["text", "chat"])
 def test_events_have_the_scores_of_a_prompt_whose_first_token_has_text(serve: Serve, body: dict[str, Any]) -> None:
     server = serve(FakeEngineClient(say("ab")))
-    kept = post(server, background=True, n=2, max_tokens=2, prompt_logprobs=1, **body)
-    *parts, _ = split(get(server, kept.json()["id"], "/events").text)
+    begun = post(server, background=True, n=2, max_tokens=2, prompt_logprobs=1, **body)
+    *parts, _ = split(get(server, begun.json()["id"], "/events").text)
     events = [json.loads(part.partition("data: ")[2]) for part in parts]
-    whole = get(server, kept.json()["id"]).json()
+    whole = get(server, begun.json()["id"]).json()
     if "messages" in body:
         found = [chunk["prompt_logprobs"] for chunk in events if "prompt_logprobs" in chunk]
         assert found == [whole["prompt_logprobs"]]
@@ -166,18 +166,18 @@ def test_a_result_is_rendered_beside_the_event_loop(serve: Serve, monkeypatch: p
 
 @pytest.mark.parametrize("durable", [True, False])
 @pytest.mark.parametrize("body", BODIES)
-def test_a_kept_completion_is_the_one_that_would_be_answered(
+def test_a_background_completion_is_the_one_that_would_be_answered(
     serve: Serve, body: dict[str, Any], durable: bool, tmp_path: Path
 ) -> None:
     server = serve(FakeEngineClient(say(TEXT, then_eos=True)), state_dir=tmp_path if durable else None)
     body = {**body, "max_tokens": 100, "seed": 1}
     body.pop("stream", None), body.pop("stream_options", None)
-    kept = finished(server, begin(server, **body))
+    result = finished(server, begin(server, **body))
     direct = post(server, **body).json()
     model = KeptChatCompletion if "messages" in body else KeptCompletion
-    model.model_validate(kept, strict=True, extra="forbid")
-    assert (kept.pop("status"), kept.pop("error")) == ("completed", None)
-    assert kept | {"id": 0, "created": 0} == direct | {"id": 0, "created": 0}
+    model.model_validate(result, strict=True, extra="forbid")
+    assert (result.pop("status"), result.pop("error")) == ("completed", None)
+    assert result | {"id": 0, "created": 0} == direct | {"id": 0, "created": 0}
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -189,14 +189,14 @@ def test_every_reader_gets_the_same_bytes_live_or_later(
     server = serve(engine, state_dir=tmp_path if durable else None)
     body = {**body, "max_tokens": 100, "seed": 1}
     streamed = body.get("stream", False)
-    kept = post(server, background=True, **body | {"stream": False, "stream_options": None})
+    begun = post(server, background=True, **body | {"stream": False, "stream_options": None})
     texts: list[str] = []
 
     def follow() -> None:
-        texts.append(get(server, kept.json()["id"], "/events").text)
+        texts.append(get(server, begun.json()["id"], "/events").text)
 
     readers = [threading.Thread(target=follow) for _ in range(2)]
-    url = f"{server.url}/v1/completions/{kept.json()['id']}/events"
+    url = f"{server.url}/v1/completions/{begun.json()['id']}/events"
     with httpx.stream("GET", url, timeout=20) as live:
         for reader in readers:
             reader.start()
@@ -279,7 +279,8 @@ def test_an_unknown_completion_is_not_found(serve: Serve, method: str, rest: str
         response = httpx.request(method, f"{server.url}/v1/completions/{completion_id}{rest}", timeout=20)
         assert response.status_code == 404
         assert response.json()["error"] == {
-            "message": f"completion {completion_id!r} does not exist: it was never kept, or its time is over",
+            "message": f"completion {completion_id!r} does not exist: "
+            "it did not run in the background, or it has expired",
             "type": "invalid_request_error",
             "param": "id",
             "code": "completion_not_found",
@@ -392,7 +393,7 @@ def test_a_reader_that_hangs_up_leaves_the_others_alone(serve: Serve) -> None:
         assert Events(second).rest()[-1] == "[DONE]"
 
 
-def test_without_background_nothing_is_kept(serve: Serve) -> None:
+def test_without_background_nothing_is_stored(serve: Serve) -> None:
     server = serve(FakeEngineClient())
     post(server, background=False)
     post(server, background=None, stream=True)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gptserve.engine.request import FinishReason, TokenOutput
-from gptserve.server.background.kept import Ask
+from gptserve.server.background.job import BackgroundRequest
 from tests.server.api.test_background import CHAT, cancel, get, num, post, split, step
 from tests.server.api.test_completions import send_raw
 from tests.server.conftest import LiveServer
@@ -102,20 +102,20 @@ def test_a_bad_key_is_refused(serve: Serve, key: str) -> None:
 def test_requests_of_the_same_instant_make_one_completion(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is tokenized, beside the event loop, until all have come; one of another body is among them."""
     num_requests, came, asked = 8, threading.Event(), []
-    encode, make = ByteTokenizer.encode_prompt, Ask.of
+    encode, make = ByteTokenizer.encode_prompt, BackgroundRequest.of
 
     def encode_late(self: ByteTokenizer, text: str) -> list[int]:
         assert came.wait(20)
         return encode(self, text)
 
-    def count(*arguments: Any) -> Ask:
+    def count(*arguments: Any) -> BackgroundRequest:
         asked.append(make(*arguments))
         if len(asked) > num_requests:
             came.set()
         return asked[-1]
 
     monkeypatch.setattr(ByteTokenizer, "encode_prompt", encode_late)
-    monkeypatch.setattr(Ask, "of", count)
+    monkeypatch.setattr(BackgroundRequest, "of", count)
     server = serve(FakeEngineClient(info=replace(INFO, max_model_len=10_000)))
     bodies = [{"prompt": "x" * 3000}] * num_requests + [{"prompt": "y" * 3000}]
     with ThreadPoolExecutor(len(bodies)) as pool:

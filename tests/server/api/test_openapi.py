@@ -48,7 +48,7 @@ def test_a_chats_body_and_answers_are_described(document: dict[str, Any]) -> Non
     assert {"ChatCompletion", "ChatCompletionChunk", "Message", "TextPart"} <= set(schemas)
 
 
-def test_kept_completions_are_described(document: dict[str, Any]) -> None:
+def test_background_completions_are_described(document: dict[str, Any]) -> None:
     paths = document["paths"]
     retrieve, cancel = paths["/v1/completions/{id}"]["get"], paths["/v1/completions/{id}/cancel"]["post"]
     events = paths["/v1/completions/{id}/events"]["get"]

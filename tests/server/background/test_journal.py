@@ -114,7 +114,7 @@ def test_what_was_written_is_read_back_as_it_was(tmp_path: Path, in_memory: bool
     async def test(journal: Journal) -> None:
         await journal.add(RECORD)
         await journal.append("cmpl-1", 0, OUTPUTS)
-        assert await journal.record("cmpl-1") == RECORD
+        assert await journal.read_record("cmpl-1") == RECORD
         assert await journal.batches("cmpl-1", 0, 10) == [OUTPUTS]
         assert await journal.load() == [IndexRow("cmpl-1", "f", "k", "d", None)]
         await journal.append("cmpl-1", 1, OUTPUTS[1:])
@@ -133,7 +133,7 @@ def test_a_folder_keeps_it_and_memory_does_not(tmp_path: Path) -> None:
     file = write_one(folder)
     assert (file.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
 
-    async def kept(journal: Journal) -> None:
+    async def stored(journal: Journal) -> None:
         assert journal.is_durable
         assert await journal.batches("cmpl-1", 0, 10) == [OUTPUTS, OUTPUTS]
 
@@ -141,7 +141,7 @@ def test_a_folder_keeps_it_and_memory_does_not(tmp_path: Path) -> None:
         assert not journal.is_durable
         assert await journal.load() == []
 
-    use(folder, kept)
+    use(folder, stored)
     use(None, lost)
 
 
@@ -181,7 +181,7 @@ def test_what_is_forgotten_is_gone_with_all_its_rows(tmp_path: Path) -> None:
         assert await journal.batches("cmpl-1", 0, 10) == []
         assert await journal.batches("other", 0, 10) == [OUTPUTS]
         with pytest.raises(JournalError, match="it has no completion 'cmpl-1'"):
-            await journal.record("cmpl-1")
+            await journal.read_record("cmpl-1")
 
     use(tmp_path, test)
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
@@ -357,7 +357,7 @@ def test_a_closed_journal_is_closed_again_in_peace_and_says_what_it_is() -> None
         await journal.add(RECORD)
         await journal.close()
         with pytest.raises(JournalError, match="closed"):
-            await journal.record("cmpl-1")
+            await journal.read_record("cmpl-1")
 
     use(None, test)
 
@@ -375,8 +375,8 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path) -> None:
     async def run() -> None:
         await test(Journal(tmp_path))
 
-    async def kept(journal: Journal) -> None:
+    async def stored(journal: Journal) -> None:
         assert await journal.batches("cmpl-1", 0, 9) == [OUTPUTS]
 
     asyncio.run(asyncio.wait_for(run(), 20))
-    use(tmp_path, kept)
+    use(tmp_path, stored)

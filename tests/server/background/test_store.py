@@ -1,13 +1,10 @@
-"""The store by itself: what is kept for how long, what a restart takes up, what an unusable journal costs."""
+"""The index of background jobs: how long results live, who keeps a key, what an unusable journal costs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sqlite3
-import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -15,125 +12,29 @@ from unittest.mock import AsyncMock
 import pytest
 
 from gptserve.engine.errors import InvalidRequestError, QueueFullError
-from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, FinishReason, Request, TokenOutput
-from gptserve.server.api.schemas import CompletionRequest
+from gptserve.engine.request import TokenOutput
 from gptserve.server.background.journal import FILE_NAME, Journal, JournalError
-from gptserve.server.background.kept import READ_LIMIT, Ask, Entry
-from gptserve.server.background.store import CompletionStore
-from gptserve.server.completions.encoding import PiecewiseEncoder
-from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_completion
-from gptserve.server.completions.service import AppOptions, Service
-from gptserve.server.completions.shapes import TEXT_SHAPE
 from gptserve.server.errors import ApiError
-from gptserve.server.operations.lifecycle import Lifecycle
-from gptserve.server.operations.metrics import Metrics
-from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Kept:
-    """A store around a fake engine; the next one with the same folder is the server started again."""
-
-    def __init__(
-        self,
-        folder: Path | None = None,
-        *,
-        clock: Clock | None = None,
-        engine: FakeEngineClient | None = None,
-        **options: Any,
-    ) -> None:
-        self.engine = engine or FakeEngineClient(auto=False)
-        self.clock = clock or Clock()
-        self.journal = Journal(folder)
-        self.lifecycle = Lifecycle()
-        metrics = Metrics(self.engine, "m")
-        self.service = Service(self.engine, ByteTokenizer(), AppOptions("m", **options), self.lifecycle, metrics)
-        self.store = CompletionStore(
-            self.service, self.journal, {TEXT_SHAPE.object: restore_completion}, clock=self.clock
-        )
-
-    async def keep(self, key: str | None = None, **fields: Any) -> Entry:
-        fields = {"prompt": "x", "seed": 1, **fields}
-
-        async def plan() -> CompletionPlan:
-            return await plan_completion(CompletionRequest.parse(fields), self.service)
-
-        return await self.store.keep(Ask.of("/v1/completions", fields, key, time.perf_counter()), plan)
-
-    async def read(self, entry: Entry) -> list[TokenOutput]:
-        """Return all outputs of a completion, which it follows to its end. Raises ApiError."""
-        reader = self.store.reader(entry)
-        return [output async for outputs in reader for output in outputs]
-
-    async def finish(self, entry: Entry) -> None:
-        """Step the engine until a completion has ended, with no regard to how many steps pile up."""
-        while entry.live is not None:
-            self.engine.step()
-            await asyncio.sleep(0)
-
-    async def advance(self, entry: Entry, num_steps: int) -> None:
-        """Make that many steps, each a batch of its own."""
-        reader = self.store.reader(entry)
-        for _ in range(num_steps):
-            self.engine.step()
-            await anext(reader)
-        reader.close()
-
-    async def text(self, entry: Entry) -> str:
-        choices: Any = (await self.store.result(entry))["choices"]
-        return str(choices[0]["text"])
-
-
-@contextlib.asynccontextmanager
-async def started(kept: Kept) -> AsyncIterator[Kept]:
-    """A server from its start to a death at which its engine goes first."""
-    await kept.store.start()
-    try:
-        yield kept
-    finally:
-        await kept.engine.close()
-        await kept.store.settle()
-        await kept.journal.close()
-
-
-def run(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 20))
-
-
-def found(kept: Kept, entry: Entry) -> bool:
-    try:
-        kept.store.find(entry.completion_id)
-    except ApiError as error:
-        return {"completion_not_found": False}[error.code]
-    return True
+from tests.server.background.server import Clock, Server, found, run, started
 
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_result_lives_for_its_time_after_its_end(tmp_path: Path, durable: bool) -> None:
     async def test() -> None:
-        async with started(Kept(tmp_path if durable else None, result_ttl_s=60.0)) as kept:
-            entry = await kept.keep("key", max_tokens=1)
-            kept.clock.now += 1000.0
-            assert found(kept, entry), "its time begins with its end"
-            await kept.finish(entry)
-            kept.clock.now += 59.9
-            assert found(kept, entry)
-            assert await kept.keep("key", max_tokens=1) is entry
-            kept.clock.now += 0.2
-            assert not found(kept, entry)
-            await kept.store.settle()
-            assert await kept.journal.batches(entry.completion_id, 0, 1) == []
-            assert await kept.keep("key", max_tokens=1) is not entry, "its key is free again"
-            assert kept.store.counts() == {"queued": 1}
+        async with started(Server(tmp_path if durable else None, result_ttl_s=60.0)) as server:
+            job = await server.begin("key", max_tokens=1)
+            server.clock.now += 1000.0
+            assert found(server, job), "its time begins with its end"
+            await server.finish(job)
+            server.clock.now += 59.9
+            assert found(server, job)
+            assert await server.begin("key", max_tokens=1) is job
+            server.clock.now += 0.2
+            assert not found(server, job)
+            await server.store.settle()
+            assert await server.journal.batches(job.completion_id, 0, 1) == []
+            assert await server.begin("key", max_tokens=1) is not job, "its key is free again"
+            assert server.store.counts() == {"queued": 1}
 
     run(test())
 
@@ -141,358 +42,82 @@ def test_a_result_lives_for_its_time_after_its_end(tmp_path: Path, durable: bool
 def test_a_result_whose_time_ended_while_the_server_was_down_is_gone(tmp_path: Path) -> None:
     async def test() -> None:
         clock = Clock()
-        async with started(Kept(tmp_path, clock=clock, result_ttl_s=60.0)) as kept:
-            early = await kept.keep(max_tokens=1)
-            await kept.finish(early)
+        async with started(Server(tmp_path, clock=clock, result_ttl_s=60.0)) as server:
+            early = await server.begin(max_tokens=1)
+            await server.finish(early)
             clock.now += 30.0
-            late = await kept.keep(max_tokens=1)
-            await kept.finish(late)
+            late = await server.begin(max_tokens=1)
+            await server.finish(late)
         clock.now += 31.0
-        async with started(Kept(tmp_path, clock=clock, result_ttl_s=60.0)) as kept:
-            assert [found(kept, entry) for entry in (early, late)] == [False, True]
+        async with started(Server(tmp_path, clock=clock, result_ttl_s=60.0)) as server:
+            assert [found(server, job) for job in (early, late)] == [False, True]
 
     run(test())
 
 
 def test_the_first_to_have_ended_makes_room_and_what_is_under_way_never_does() -> None:
     async def test() -> None:
-        async with started(Kept(max_results=3)) as kept:
-            endless = await kept.keep(max_tokens=100)
-            second, third = await kept.keep(max_tokens=2), await kept.keep(max_tokens=1)
+        async with started(Server(max_results=3)) as server:
+            endless = await server.begin(max_tokens=100)
+            second, third = await server.begin(max_tokens=2), await server.begin(max_tokens=1)
             for ending in (third, second):
-                kept.engine.step()
-                await kept.read(ending)
-            fourth = await kept.keep(max_tokens=100)
-            assert [found(kept, entry) for entry in (endless, second, third, fourth)] == [True, True, False, True]
-            fifth = await kept.keep(max_tokens=100)
-            assert [found(kept, entry) for entry in (endless, second, fourth, fifth)] == [True, False, True, True]
+                server.engine.step()
+                await server.read(ending)
+            fourth = await server.begin(max_tokens=100)
+            assert [found(server, job) for job in (endless, second, third, fourth)] == [True, True, False, True]
+            fifth = await server.begin(max_tokens=100)
+            assert [found(server, job) for job in (endless, second, fourth, fifth)] == [True, False, True, True]
             with pytest.raises(ApiError) as refused:
-                await kept.keep()
+                await server.begin()
             assert (refused.value.status, refused.value.code) == (429, "too_many_kept")
             rejections = 'gptserve_admission_rejections_total{code="too_many_kept",model_name="m"} 1.0'
-            assert rejections in kept.service.metrics.render().decode()
-            assert len(kept.engine.live_ids) == 3
-            assert sum(kept.store.counts().values()) == 3
+            assert rejections in server.service.metrics.render().decode()
+            assert len(server.engine.live_ids) == 3
+            assert sum(server.store.counts().values()) == 3
 
     run(test())
 
 
 def test_a_request_that_is_refused_costs_nobody_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with started(Kept(tmp_path, max_results=1)) as kept:
-            entry = await kept.keep(max_tokens=1)
-            await kept.finish(entry)
+        async with started(Server(tmp_path, max_results=1)) as server:
+            job = await server.begin(max_tokens=1)
+            await server.finish(job)
             with pytest.raises(InvalidRequestError):
-                await kept.keep(max_tokens=1000)
-            kept.engine.max_requests = 0
+                await server.begin(max_tokens=1000)
+            server.engine.max_requests = 0
             with pytest.raises(QueueFullError):
-                await kept.keep()
-            kept.engine.max_requests = 9
+                await server.begin()
+            server.engine.max_requests = 9
             with monkeypatch.context() as patch:
                 patch.setattr(Journal, "add", AsyncMock(side_effect=JournalError("the disk is full")))
                 with pytest.raises(JournalError):
-                    await kept.keep()
-            assert await kept.text(entry) == "a"
+                    await server.begin()
+            assert await server.text(job) == "a"
 
     run(test())
 
 
 def test_a_lower_limit_holds_from_the_next_completion_on(tmp_path: Path) -> None:
     async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            entries = []
+        async with started(Server(tmp_path)) as first:
+            jobs = []
             for _ in range(3):
                 first.clock.now += 1.0
-                entries.append(await first.keep(max_tokens=1))
-                await first.finish(entries[-1])
-        async with started(Kept(tmp_path, clock=first.clock, max_results=2)) as second:
-            last = await second.keep()
-            assert [found(second, entry) for entry in (*entries, last)] == [False, False, True, True]
-
-    run(test())
-
-
-def test_what_is_shown_is_in_the_journal_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as kept:
-            entry = await kept.keep(max_tokens=50)
-            reader, hold = kept.store.reader(entry), asyncio.Event()
-            append = Journal.append
-
-            async def append_late(self: Journal, *arguments: Any) -> None:
-                await hold.wait()
-                await append(self, *arguments)
-
-            monkeypatch.setattr(Journal, "append", append_late)
-            kept.engine.step()
-            reading = asyncio.ensure_future(anext(reader))
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert not reading.done()
-            assert await kept.text(entry) == ""
-            hold.set()
-            (output,) = await reading
-            assert (await kept.journal.batches(entry.completion_id, 0, 9)) == [(output,)]
-            reader.close()
-
-    run(test())
-
-
-def test_memory_holds_no_outputs_of_what_has_ended() -> None:
-    async def test() -> None:
-        async with started(Kept()) as kept:
-            entry = await kept.keep(max_tokens=3 * READ_LIMIT)
-            slow = kept.store.reader(entry)
-            kept.engine.step()
-            first = await anext(slow)
-            await kept.finish(entry)
-            assert entry.live is None
-            rest = [output async for outputs in slow for output in outputs]
-            assert [*first, *rest] == await kept.read(entry)
-            assert len(first + tuple(rest)) == 3 * READ_LIMIT
-
-    run(test())
-
-
-def test_a_reader_takes_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as kept:
-            entry = await kept.keep(max_tokens=200)
-            await kept.advance(entry, 2 * READ_LIMIT)
-            late = kept.store.reader(entry)
-            assert len(await anext(late)) == READ_LIMIT
-            await kept.finish(entry)
-            assert len(await anext(late)) == READ_LIMIT
-            late.close()
-            assert [outputs async for outputs in late] == []
-
-    run(test())
-
-
-@pytest.mark.parametrize("is_live", [True, False])
-def test_many_choices_in_memory_are_read_in_small_pieces_between_which_others_have_their_turn(is_live: bool) -> None:
-    async def test() -> None:
-        async with started(Kept()) as kept:
-            entry = await kept.keep(n=16, max_tokens=16)
-            await kept.advance(entry, 15)
-            if not is_live:
-                await kept.finish(entry)
-            pieces, turns = [], []
-            reader = kept.store.reader(entry)
-            for _ in range(3):
-                asyncio.get_running_loop().call_soon(turns.append, len(pieces))
-                pieces.append(await anext(reader))
-            assert [len(piece) for piece in pieces] == [READ_LIMIT] * 3
-            assert turns == [0, 1, 2]
-            reader.close()
-
-    run(test())
-
-
-def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
-    async def test() -> None:
-        async with started(Kept(result_ttl_s=60.0)) as kept:
-            entry = await kept.keep(max_tokens=2 * READ_LIMIT)
-            await kept.advance(entry, 2 * READ_LIMIT)
-            await kept.store.settle()
-            reader = kept.store.reader(entry)
-            assert len(await anext(reader)) == READ_LIMIT
-            kept.clock.now += 61.0
-            assert not found(kept, entry)
-            await kept.store.settle()
-            with pytest.raises(ApiError) as raised:
-                await anext(reader)
-            assert raised.value.code == "completion_not_found"
-
-    run(test())
-
-
-def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
-    body: dict[str, Any] = {"prompt": ["x", "y"], "n": 2, "max_tokens": 6, "stop": "cab", "cache_salt": "s"}
-
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            entry = await first.keep("key", **body)
-            follower = first.store.reader(entry)
-            for _ in range(2):
-                first.engine.step()
-                await anext(follower)
-            begun = first.engine.submitted
-        with pytest.raises(ApiError, match="the engine has died"):
-            await anext(follower)
-
-        async with started(Kept(tmp_path)) as second:
-            again = second.store.find(entry.completion_id)
-            await asyncio.sleep(0)
-            expected = [replace(request, generated_token_ids=tuple(b"ab")) for request in begun]
-            assert second.engine.submitted == expected
-            assert await second.keep("key", **body) is again
-            await second.finish(again)
-            result: Any = await second.store.result(again)
-            assert [choice["text"] for choice in result["choices"]] == ["ab"] * 4
-            assert result["usage"]["completion_tokens"] == 4 * 5
-        async with started(Kept(tmp_path)) as third:
-            assert await third.store.result(third.store.find(entry.completion_id)) == result
-            assert third.engine.submitted == []
-
-    run(test())
-
-
-def test_a_restart_within_a_prompt_goes_on_with_the_next_of_its_scores(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"prompt": [97] * 200, "max_tokens": 2, "prompt_logprobs": 1}
-
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as kept:
-            begun = await kept.keep(**fields)
-            await kept.advance(begun, 2)
-        async with started(Kept(tmp_path)) as kept:
-            await asyncio.sleep(0)
-            [request] = kept.engine.submitted
-            assert request.num_scored_tokens == 2 * MAX_SCORES_PER_OUTPUT
-            resumed = kept.store.find(begun.completion_id)
-            await kept.finish(resumed)
-            undisturbed = await kept.keep(**fields)
-            await kept.finish(undisturbed)
-            first, second = await kept.store.result(resumed), await kept.store.result(undisturbed)
-            encode = PiecewiseEncoder(ensure_ascii=True).encode
-            assert encode(first["choices"]) == encode(second["choices"])
-
-    run(test())
-
-
-def test_a_restart_with_the_last_output_already_there_only_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def lose(*_: object) -> None:
-        raise JournalError("lost")
-
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            with monkeypatch.context() as patch:
-                patch.setattr(Journal, "end", lose)
-                entry = await first.keep(max_tokens=2)
-                await first.finish(entry)
-            assert (entry.status, entry.error and entry.error.code) == ("failed", "journal_failed")
-        async with started(Kept(tmp_path)) as second:
-            again = second.store.find(entry.completion_id)
-            await second.store.settle()
-            assert (again.status, await second.text(again), second.engine.submitted) == ("completed", "ab", [])
-
-    run(test())
-
-
-def test_what_does_not_fit_into_the_queue_at_a_restart_waits_for_room(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            ids = [(await first.keep(max_tokens=2, n=n)).completion_id for n in (1, 2, 1, 2)]
-        second = Kept(tmp_path)
-        second.engine.max_requests, second.engine.retry_after_s = 2, 3600
-        async with started(second):
-            entries = [second.store.find(completion_id) for completion_id in ids]
-            for entry in entries:
-                assert entry.live is not None
-            while any(entry.live is not None for entry in entries):
-                assert len(second.engine.live_ids) <= 2
-                second.engine.step()
-                await asyncio.sleep(0)
-            assert [entry.status for entry in entries] == ["completed"] * 4
-
-    run(test())
-
-
-def test_what_can_never_fit_into_the_queue_fails_and_holds_nobody_back(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            large, small = await first.keep(n=4), await first.keep(max_tokens=1)
-        info = replace(INFO, max_num_seqs=1, max_num_queued_reqs=1)
-        async with started(Kept(tmp_path, engine=FakeEngineClient(info=info))) as second:
-            await second.store.settle()
-            ended = [second.store.find(entry.completion_id) for entry in (large, small)]
-            assert [entry.status for entry in ended] == ["failed", "completed"]
-            assert ended[0].error is not None
-            assert ended[0].error.code == "queue_full"
-
-    run(test())
-
-
-def test_a_waiting_completion_can_be_cancelled(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            completion_id = (await first.keep()).completion_id
-        second = Kept(tmp_path)
-        second.engine.max_requests = 0
-        async with started(second):
-            entry = second.store.find(completion_id)
-            await second.store.cancel(entry)
-            assert (entry.status, second.engine.submitted) == ("cancelled", [])
-            with pytest.raises(ApiError, match="was cancelled"):
-                await second.read(entry)
-
-    run(test())
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_deadline_passes_while_the_server_is_down(tmp_path: Path, has_room: bool) -> None:
-    async def test() -> None:
-        clock = Clock()
-        async with started(Kept(tmp_path, clock=clock)) as first:
-            entry = await first.keep(timeout_ms=60_000)
-            first.engine.step()
-            await anext(first.store.reader(entry))
-        clock.now += 61.0
-        second = Kept(tmp_path, clock=clock)
-        second.engine.max_requests = 10 if has_room else 0
-        async with started(second):
-            again = second.store.find(entry.completion_id)
-            outputs = await second.read(again)
-            assert [output.token_ids for output in outputs] == [(97,), ()]
-            assert outputs[-1].finish_reason is FinishReason.TIMEOUT
-            assert (again.status, second.engine.live_ids) == ("completed", [])
-
-    run(test())
-
-
-def test_a_model_that_computes_otherwise_ends_what_was_under_way(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            done, cut = await first.keep("a", max_tokens=1), await first.keep("b")
-            await first.finish(done)
-        async with started(Kept(tmp_path, engine=FakeEngineClient(info=replace(INFO, fingerprint="fake-2")))) as second:
-            for entry in (done, cut):
-                result = await second.store.result(second.store.find(entry.completion_id))
-                assert (result["status"], result["choices"], result["system_fingerprint"]) == ("failed", [], "fake-1")
-                assert result["error"] == {
-                    "message": "the server now has another model or computes otherwise",
-                    "type": "server_error",
-                    "param": None,
-                    "code": "model_changed",
-                }
-            assert second.engine.submitted == []
-            assert (await second.keep("a", max_tokens=1)).completion_id != done.completion_id
-
-    run(test())
-
-
-def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            record = await first.journal.record((await first.keep()).completion_id)
-            unknown = replace(record, completion_id="cmpl-1", fingerprint="newer", body='{"prompt":"x","newer":1}')
-            await first.journal.add(unknown)
-        async with started(Kept(tmp_path)) as second:
-            assert second.store.find("cmpl-1").status == "failed"
-            with pytest.raises(ApiError) as raised:
-                await second.store.result(second.store.find("cmpl-1"))
-            assert raised.value.code == "model_changed"
+                jobs.append(await first.begin(max_tokens=1))
+                await first.finish(jobs[-1])
+        async with started(Server(tmp_path, clock=first.clock, max_results=2)) as second:
+            last = await second.begin()
+            assert [found(second, job) for job in (*jobs, last)] == [False, False, True, True]
 
     run(test())
 
 
 def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path) -> None:
     async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            entry = await first.keep()
-            reader = first.store.reader(entry)
+        async with started(Server(tmp_path)) as first:
+            job = await first.begin()
+            reader = first.store.reader(job)
             first.engine.step()
             await anext(reader)
             await first.store.suspend()
@@ -500,69 +125,39 @@ def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path
             with pytest.raises(ApiError) as raised:
                 await anext(reader)
             assert (raised.value.status, raised.value.code) == (503, "draining")
-            result = await first.store.result(entry)
-            assert (result["status"], result["error"], await first.text(entry)) == ("in_progress", None, "a")
+            result = await first.store.result(job)
+            assert (result["status"], result["error"], await first.text(job)) == ("in_progress", None, "a")
             assert first.lifecycle.num_active == 0
-        async with started(Kept(tmp_path)) as second:
-            await second.finish(second.store.find(entry.completion_id))
-            assert (await second.text(second.store.find(entry.completion_id)))[:3] == "abc"
+        async with started(Server(tmp_path)) as second:
+            await second.finish(second.store.find(job.completion_id))
+            assert (await second.text(second.store.find(job.completion_id)))[:3] == "abc"
 
     run(test())
 
 
 def test_in_memory_there_is_nothing_to_suspend_and_it_counts_as_running() -> None:
     async def test() -> None:
-        async with started(Kept()) as kept:
-            entry = await kept.keep(max_tokens=1)
-            assert kept.lifecycle.num_active == 1
-            await kept.store.suspend()
-            assert entry.live is not None
-            await kept.finish(entry)
-            assert (entry.status, kept.lifecycle.num_active) == ("completed", 0)
-
-    run(test())
-
-
-@pytest.mark.parametrize("method", ["add", "append", "end"])
-def test_what_cannot_be_journaled_fails_and_costs_the_engine_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    async def fail(*_: object) -> None:
-        raise JournalError("the journal /j cannot be used: database or disk is full")
-
-    async def test() -> None:
-        async with started(Kept(tmp_path)) as kept:
-            with monkeypatch.context() as patch:
-                patch.setattr(Journal, method, fail)
-                if method == "add":
-                    with pytest.raises(JournalError):
-                        await kept.keep("key", max_tokens=2)
-                    assert kept.store.counts() == {}
-                else:
-                    entry = await kept.keep("key", max_tokens=2)
-                    await kept.finish(entry)
-                    assert entry.error is not None
-                    assert (entry.status, entry.error.code) == ("failed", "journal_failed")
-                    assert await kept.text(entry) == ("" if method == "append" else "ab")
-            assert kept.engine.live_ids == []
-            assert kept.lifecycle.num_active == 0
-            retry = await kept.keep("key", max_tokens=2)
-            await kept.finish(retry)
-            assert (retry.status, await kept.text(retry)) == ("completed", "ab")
+        async with started(Server()) as server:
+            job = await server.begin(max_tokens=1)
+            assert server.lifecycle.num_active == 1
+            await server.store.suspend()
+            assert job.running is not None
+            await server.finish(job)
+            assert (job.status, server.lifecycle.num_active) == ("completed", 0)
 
     run(test())
 
 
 def test_a_damaged_row_is_an_error_and_no_wrong_text(tmp_path: Path) -> None:
     async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            entry = await first.keep(max_tokens=2)
-            await first.finish(entry)
+        async with started(Server(tmp_path)) as first:
+            job = await first.begin(max_tokens=2)
+            await first.finish(job)
         with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
             connection.execute("UPDATE batches SET outputs = replace(outputs, '97', '98')")
-        async with started(Kept(tmp_path)) as second:
+        async with started(Server(tmp_path)) as second:
             with pytest.raises(JournalError, match="it is damaged"):
-                await second.store.result(second.store.find(entry.completion_id))
+                await second.store.result(second.store.find(job.completion_id))
 
     run(test())
 
@@ -571,31 +166,31 @@ def test_after_a_restart_a_key_leads_to_what_its_retry_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            failed = await first.keep("k", max_tokens=3)
+        async with started(Server(tmp_path)) as first:
+            failed = await first.begin("k", max_tokens=3)
             with monkeypatch.context() as patch:
                 for name in ("append", "end"):
                     patch.setattr(Journal, name, AsyncMock(side_effect=JournalError("the disk is full")))
                 await first.finish(failed)
-            told = await first.keep("k", max_tokens=3)
+            told = await first.begin("k", max_tokens=3)
             await first.finish(told)
-        async with started(Kept(tmp_path)) as second:
-            assert (await second.keep("k", max_tokens=3)).completion_id == told.completion_id
+        async with started(Server(tmp_path)) as second:
+            assert (await second.begin("k", max_tokens=3)).completion_id == told.completion_id
 
     run(test())
 
 
 def test_a_result_that_lacks_its_end_is_an_error_and_no_shorter_text(tmp_path: Path) -> None:
     async def test() -> None:
-        async with started(Kept(tmp_path)) as first:
-            entry = await first.keep(max_tokens=3)
-            await first.advance(entry, 2)
-            await first.finish(entry)
+        async with started(Server(tmp_path)) as first:
+            job = await first.begin(max_tokens=3)
+            await first.advance(job, 2)
+            await first.finish(job)
         with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
-            connection.execute("DELETE FROM batches WHERE n = ?", (entry.num_batches - 1,))
-        async with started(Kept(tmp_path)) as second:
+            connection.execute("DELETE FROM batches WHERE n = ?", (job.num_batches - 1,))
+        async with started(Server(tmp_path)) as second:
             with pytest.raises(JournalError, match="lacks the end"):
-                await second.store.result(second.store.find(entry.completion_id))
+                await second.store.result(second.store.find(job.completion_id))
 
     run(test())
 
@@ -604,48 +199,19 @@ def test_a_result_that_is_dropped_while_it_is_read_is_not_found_and_no_empty_tex
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
-        async with started(Kept(max_results=1)) as kept:
-            entry = await kept.keep(max_tokens=3)
-            await kept.finish(entry)
+        async with started(Server(max_results=1)) as server:
+            job = await server.begin(max_tokens=3)
+            await server.finish(job)
             batches = Journal.batches
 
             async def batches_late(self: Journal, *arguments: Any) -> list[tuple[TokenOutput, ...]]:
-                await kept.keep()
+                await server.begin()
                 await asyncio.sleep(0)  # what was dropped is being deleted
                 return await batches(self, *arguments)
 
             monkeypatch.setattr(Journal, "batches", batches_late)
             with pytest.raises(ApiError) as raised:
-                await kept.store.result(entry)
+                await server.store.result(job)
             assert raised.value.code == "completion_not_found"
-
-    run(test())
-
-
-def test_an_error_holds_nothing_of_those_who_met_it() -> None:
-    def reply(request: Request) -> Iterator[TokenOutput]:
-        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="it broke")
-
-    async def test() -> None:
-        async with started(Kept(engine=FakeEngineClient(reply, auto=False))) as kept:
-            entry = await kept.keep()
-            await kept.finish(entry)
-            for _ in range(3):
-                with pytest.raises(ApiError, match="it broke"):
-                    await kept.read(entry)
-            assert entry.error is not None
-            assert entry.error.__traceback__ is None
-
-    run(test())
-
-
-def test_an_engine_that_dies_fails_what_is_kept_in_memory() -> None:
-    async def test() -> None:
-        async with started(Kept()) as kept:
-            entry = await kept.keep()
-            kept.engine.die()
-            with pytest.raises(ApiError, match="the engine has died: killed"):
-                await kept.read(entry)
-            assert entry.status == "failed"
 
     run(test())

@@ -152,7 +152,7 @@ def test_the_variables_of_a_kubernetes_service_are_counted() -> None:
 
     [line] = [line for line in log.splitlines() if "Kubernetes" in line]
     assert " INFO " in line
-    assert "passed by 2 variables that Kubernetes made for a Service: " in line
+    assert "ignoring 2 variables that Kubernetes made for a Service: " in line
     assert all(variable in line for variable in injected)
     assert "Kubernetes" not in without
 

@@ -57,7 +57,7 @@ def num_entries(piece: str) -> int:
 @pytest.mark.parametrize("shape", [TEXT_SHAPE, CHAT_SHAPE], ids=["text", "chat"])
 def test_no_piece_holds_more_scores_than_that_many_tokens_have(shape: Any) -> None:
     def answer() -> dict[str, Any]:
-        return {"choices": [shape.choice(i, LONG) for i in range(2)], **shape.beside(LONG)}
+        return {"choices": [shape.choice(i, LONG) for i in range(2)], **shape.after_choices(LONG)}
 
     per_token = 1 + len(TOP)
     pieces = [num_entries(piece) for piece in PiecewiseEncoder(ensure_ascii=True).pieces(answer())]

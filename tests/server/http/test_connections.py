@@ -86,7 +86,7 @@ def test_what_happens_a_thousand_times_is_one_line(caplog: pytest.LogCaptureFixt
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert [record.getMessage() for record in caplog.records] == [
         "closing idle connections: 1 may be idle and 2 may be open",
-        "refusing connections: all 2 that may be open have a request under way",
+        "refusing connections: all 2 that may be open are busy",
     ]
 
 

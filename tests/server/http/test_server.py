@@ -16,9 +16,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from gptserve.server.http.connections import Connections
-from gptserve.server.http.server import Listener
+from gptserve.server.http.server import HttpServer, Listener
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngineClient
 
@@ -64,7 +65,7 @@ def test_when_all_connections_are_busy_a_new_one_gets_a_503(
     }
     assert int(responses[0].headers["retry-after"]) >= 1
     assert [record.getMessage() for record in caplog.records if "refusing" in record.getMessage()] == [
-        "refusing connections: all 3 that may be open have a request under way"
+        "refusing connections: all 3 that may be open are busy"
     ]
 
 
@@ -175,3 +176,11 @@ def test_tls_that_does_not_begin_is_an_idle_connection(serve: Callable[..., Live
             with contextlib.suppress(ConnectionResetError):
                 assert client.recv(1) == b""
         assert ask_over_tls(server) == 200
+
+
+def test_uvicorn_still_has_what_the_server_builds_upon() -> None:
+    overridden = set(vars(HttpServer)) & set(vars(uvicorn.Server))
+    assert overridden >= {"capture_signals", "startup", "on_tick"}
+    server = uvicorn.Server(uvicorn.Config(lambda: None))
+    assert {"server_state", "started", "should_exit"} <= set(vars(server))
+    assert server.server_state.connections == set()

@@ -1,0 +1,152 @@
+"""Runs background jobs: takes their outputs from the engine, journals them, and only then shows them to readers.
+
+So a reader that returns after a crash misses nothing and sees nothing twice. `store.py` calls it. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from gptserve.engine.errors import EngineDiedError, QueueFullError
+from gptserve.engine.process.client import TokenStream
+from gptserve.engine.request import Request
+from gptserve.server.background.job import BackgroundJob, RunningJob
+from gptserve.server.background.journal import EndRecord, EndStatus, Journal, JournalError, OutputBatch
+from gptserve.server.completions.run import CompletionRun, expiring
+from gptserve.server.completions.service import Service
+from gptserve.server.errors import INTERNAL_ERROR, ApiError, to_api_error
+
+_RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Runs each job until it ends. `on_end` is called when the end of a job is in the journal, or could not be."""
+
+    def __init__(
+        self, service: Service, journal: Journal, clock: Callable[[], float], on_end: Callable[[BackgroundJob], None]
+    ) -> None:
+        self._service = service
+        self._journal = journal
+        self._clock = clock
+        self._on_end = on_end
+        self._room = asyncio.Event()
+
+    async def run(self, job: BackgroundJob, requests: tuple[Request, ...]) -> None:
+        """Run a job to its end."""
+        running = job.running
+        assert running is not None
+        # A durable job outlives the process, so a shutdown need not wait for it.
+        with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
+            error: ApiError | None = None
+            try:
+                if requests:
+                    await self._follow(job, running, requests)
+                if not running.run.output.is_complete:
+                    error = running.stopped_by
+            except Exception as raised:
+                error = to_api_error(raised).fresh()
+                if error.code == INTERNAL_ERROR:
+                    logger.error("completion %s failed unexpectedly", job.completion_id, exc_info=raised)
+                if isinstance(raised, EngineDiedError):
+                    error = running.stopped_by or error
+            finally:
+                if running.stream is not None:
+                    running.stream.abort()
+            await self._finish(job, running, error)
+
+    def stop(self, running: RunningJob, reason: ApiError) -> None:
+        """Stop a job soon; the reason that is given first counts."""
+        running.stopped_by = running.stopped_by or reason
+        if running.stream is not None:
+            running.stream.abort()
+        self._room.set()
+
+    async def end(self, job: BackgroundJob, error: ApiError | None) -> None:
+        """Journal how a job ended, then set its status. A job whose end cannot be journaled has failed."""
+        status: EndStatus = "completed" if error is None else "cancelled" if error.code == "cancelled" else "failed"
+        finished_at = self._clock()
+        text = None if error is None else json.dumps(error.fields())
+        try:
+            await self._journal.end(job.completion_id, EndRecord(status, text, finished_at, job.num_batches))
+        except JournalError as failure:
+            logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
+            status, error = "failed", error if status == "failed" else to_api_error(failure)
+        job.status, job.error, job.finished_at = status, error, finished_at
+        self._on_end(job)
+
+    async def _follow(self, job: BackgroundJob, running: RunningJob, requests: tuple[Request, ...]) -> None:
+        if running.stream is None:
+            running.stream = await self._wait_for_room(running, requests)
+        remaining_s = None if running.deadline is None else running.deadline - self._clock()
+        with expiring(running.stream, remaining_s):
+            if running.stopped_by is not None:
+                running.stream.abort()
+            async for outputs in running.stream:
+                applied, failure = await _apply(outputs, running.run, running.stream)
+                if applied:
+                    await self._journal.append(job.completion_id, len(running.batches), applied)
+                    running.batches.append(applied)
+                    job.status = "in_progress"
+                    for reader in running.readers:
+                        reader.wake()
+                if failure is not None:
+                    raise failure
+
+    async def _wait_for_room(self, running: RunningJob, requests: tuple[Request, ...]) -> TokenStream:
+        """Submit the requests when the engine's queue has room; stop waiting when the job is stopped or out of time."""
+        while True:
+            try:
+                return self._service.engine.submit(requests)
+            except QueueFullError as error:
+                info = self._service.engine.info
+                if len(requests) > info.max_num_seqs + info.max_num_queued_reqs:
+                    raise
+                wait_s = error.retry_after_s
+            if running.stopped_by is not None or (running.deadline is not None and running.deadline <= self._clock()):
+                return TokenStream((request.request_id for request in requests), lambda _: None)
+            self._room.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._room.wait()
+            except TimeoutError:
+                continue
+
+    async def _finish(self, job: BackgroundJob, running: RunningJob, error: ApiError | None) -> None:
+        """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
+        job.num_batches = len(running.batches)
+        if self._journal.is_durable and error is not None and error.code in _RESUMABLE:
+            job.error = error
+        else:
+            await self.end(job, error)
+            running.run.is_failed = job.status == "failed"
+            fields = running.run.close()
+            why = "" if job.error is None else f": {job.error}"
+            level = logging.WARNING if running.run.is_failed else logging.INFO
+            logger.log(level, "background completion %s: %s%s", job.completion_id, job.status, why, extra=fields)
+        job.running = None
+        running.ended.set()
+        self._room.set()
+        for reader in running.readers:
+            reader.wake()
+
+
+async def _apply(outputs: OutputBatch, run: CompletionRun, stream: TokenStream) -> tuple[OutputBatch, ApiError | None]:
+    """Apply outputs to a run. Return those before the one that fails, and its error.
+
+    After an output with scores of the prompt the event loop turns once.
+    """
+    for num_applied, output in enumerate(outputs):
+        try:
+            collections.deque(run.apply((output,), stream), maxlen=0)
+        except ApiError as error:
+            return outputs[:num_applied], error
+        if output.prompt_logprobs is not None:
+            await asyncio.sleep(0)
+    return outputs, None

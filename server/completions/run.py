@@ -1,0 +1,173 @@
+"""From the engine's outputs to the choices of a completion: text, usage, timings and the time limit.
+
+`CompletionOutput` depends on the plan and the outputs alone; `CompletionRun` adds what is measured while the engine
+computes. `answer.py` and the background recorder call them. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+from gptserve.engine.process.client import TokenStream
+from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.server.completions.output import ChoiceOutput, Delta
+from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.service import Tokenizer
+from gptserve.server.errors import ApiError, unavailable
+from gptserve.server.operations.metrics import Metrics
+
+
+class CompletionOutput:
+    """The choices of one completion as text. It depends on the plan and the outputs alone."""
+
+    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer) -> None:
+        self.choices = [
+            ChoiceOutput(
+                tokenizer,
+                stop=plan.stop,
+                stop_token_ids=request.params.stop_token_ids,
+                logprobs=request.params.logprobs,
+                prompt_logprobs=plan.body.prompt_logprobs,
+                echo=request.prompt_token_ids if plan.echo else (),
+                generates=plan.body.max_tokens != 0,
+                skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
+                channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
+            )
+            for request in plan.requests
+        ]
+        self._plan = plan
+        self._index = {request.request_id: i for i, request in enumerate(plan.requests)}
+        self._num_cached = [0] * len(plan.requests)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens have been generated."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def add(self, output: TokenOutput) -> tuple[int, Delta] | None:
+        """Add an output to its choice; return the choice's index and the delta, or None if the choice has ended.
+
+        Raises ApiError when the engine failed on the choice.
+        """
+        index = self._index[output.request_id]
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return None  # the engine computed it before it heard of the stop string
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            message = output.error or "the engine gave this request up"
+            raise ApiError(500, f"choice {index}: {message}", code="generation_failed")
+        if output.finish_reason is FinishReason.QUEUE_TIMEOUT:
+            raise unavailable(f"choice {index}: {output.error}", code="queue_timeout")
+        if choice.num_tokens == 0:
+            # Only the first output counts: after a restart another engine reports its own cache.
+            self._num_cached[index] = output.num_cached_tokens
+        return index, choice.add(output)
+
+    def apply(self, outputs: Iterable[TokenOutput]) -> Iterator[tuple[int, Delta]]:
+        """Add outputs to their choices; yield index and delta of each. Raises ApiError."""
+        return filter(None, map(self.add, outputs))
+
+    def usage(self) -> dict[str, object]:
+        """Return the token counts so far, in the shape of schemas.Usage."""
+        prompt, completion = self._plan.num_prompt_tokens, self.num_tokens
+        cached = sum(self._num_cached[:: self._plan.body.n or 1])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def render_outputs(
+    plan: CompletionPlan, batches: Iterable[Iterable[TokenOutput]], tokenizer: Tokenizer
+) -> dict[str, object]:
+    """Return the answer that these outputs make, in one piece."""
+    output = CompletionOutput(plan, tokenizer)
+    collected: list[list[Delta]] = [[] for _ in plan.requests]
+    for outputs in batches:
+        for index, delta in output.apply(outputs):
+            collected[index].append(delta)
+    return plan.whole(collected, output.usage())
+
+
+class CompletionRun:
+    """The output of one completion while the engine computes it, with its metrics. Call `apply`, at last `close`.
+
+    The caller sets is_failed when an error ends the completion.
+    """
+
+    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, metrics: Metrics, started_at: float) -> None:
+        self.is_failed = False
+        self.output = CompletionOutput(plan, tokenizer)
+        self._plan = plan
+        self._metrics = metrics
+        self._started_at = started_at
+        self._first_token_at: float | None = None
+        self._latest_at: list[float | None] = [None] * len(plan.requests)
+
+    def apply(self, outputs: Iterable[TokenOutput], stream: TokenStream) -> Iterator[tuple[int, Delta]]:
+        """Add outputs to their choices; yield index and delta of each. Abort choices that a stop string ended.
+
+        Raises ApiError when the engine failed on a choice.
+        """
+        now = time.perf_counter()
+        for output in outputs:
+            added = self.output.add(output)
+            if added is None:
+                continue
+            index, delta = added
+            for _ in output.token_ids:
+                self._measure(index, now)
+            if delta.finish_reason is not None and output.finish_reason is None:
+                stream.abort([output.request_id])
+            yield added
+
+    def close(self) -> dict[str, Any]:
+        """Count the choices by finish reason, the unfinished as aborted or failed; return the fields for the log."""
+        unfinished = FinishReason.ERROR if self.is_failed else FinishReason.ABORT
+        reasons = Counter(choice.finish_reason or unfinished.value for choice in self.output.choices)
+        for reason, count in reasons.items():
+            self._metrics.count_finished(reason, count)
+        self._metrics.request_latency.observe(time.perf_counter() - self._started_at)
+        first = self._first_token_at
+        return {
+            "completion_id": self._plan.identity.completion_id,
+            "prompt_tokens": self._plan.num_prompt_tokens,
+            "completion_tokens": self.output.num_tokens,
+            "ttft_s": None if first is None else round(first - self._started_at, 6),
+            "finish_reasons": dict(reasons),
+            "user": self._plan.body.user,
+        }
+
+    def _measure(self, index: int, now: float) -> None:
+        if self._first_token_at is None:
+            self._first_token_at = now
+            self._metrics.time_to_first_token.observe(now - self._started_at)
+        latest, self._latest_at[index] = self._latest_at[index], now
+        if latest is not None:
+            self._metrics.inter_token_latency.observe(now - latest)
+
+
+@contextmanager
+def expiring(stream: TokenStream, remaining_s: float | None) -> Iterator[None]:
+    """Expire the stream after `remaining_s`, unless the block is left before; None is no limit."""
+    if remaining_s is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_later(max(0.0, remaining_s), stream.expire)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,111 @@
+"""A store around a fake engine, which a test starts, restarts and reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+from gptserve.engine.request import TokenOutput
+from gptserve.server.api.schemas import CompletionRequest
+from gptserve.server.background.job import BackgroundJob, BackgroundRequest
+from gptserve.server.background.journal import Journal
+from gptserve.server.background.store import BackgroundStore
+from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_completion
+from gptserve.server.completions.service import AppOptions, Service
+from gptserve.server.completions.shapes import TEXT_SHAPE
+from gptserve.server.errors import ApiError
+from gptserve.server.operations.lifecycle import Lifecycle
+from gptserve.server.operations.metrics import Metrics
+from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Server:
+    """A store around a fake engine; the next one with the same folder is the server started again."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        clock: Clock | None = None,
+        engine: FakeEngineClient | None = None,
+        **options: Any,
+    ) -> None:
+        self.engine = engine or FakeEngineClient(auto=False)
+        self.clock = clock or Clock()
+        self.journal = Journal(folder)
+        self.lifecycle = Lifecycle()
+        metrics = Metrics(self.engine, "m")
+        self.service = Service(self.engine, ByteTokenizer(), AppOptions("m", **options), self.lifecycle, metrics)
+        self.store = BackgroundStore(
+            self.service, self.journal, {TEXT_SHAPE.object: restore_completion}, clock=self.clock
+        )
+
+    async def begin(self, key: str | None = None, **fields: Any) -> BackgroundJob:
+        fields = {"prompt": "x", "seed": 1, **fields}
+
+        async def plan() -> CompletionPlan:
+            return await plan_completion(CompletionRequest.parse(fields), self.service)
+
+        request = BackgroundRequest.of("/v1/completions", fields, key, time.perf_counter())
+        return await self.store.begin_or_find(request, plan)
+
+    async def read(self, job: BackgroundJob) -> list[TokenOutput]:
+        """Return all outputs of a completion, which it follows to its end. Raises ApiError."""
+        reader = self.store.reader(job)
+        return [output async for outputs in reader for output in outputs]
+
+    async def finish(self, job: BackgroundJob) -> None:
+        """Step the engine until a completion has ended, with no regard to how many steps pile up."""
+        while job.running is not None:
+            self.engine.step()
+            await asyncio.sleep(0)
+
+    async def advance(self, job: BackgroundJob, num_steps: int) -> None:
+        """Make that many steps, each a batch of its own."""
+        reader = self.store.reader(job)
+        for _ in range(num_steps):
+            self.engine.step()
+            await anext(reader)
+        reader.close()
+
+    async def text(self, job: BackgroundJob) -> str:
+        choices: Any = (await self.store.result(job))["choices"]
+        return str(choices[0]["text"])
+
+
+@contextlib.asynccontextmanager
+async def started(server: Server) -> AsyncIterator[Server]:
+    """A server from its start to a death at which its engine goes first."""
+    await server.store.start()
+    try:
+        yield server
+    finally:
+        await server.engine.close()
+        await server.store.settle()
+        await server.journal.close()
+
+
+def run(test: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 20))
+
+
+def found(server: Server, job: BackgroundJob) -> bool:
+    try:
+        server.store.find(job.completion_id)
+    except ApiError as error:
+        return {"completion_not_found": False}[error.code]
+    return True

@@ -1,0 +1,85 @@
+"""Readers of a background job: how much at a time, in turn with others, to the end or to an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gptserve.engine.request import FinishReason, Request, TokenOutput
+from gptserve.server.background.job import READ_LIMIT
+from gptserve.server.errors import ApiError
+from tests.server.background.server import Server, found, run, started
+from tests.server.fake_engine import FakeEngineClient
+
+
+def test_a_reader_takes_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as server:
+            job = await server.begin(max_tokens=200)
+            await server.advance(job, 2 * READ_LIMIT)
+            late = server.store.reader(job)
+            assert len(await anext(late)) == READ_LIMIT
+            await server.finish(job)
+            assert len(await anext(late)) == READ_LIMIT
+            late.close()
+            assert [outputs async for outputs in late] == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_many_choices_in_memory_are_read_in_small_pieces_between_which_others_have_their_turn(is_live: bool) -> None:
+    async def test() -> None:
+        async with started(Server()) as server:
+            job = await server.begin(n=16, max_tokens=16)
+            await server.advance(job, 15)
+            if not is_live:
+                await server.finish(job)
+            pieces, turns = [], []
+            reader = server.store.reader(job)
+            for _ in range(3):
+                asyncio.get_running_loop().call_soon(turns.append, len(pieces))
+                pieces.append(await anext(reader))
+            assert [len(piece) for piece in pieces] == [READ_LIMIT] * 3
+            assert turns == [0, 1, 2]
+            reader.close()
+
+    run(test())
+
+
+def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
+    async def test() -> None:
+        async with started(Server(result_ttl_s=60.0)) as server:
+            job = await server.begin(max_tokens=2 * READ_LIMIT)
+            await server.advance(job, 2 * READ_LIMIT)
+            await server.store.settle()
+            reader = server.store.reader(job)
+            assert len(await anext(reader)) == READ_LIMIT
+            server.clock.now += 61.0
+            assert not found(server, job)
+            await server.store.settle()
+            with pytest.raises(ApiError) as raised:
+                await anext(reader)
+            assert raised.value.code == "completion_not_found"
+
+    run(test())
+
+
+def test_an_error_holds_nothing_of_those_who_met_it() -> None:
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error="it broke")
+
+    async def test() -> None:
+        async with started(Server(engine=FakeEngineClient(reply, auto=False))) as server:
+            job = await server.begin()
+            await server.finish(job)
+            for _ in range(3):
+                with pytest.raises(ApiError, match="it broke"):
+                    await server.read(job)
+            assert job.error is not None
+            assert job.error.__traceback__ is None
+
+    run(test())

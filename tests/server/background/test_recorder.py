@@ -1,0 +1,172 @@
+"""Running background jobs: the journal before the readers, waiting for room, deadlines, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptserve.engine.request import FinishReason
+from gptserve.server.background.job import READ_LIMIT
+from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.errors import ApiError
+from tests.server.background.server import Clock, Server, run, started
+from tests.server.fake_engine import INFO, FakeEngineClient
+
+
+def test_what_is_shown_is_in_the_journal_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as server:
+            job = await server.begin(max_tokens=50)
+            reader, hold = server.store.reader(job), asyncio.Event()
+            append = Journal.append
+
+            async def append_late(self: Journal, *arguments: Any) -> None:
+                await hold.wait()
+                await append(self, *arguments)
+
+            monkeypatch.setattr(Journal, "append", append_late)
+            server.engine.step()
+            reading = asyncio.ensure_future(anext(reader))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not reading.done()
+            assert await server.text(job) == ""
+            hold.set()
+            (output,) = await reading
+            assert (await server.journal.batches(job.completion_id, 0, 9)) == [(output,)]
+            reader.close()
+
+    run(test())
+
+
+def test_memory_holds_no_outputs_of_what_has_ended() -> None:
+    async def test() -> None:
+        async with started(Server()) as server:
+            job = await server.begin(max_tokens=3 * READ_LIMIT)
+            slow = server.store.reader(job)
+            server.engine.step()
+            first = await anext(slow)
+            await server.finish(job)
+            assert job.running is None
+            rest = [output async for outputs in slow for output in outputs]
+            assert [*first, *rest] == await server.read(job)
+            assert len(first + tuple(rest)) == 3 * READ_LIMIT
+
+    run(test())
+
+
+def test_what_does_not_fit_into_the_queue_at_a_restart_waits_for_room(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            ids = [(await first.begin(max_tokens=2, n=n)).completion_id for n in (1, 2, 1, 2)]
+        second = Server(tmp_path)
+        second.engine.max_requests, second.engine.retry_after_s = 2, 3600
+        async with started(second):
+            jobs = [second.store.find(completion_id) for completion_id in ids]
+            for job in jobs:
+                assert job.running is not None
+            while any(job.running is not None for job in jobs):
+                assert len(second.engine.live_ids) <= 2
+                second.engine.step()
+                await asyncio.sleep(0)
+            assert [job.status for job in jobs] == ["completed"] * 4
+
+    run(test())
+
+
+def test_what_can_never_fit_into_the_queue_fails_and_holds_nobody_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            large, small = await first.begin(n=4), await first.begin(max_tokens=1)
+        info = replace(INFO, max_num_seqs=1, max_num_queued_reqs=1)
+        async with started(Server(tmp_path, engine=FakeEngineClient(info=info))) as second:
+            await second.store.settle()
+            ended = [second.store.find(job.completion_id) for job in (large, small)]
+            assert [job.status for job in ended] == ["failed", "completed"]
+            assert ended[0].error is not None
+            assert ended[0].error.code == "queue_full"
+
+    run(test())
+
+
+def test_a_waiting_completion_can_be_cancelled(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            completion_id = (await first.begin()).completion_id
+        second = Server(tmp_path)
+        second.engine.max_requests = 0
+        async with started(second):
+            job = second.store.find(completion_id)
+            await second.store.cancel(job)
+            assert (job.status, second.engine.submitted) == ("cancelled", [])
+            with pytest.raises(ApiError, match="was cancelled"):
+                await second.read(job)
+
+    run(test())
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_deadline_passes_while_the_server_is_down(tmp_path: Path, has_room: bool) -> None:
+    async def test() -> None:
+        clock = Clock()
+        async with started(Server(tmp_path, clock=clock)) as first:
+            job = await first.begin(timeout_ms=60_000)
+            first.engine.step()
+            await anext(first.store.reader(job))
+        clock.now += 61.0
+        second = Server(tmp_path, clock=clock)
+        second.engine.max_requests = 10 if has_room else 0
+        async with started(second):
+            again = second.store.find(job.completion_id)
+            outputs = await second.read(again)
+            assert [output.token_ids for output in outputs] == [(97,), ()]
+            assert outputs[-1].finish_reason is FinishReason.TIMEOUT
+            assert (again.status, second.engine.live_ids) == ("completed", [])
+
+    run(test())
+
+
+@pytest.mark.parametrize("method", ["add", "append", "end"])
+def test_what_cannot_be_journaled_fails_and_costs_the_engine_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    async def fail(*_: object) -> None:
+        raise JournalError("the journal /j cannot be used: database or disk is full")
+
+    async def test() -> None:
+        async with started(Server(tmp_path)) as server:
+            with monkeypatch.context() as patch:
+                patch.setattr(Journal, method, fail)
+                if method == "add":
+                    with pytest.raises(JournalError):
+                        await server.begin("key", max_tokens=2)
+                    assert server.store.counts() == {}
+                else:
+                    job = await server.begin("key", max_tokens=2)
+                    await server.finish(job)
+                    assert job.error is not None
+                    assert (job.status, job.error.code) == ("failed", "journal_failed")
+                    assert await server.text(job) == ("" if method == "append" else "ab")
+            assert server.engine.live_ids == []
+            assert server.lifecycle.num_active == 0
+            retry = await server.begin("key", max_tokens=2)
+            await server.finish(retry)
+            assert (retry.status, await server.text(retry)) == ("completed", "ab")
+
+    run(test())
+
+
+def test_an_engine_that_dies_fails_what_is_only_in_memory() -> None:
+    async def test() -> None:
+        async with started(Server()) as server:
+            job = await server.begin()
+            server.engine.die()
+            with pytest.raises(ApiError, match="the engine has died: killed"):
+                await server.read(job)
+            assert job.status == "failed"
+
+    run(test())
