@@ -234,6 +234,15 @@ def test_a_path_that_does_not_exist_is_named() -> None:
     assert missing_paths("docs/api.md", text) == ["nowhere.md", "server/nowhere.py"]
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    tests = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+
+    assert "test_every_test_that_a_page_names_exists" in tests
+    assert set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8"))) - tests == set()
+
+
 def missing_paths(page: str, text: str) -> list[str]:
     """Return the paths in backticks and the targets of links that do not exist; NAME stands for any name."""
     tops = "|".join((*PACKAGES, "tests", "bench", "docs"))
