@@ -19,7 +19,7 @@ pytest = $(bin)/pytest --numprocesses $(processes) --dist worksteal --durations 
 inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/attention/*.cpp engine/attention/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all check bench image gpu help
+.PHONY: serve test test-all check format bench image gpu help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -31,12 +31,16 @@ test-all: $(venv)/developing  ## run all tests that need no CUDA device
 	$(pytest) -m 'not gpu' $(ARGS)
 
 check: $(venv)/developing  ## lint, formatting, types, import directions, size budget, spelling
-	$(bin)/ruff check .
-	$(bin)/ruff format --check .
-	$(bin)/mypy
-	$(bin)/lint-imports
-	$(bin)/python -m bench.size_budget
-	$(bin)/codespell
+	@failed=; \
+	for tool in 'ruff check .' 'ruff format --check .' mypy lint-imports 'python -m bench.size_budget' codespell; do \
+		echo "$(bin)/$$tool"; \
+		$(bin)/$$tool || failed="$$failed; $$tool"; \
+	done; \
+	test -z "$$failed" || { echo "make check failed: $${failed#; }" >&2; exit 1; }
+
+format: $(venv)/developing  ## format the code, and repair what lint can repair
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
 
 bench: $(venv)/developing  ## measure decoding against transformers on this machine
 	$(bin)/python -m bench.decode $(ARGS)

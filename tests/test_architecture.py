@@ -1,4 +1,4 @@
-"""The house as a whole: who may import whom and what, that importing does nothing, that the README's map is true."""
+"""The house as a whole: who may import whom and what, that importing does nothing, that docs/ is true and complete."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 import grimp
 import pytest
 import setuptools
+from prometheus_client.parser import text_string_to_metric_families
 
+from bench.size_budget import code_lines
+from gptserve.engine.request import SamplingParams
+from gptserve.server.api.schemas import ChatRequest, CompletionRequest
+from gptserve.server.app import AppOptions, create_app
+from gptserve.server.http.connections import Connections
+from gptserve.server.operations.metrics import Metrics
 from gptserve.weights.families import FAMILIES
+from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+MAX_SPINE_LINES = 3000
 PACKAGES = ("server", "engine", "weights")
 WITH_TORCH = {
     "gptserve.engine.attention",
@@ -201,3 +212,116 @@ def map_entries() -> list[str]:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     block = text.partition("\n## Map\n")[2].partition("\n```text\n")[2].partition("\n```\n")[0]
     return [line.split()[0] for line in block.splitlines() if line.strip()]
+
+
+def test_the_spine_stays_small() -> None:
+    spine = column("docs/architecture.md", "## The spine", 0)
+    sizes = {file: len(code_lines((ROOT / file).read_text(encoding="utf-8"))) for file in sorted(spine)}
+
+    assert {file.partition("/")[0] for file in spine} == {"server", "engine"}
+    assert min(sizes.values()) > 0
+    assert sum(sizes.values()) <= MAX_SPINE_LINES, sizes
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_that_a_page_names_exists(page: str) -> None:
+    assert missing_paths(page, (ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_a_path_that_does_not_exist_is_named() -> None:
+    text = "`server/app.py`, `server/`, `weights/families/NAME.py`; `server/nowhere.py` and [this](nowhere.md) are not"
+
+    assert missing_paths("docs/api.md", text) == ["nowhere.md", "server/nowhere.py"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    tests = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+
+    assert "test_every_test_that_a_page_names_exists" in tests
+    assert set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8"))) - tests == set()
+
+
+def missing_paths(page: str, text: str) -> list[str]:
+    """Return the paths in backticks and the targets of links that do not exist; NAME stands for any name."""
+    tops = "|".join((*PACKAGES, "tests", "bench", "docs"))
+    paths = [path for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", text) if "NAME" not in path]
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    folder = (ROOT / page).parent
+    return sorted(
+        [path for path in paths if not (ROOT / path).exists()]
+        + [link for link in links if not (folder / link).exists()]
+    )
+
+
+def test_every_model_family_has_a_row() -> None:
+    assert_rows("docs/models.md", "# Models", set(FAMILIES))
+    assert_rows("README.md", "## Models", set(FAMILIES))
+
+
+def test_every_route_has_a_row() -> None:
+    paths = create_app(FakeEngineClient(), ByteTokenizer(), AppOptions("m")).openapi()["paths"]
+    routes = {f"{method.upper()} {path}" for path, operations in paths.items() for method in operations}
+
+    assert_rows("docs/api.md", "## Routes", routes | {"GET /openapi.json"})  # which does not describe itself
+
+
+def test_every_field_has_a_row() -> None:
+    of_text, of_chat = set(CompletionRequest.model_fields), set(ChatRequest.model_fields)
+    both, rows = of_text & of_chat, table("docs/api.md", "## Fields")
+
+    assert_rows("docs/api.md", "## Fields", of_text | of_chat)
+    assert {name.strip("`") for name, of, *_ in rows if of == "both"} == both
+    assert {name.strip("`") for name, of, *_ in rows if of == "completions"} == of_text - both
+
+
+def test_every_sampling_parameter_can_be_asked_for() -> None:
+    assert {field.name for field in fields(SamplingParams)} - set(CompletionRequest.model_fields) == set()
+
+
+def test_every_error_code_has_a_row() -> None:
+    sources = [path.read_text(encoding="utf-8") for top in ("server", "engine") for path in (ROOT / top).rglob("*.py")]
+    codes = {code for source in sources for code in re.findall(r'\bcode="(\w+)"', source)}
+
+    assert len(codes) > 20
+    assert codes - column("docs/api.md", "## Errors", 1) == set()
+
+
+def test_every_metric_has_a_row() -> None:
+    metrics = Metrics(FakeEngineClient(), "m")
+    metrics.watch_kept(dict)
+    metrics.watch_connections(Connections(8))
+    names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
+    own = {name for name in names if name.startswith("gptserve_") and not name.endswith("_created")}
+
+    assert_rows("docs/operations.md", "## Metrics", own)
+
+
+def test_a_row_that_is_missing_or_stale_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"docs/models.md, # Models: no row for \['gpt5'\]"):
+        assert_rows("docs/models.md", "# Models", {*FAMILIES, "gpt5"})
+    with pytest.raises(AssertionError, match=r"README.md, ## Models: rows for \['gpt2'\], which do not exist"):
+        assert_rows("README.md", "## Models", set(FAMILIES) - {"gpt2"})
+
+
+def assert_rows(page: str, heading: str, names: set[str]) -> None:
+    """Assert that the first cells of the tables below a heading name exactly these."""
+    listed = column(page, heading, 0)
+    missing, stale = sorted(names - listed), sorted(listed - names)
+    assert not missing, f"{page}, {heading}: no row for {missing}"
+    assert not stale, f"{page}, {heading}: rows for {stale}, which do not exist"
+
+
+def column(page: str, heading: str, index: int) -> set[str]:
+    """Return what stands in backticks in a column of the tables below a heading."""
+    return {name for cells in table(page, heading) for name in re.findall(r"`([^`]+)`", cells[index])}
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of each row of the tables below a heading, without their heads."""
+    text = "\n" + (ROOT / page).read_text(encoding="utf-8")
+    lines = text.partition(f"\n{heading}\n")[2].partition("\n## ")[0].splitlines()
+    heads = {i for i, line in enumerate(lines) for i in (i - 1, i) if line.startswith("|---")}
+    rows = [line for i, line in enumerate(lines) if line.startswith("|") and i not in heads]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

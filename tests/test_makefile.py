@@ -35,13 +35,26 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(tree: Path) -> tuple[bool, list[str]]:
-    """Run `make serve`; return whether it succeeded and what was called, -c aside."""
+def make(tree: Path, target: str = "serve") -> tuple[bool, list[str]]:
+    """Run make; return whether it succeeded and what was called, -c aside."""
+    done = run_make(tree, target)
+    return done.returncode == 0, [line for line in (tree / "log").read_text().splitlines() if line[:2] != "-c"]
+
+
+def run_make(tree: Path, target: str) -> subprocess.CompletedProcess[str]:
     (tree / "log").unlink(missing_ok=True)
     environment = {"PATH": os.environ["PATH"]}  # without what a make that runs these tests leaves in it
-    command = ["make", "serve", "PYTHON=./python"]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=LIMIT_S)
-    return done.returncode == 0, [line for line in (tree / "log").read_text().splitlines() if line[:2] != "-c"]
+    command = ["make", target, "PYTHON=./python"]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def put_tools(tree: Path, *broken: str) -> None:
+    """Give .venv the tools of development; each logs how it is called, those that are broken fail."""
+    (tree / ".venv" / "bin").mkdir(parents=True)
+    for name in ("ruff", "mypy", "lint-imports", "codespell"):
+        tool = tree / ".venv" / "bin" / name
+        tool.write_text(f'#!/bin/sh\necho {name} "$@" >> log\nexit {int(name in broken)}\n')
+        tool.chmod(0o755)
 
 
 def test_an_environment_that_stopped_half_way_is_begun_again(tree: Path) -> None:
@@ -76,3 +89,34 @@ def test_an_installation_leaves_no_old_kernel_to_write_into(tree: Path) -> None:
     assert installed.startswith("-m pip ")
     assert installed.endswith(" --editable .")
     assert rest == ["cpu_paged.cpp", "gptserve serve"]
+
+
+CHECKS = ["ruff check .", "ruff format --check .", "mypy", "lint-imports", "-m bench.size_budget", "codespell"]
+
+
+def test_check_runs_every_tool(tree: Path) -> None:
+    put_tools(tree)
+
+    succeeded, called = make(tree, "check")
+
+    assert succeeded
+    assert called[-len(CHECKS) :] == CHECKS
+
+
+def test_check_goes_on_after_a_tool_that_fails_and_names_all_that_did(tree: Path) -> None:
+    put_tools(tree, "ruff", "lint-imports")
+
+    done = run_make(tree, "check")
+
+    assert done.returncode != 0
+    assert (tree / "log").read_text().splitlines()[-len(CHECKS) :] == CHECKS
+    assert "make check failed: ruff check .; ruff format --check .; lint-imports\n" in done.stderr
+
+
+def test_format_repairs_then_formats(tree: Path) -> None:
+    put_tools(tree)
+
+    succeeded, called = make(tree, "format")
+
+    assert succeeded
+    assert called[-2:] == ["ruff check --fix .", "ruff format ."]

@@ -1,4 +1,4 @@
-"""The README's examples do what it says."""
+"""The README is short, and its examples and those for clients do what they say."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ import pytest
 from tests.server.serving import LIMIT_S, Process
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+CLIENTS = ROOT / "docs" / "clients.md"
+MAX_BYTES = 6 * 1024
 URL = "http://127.0.0.1:8000"
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    process = Process()
+    process = Process("--chat-template", "plain")
     with process.wait_until_ready() as client:
         yield str(client.base_url).rstrip("/")
     os.killpg(process.popen.pid, signal.SIGTERM)
     assert process.wait()[0] == 0
 
 
-def example(start: str) -> str:
-    """Return the one code block of the README that begins with `start`."""
-    blocks = re.findall(r"^```\w+\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+def example(page: Path, start: str) -> str:
+    """Return the one code block of a page that begins with `start`."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     [block] = [block for block in blocks if block.startswith(start)]
     return str(block)
 
@@ -46,18 +49,30 @@ def shape(events: str) -> str:
     return re.sub(r'"(id|created|system_fingerprint|seed)":("[^"]*"|\d+)', r'"\1":…', events)
 
 
+def test_the_readme_is_a_front_page() -> None:
+    size = README.stat().st_size
+    assert size <= MAX_BYTES, f"README.md has {size} bytes, {MAX_BYTES} are allowed: the rest belongs in docs/"
+
+
+@pytest.mark.parametrize("command", ["make serve", "make test"])
+def test_the_readme_names_the_commands(command: str) -> None:
+    assert command in [line.partition("#")[0].strip() for line in example(README, "make serve").splitlines()]
+
+
 def test_the_example_with_curl(url: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    command, _, shown = example("$ curl").removeprefix("$ ").partition("\n")
+    command, _, shown = example(README, "$ curl").removeprefix("$ ").partition("\n")
     silent = command.replace("curl ", "curl -sS ", 1).replace(URL, url)
 
     assert shape(output_of(["sh", "-c", silent])).strip() == shape(shown).strip()
 
 
-def test_the_example_with_openai(url: str) -> None:
-    assert output_of([sys.executable, "-c", example("from openai").replace(URL, url)]).strip()
+@pytest.mark.parametrize("page", [README, CLIENTS], ids=["readme", "clients"])
+def test_the_example_with_openai(page: Path, url: str) -> None:
+    assert output_of([sys.executable, "-c", example(page, "from openai").replace(URL, url)]).strip()
 
 
-def test_the_example_without_a_server() -> None:
-    assert output_of([sys.executable, "-c", example("from gptserve import LLM")]).strip()
+@pytest.mark.parametrize("page", [README, CLIENTS], ids=["readme", "clients"])
+def test_the_example_without_a_server(page: Path) -> None:
+    assert output_of([sys.executable, "-c", example(page, "from gptserve import LLM")]).strip()
