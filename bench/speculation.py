@@ -47,7 +47,7 @@ NUM_PROMPTS = 4
 class WrongDrafter(PromptLookup):
     """Guesses tokens that this bench's models never give, all one after the last, and as many as it may."""
 
-    def draft(self, state: sequence.Sequence, most: int) -> tuple[int, ...]:
+    def draft(self, state: sequence.SequenceState, most: int) -> tuple[int, ...]:
         return ((state.token_ids[-1] + 1) % 1000,) * most
 
 

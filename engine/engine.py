@@ -26,7 +26,7 @@ from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import PromptLookup
 from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class Engine:
         assert block_ids is not None, "there is a block for a new engine, and for one whose suspect has just ended"
         try:
             request = Request("proof", (0,), SamplingParams(max_tokens=1, temperature=0.0), seed=0)
-            sequence = Sequence(request, 0, [0], block_ids=block_ids)
+            sequence = SequenceState(request, 0, [0], block_ids=block_ids)
             result = self._runner.run(ScheduledBatch((ScheduledSequence(sequence, 1),)))
         finally:
             self._pool.free(block_ids)

@@ -27,7 +27,7 @@ from gptserve.engine.model.step_threads import StepThreads, StepWork
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
 from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
@@ -134,7 +134,7 @@ class ModelRunner:
         token_ids = [i % self._model.vocab_size for i in range(num_tokens)]
         request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
         block_ids = list(range(-(-num_tokens // block_size)))
-        sequence = Sequence(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
+        sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
         batch = ScheduledBatch((ScheduledSequence(sequence, num_tokens),))
         inputs = build_model_input(batch, block_size, self.device)
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)

@@ -13,8 +13,7 @@ Logprobs are of the raw logits. Every row's result depends on that row alone. Ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.noise import uniform
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 
 _MIN_TEMPERATURE = 1e-6
 _NUM_CANDIDATES = 1024
@@ -34,7 +33,7 @@ vocabulary of 50,000 takes milliseconds a row."""
 class SamplingPosition(NamedTuple):
     """Where a token is sampled: after the known tokens of a sequence and after `draft`, which is taken for known."""
 
-    sequence: Sequence
+    sequence: SequenceState
     draft: tuple[int, ...] = ()
 
     @property
@@ -66,7 +65,7 @@ class SampledTokens(NamedTuple):
             yield SampledTokens(self.token_ids[rows], self.logprobs[rows])
 
 
-def sample(logits: Tensor, positions: Rows[SamplingPosition]) -> SampledTokens:
+def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledTokens:
     """Choose the token at each position from fp32 logits [rows, vocab]; rows past the positions are ignored.
 
     Mutates nothing. It waits for the device once; logprobs and filters make it wait once more each.
@@ -95,7 +94,7 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Rows[int]) -> list[TokenLogprobs]:
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Return for each row of fp32 logits [rows, vocab] its token's logprob (int64 ids [rows]) and the num_top best."""
     logprobs = logits.log_softmax(-1)
     own_R1 = logprobs.gather(1, token_ids[:, None])
@@ -113,7 +112,9 @@ def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
 
 
-def _reported_logprobs(raw: Tensor, chosen: Tensor, positions: Rows[SamplingPosition]) -> list[TokenLogprobs | None]:
+def _reported_logprobs(
+    raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]
+) -> list[TokenLogprobs | None]:
     """Return one entry per row: the chosen token's logprobs where its request asked for them."""
     reported: list[TokenLogprobs | None] = [None] * len(positions)
     asking = {i: k for i, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
@@ -124,7 +125,7 @@ def _reported_logprobs(raw: Tensor, chosen: Tensor, positions: Rows[SamplingPosi
     return reported
 
 
-def _adjust(raw: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
+def _adjust(raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     """Return the logits after penalties and bias; `raw` itself where no row asks for any."""
     scores = raw
     for row, position in enumerate(positions):
@@ -160,7 +161,7 @@ def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:
         scores_V[torch.from_numpy(unique).to(device)] -= torch.from_numpy(penalty_U).to(device, scores_V.dtype)
 
 
-def _draw(scores: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
+def _draw(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise."""
     device = scores.device
     params = [position.request.params for position in positions]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 
 MIN_NGRAM = 2
 """A single token recurs all the time and says little about what follows."""
@@ -24,10 +24,10 @@ INDEXED_AT_ONCE = 4096
 class Drafter(Protocol):
     """Guesses what follows the known tokens of a sequence."""
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
         """Return at most `most` (at least 1) token ids of the model's vocabulary, none where there is no guess."""
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Drop what is kept for a sequence that has ended; it may never have been drafted for."""
 
 
@@ -54,9 +54,9 @@ class PromptLookup:
     def __init__(self, longest: int) -> None:
         assert MIN_NGRAM <= longest <= MAX_NGRAM
         self._lengths = range(longest, MIN_NGRAM - 1, -1)
-        self._indices: dict[Sequence, _Index] = {}
+        self._indices: dict[SequenceState, _Index] = {}
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
         token_ids = sequence.token_ids
         index = self._indices.setdefault(sequence, _Index())
         self._extend(index, token_ids)
@@ -69,7 +69,7 @@ class PromptLookup:
                 return tuple(token_ids[end + i % period] for i in range(most))
         return ()
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         self._indices.pop(sequence, None)
 
     def _extend(self, index: _Index, token_ids: list[int]) -> None:

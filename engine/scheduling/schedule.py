@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gptserve.engine.request import FinishReason
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ScheduledSequence:
     follows all the known tokens.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     num_tokens: int
     draft: tuple[int, ...] = ()
 
@@ -52,7 +52,7 @@ class Progress:
     finish_reason is set if nothing more comes; stop_token_id is the last token, if that stopped the sequence.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

@@ -18,7 +18,7 @@ from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import Sequence, SequenceStatus
+from gptserve.engine.scheduling.sequence import SequenceState, SequenceStatus
 
 DRAFTING_STEP_TOKENS = 12
 """A step with drafts computes no more tokens than these: up to here a step takes as long as its weights take to read,
@@ -76,13 +76,13 @@ class Scheduler:
         self._drafter = drafter
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
-        self._waiting: list[Sequence] = []  # both sorted by order of service
-        self._running: list[Sequence] = []
-        self._live: dict[str, Sequence] = {}
-        self._suspects: set[Sequence] = set()
+        self._waiting: list[SequenceState] = []  # both sorted by order of service
+        self._running: list[SequenceState] = []
+        self._live: dict[str, SequenceState] = {}
+        self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
         self._new_blocks: list[int] = []  # registered by the latest step, which has yet to fill them
-        self._drafts: dict[Sequence, tuple[int, ...]] = {}  # of the step under way
+        self._drafts: dict[SequenceState, tuple[int, ...]] = {}  # of the step under way
         self.num_preemptions = 0
         self.num_prefix_queried_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -104,12 +104,12 @@ class Scheduler:
         """Whether `schedule` would return a batch with something in it."""
         return bool(self._live)
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> SequenceState:
         """Queue a request that has passed Request.check and whose id no live request has."""
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
-        sequence = Sequence(request, self._num_arrivals, known, self._clock(), blame=request.blame)
+        sequence = SequenceState(request, self._num_arrivals, known, self._clock(), blame=request.blame)
         self._num_arrivals += 1
         if sequence.blame.is_suspect:
             self._suspects.add(sequence)
@@ -117,7 +117,7 @@ class Scheduler:
         insort(self._waiting, sequence, key=_in_order_of_service)
         return sequence
 
-    def abort(self, request_id: str) -> Sequence | None:
+    def abort(self, request_id: str) -> SequenceState | None:
         """End a request and free its blocks at once; None if no such request lives. Allowed while a step runs."""
         sequence = self._live.get(request_id)
         if sequence is not None:
@@ -144,7 +144,7 @@ class Scheduler:
             self._add_drafts(items, self._drafter, min(budget, DRAFTING_STEP_TOKENS - num_scheduled))
         return ScheduledBatch(tuple(items))
 
-    def expire_waiting(self) -> list[Sequence]:
+    def expire_waiting(self) -> list[SequenceState]:
         """End the sequences that have waited for max_queue_time_s and return them; to be called after `schedule`.
 
         One that has begun has been admitted once and never ends so.
@@ -175,7 +175,7 @@ class Scheduler:
             if item.sequence.status is SequenceStatus.RUNNING
         ]
 
-    def abandon(self, batch: ScheduledBatch) -> Sequence | None:
+    def abandon(self, batch: ScheduledBatch) -> SequenceState | None:
         """Take back a step that raised: its sequences start again, as it may have stored anything.
 
         One that is convicted ends instead and is returned. The blocks the step was to fill are forgotten; what earlier
@@ -228,7 +228,7 @@ class Scheduler:
             budget -= self._schedule_tokens(sequence, items, budget)
         return budget
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: SequenceState) -> bool:
         """Give a running sequence blocks for all its tokens, preempting as needed; False if it preempted itself."""
         while not self._fill(sequence):
             last = self._running.pop()
@@ -237,13 +237,13 @@ class Scheduler:
                 return False
         return True
 
-    def _fill(self, sequence: Sequence) -> bool:
+    def _fill(self, sequence: SequenceState) -> bool:
         """Give a running sequence blocks for all its tokens; False, and it is as before, if too few are free."""
         new = self._pool.allocate(max(0, self._num_blocks_of(sequence) - len(sequence.block_ids)))
         sequence.block_ids += new or ()
         return new is not None
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self._pool.free(sequence.block_ids)
         sequence.block_ids.clear()
         sequence.num_computed = 0
@@ -252,7 +252,7 @@ class Scheduler:
         insort(self._waiting, sequence, key=_in_order_of_service)
         self.num_preemptions += 1
 
-    def _schedule_alone(self, suspect: Sequence, items: list[ScheduledSequence]) -> None:
+    def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
         """Schedule nothing but a suspect, whatever seat and blocks it has to take from others."""
         while not (self._seat(suspect) if suspect.status is SequenceStatus.WAITING else self._fill(suspect)):
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
@@ -269,7 +269,7 @@ class Scheduler:
             budget -= self._schedule_tokens(sequence, items, budget)
         return budget
 
-    def _seat(self, sequence: Sequence) -> bool:
+    def _seat(self, sequence: SequenceState) -> bool:
         """Let a waiting sequence run, with blocks for all its tokens; False if there is no seat or too few blocks."""
         if len(self._running) == self._max_num_seqs:
             return False
@@ -289,19 +289,19 @@ class Scheduler:
             self.num_prefix_hit_tokens += sequence.num_cached_tokens
         return True
 
-    def _wants_match(self, sequence: Sequence) -> bool:
+    def _wants_match(self, sequence: SequenceState) -> bool:
         """Whether prefix hits are of use: not as long as the logits of the prompt's own tokens are still wanted."""
         wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
         return self._pool.enable_prefix_caching and not wants_prompt_logits
 
-    def _schedule_tokens(self, sequence: Sequence, items: list[ScheduledSequence], budget: int) -> int:
+    def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule what the budget allows of a sequence that has its blocks; return how many tokens that is."""
         num_tokens = min(sequence.num_uncomputed, budget)
         items.append(ScheduledSequence(sequence, num_tokens))
         self._register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
         return num_tokens
 
-    def _register(self, sequence: Sequence, start: int, end: int) -> None:
+    def _register(self, sequence: SequenceState, start: int, end: int) -> None:
         """Make the blocks findable that the known tokens at positions start to end - 1 complete."""
         block_size = self._pool.block_size
         for index in range(start // block_size, end // block_size):
@@ -323,7 +323,7 @@ class Scheduler:
                 self._drafts[sequence] = draft
                 room -= len(draft)
 
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> int:
+    def _reserve(self, sequence: SequenceState, num_tokens: int) -> int:
         """Give a sequence blocks for tokens after its known ones while any are free; return how many they can hold."""
         num_missing = self._num_blocks_of(sequence, num_tokens) - len(sequence.block_ids)
         new = self._pool.allocate(min(num_missing, self._pool.num_free))
@@ -369,7 +369,7 @@ class Scheduler:
         self._pool.free(sequence.block_ids[num_blocks:])
         del sequence.block_ids[num_blocks:]
 
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+    def _finish_reason(self, sequence: SequenceState) -> FinishReason | None:
         """Return why the newest token ends a sequence, if it does; a stop counts before a limit."""
         token_id, params = sequence.token_ids[-1], sequence.request.params
         is_eos = token_id in self._eos_token_ids and not params.ignore_eos
@@ -377,16 +377,16 @@ class Scheduler:
             return FinishReason.STOP
         return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
 
-    def _has_begun(self, sequence: Sequence) -> bool:
+    def _has_begun(self, sequence: SequenceState) -> bool:
         """Whether a sequence that waits had a seat before: here, or maybe in an engine that is gone."""
         return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
 
-    def _num_tokens_left(self, sequence: Sequence) -> int:
+    def _num_tokens_left(self, sequence: SequenceState) -> int:
         """How many tokens a sequence may still be given."""
         left = sequence.request.params.max_tokens - sequence.num_generated
         return min(left, self._max_model_len - len(sequence.token_ids))
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
         queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
         queue.remove(sequence)
         del self._live[sequence.request.request_id]
@@ -399,6 +399,6 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
-    def _num_blocks_of(self, sequence: Sequence, num_more: int = 0) -> int:
+    def _num_blocks_of(self, sequence: SequenceState, num_more: int = 0) -> int:
         """How many blocks all known tokens of a sequence take, and num_more after them."""
         return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)

@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """One request's tokens known (prompt, then generated) and computed.
 
     Invariants while it lives: token_ids only grows; num_computed < len(token_ids), as the newest token is sampled but

@@ -26,7 +26,7 @@ from gptserve.engine.request import (
     TokenOutput,
 )
 from gptserve.engine.scheduling.schedule import ScheduledBatch
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.engine.stats import EngineStats
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
@@ -317,7 +317,7 @@ class Oracle:
     def __init__(self, truths: dict[str, list[int]], mood: str) -> None:
         self._truths, self._mood = truths, mood
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
         start = sequence.num_generated
         truth = self._truths[sequence.request.request_id][start:]
         if self._mood == "the truth":
@@ -326,7 +326,7 @@ class Oracle:
             return (*truth[: (start * 7) % 5], 1, 0, 1, 0, 1, 0)[:most]
         return tuple((token + 1) % 96 for token in truth)[:most]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         pass
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.drafter import INDEXED_AT_ONCE, MAX_NGRAM, MIN_NGRAM, PromptLookup
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 
-def sequence(token_ids: Tokens[int]) -> Sequence:
-    return Sequence(Request("r", tuple(token_ids), SamplingParams(), seed=0), 0, list(token_ids))
+def sequence(token_ids: Sequence[int]) -> SequenceState:
+    return SequenceState(Request("r", tuple(token_ids), SamplingParams(), seed=0), 0, list(token_ids))
 
 
-def search(token_ids: Tokens[int], longest: int, most: int) -> tuple[int, ...]:
+def search(token_ids: Sequence[int], longest: int, most: int) -> tuple[int, ...]:
     """Guess by the definition: the longest n-gram, its latest earlier place, and token by token what follows there."""
     for n in range(min(longest, len(token_ids) - 1), MIN_NGRAM - 1, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):

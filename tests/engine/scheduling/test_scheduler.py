@@ -14,7 +14,7 @@ from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.schedule import ScheduledBatch
 from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
-from gptserve.engine.scheduling.sequence import Sequence, SequenceStatus
+from gptserve.engine.scheduling.sequence import SequenceState, SequenceStatus
 
 BLOCK_SIZE = 4
 EOS = 99
@@ -45,21 +45,21 @@ class Monomaniac:
     def __init__(self, guess: int) -> None:
         self._guess = guess
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
         return (self._guess,) * most
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         pass
 
 
 def add(
     scheduler: Scheduler, name: str, prompt: Iterable[int], *, priority: int = 0, salt: str = "", **params: Any
-) -> Sequence:
+) -> SequenceState:
     sampling = SamplingParams(**{"max_tokens": 16, **params})
     return scheduler.add(Request(name, tuple(prompt), sampling, seed=0, priority=priority, cache_salt=salt))
 
 
-def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[Sequence, Sequence]:
+def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[SequenceState, SequenceState]:
     """Fill a pool of 8 blocks with two sequences and compute their prompts; then the old one lacks a block."""
     old, young = add(scheduler, "old", range(16)), add(scheduler, "young", range(20, 35), **params)
     assert step(scheduler) == {"old": 16, "young": 15}
@@ -635,7 +635,7 @@ def test_without_a_limit_nobody_waits_too_long() -> None:
     assert waiting[1].status is SequenceStatus.WAITING
 
 
-def fail(scheduler: Scheduler) -> tuple[dict[str, int], Sequence | None]:
+def fail(scheduler: Scheduler) -> tuple[dict[str, int], SequenceState | None]:
     """Abandon a step; return what it was to compute and who was found guilty."""
     batch = scheduler.schedule()
     guilty = scheduler.abandon(batch)
