@@ -112,7 +112,7 @@ class Engine:
             request_id = batch.items[index].sequence.request.request_id
             if request_id in self._num_scored:  # it was not aborted meanwhile
                 outputs += self._score_prompt(request_id, entries)
-        sampling = [item.sequence for item in batch.items if item.samples]
+        sampling = [item.sequence for item in batch.items if item.needs_sampling]
         sampled = dict(zip(sampling, result.sampled, strict=True))
         progressed = self._scheduler.update(batch, [sampled[sequence].token_ids for sequence in sampling])
         return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]

@@ -145,7 +145,7 @@ class ModelRunner:
         positions: list[SamplingPosition] = []
         sizes: list[int] = []
         for item, end in zip(batch.items, starts[1:], strict=True):
-            if item.samples:
+            if item.needs_sampling:
                 first = end - 1 - len(item.draft)
                 sizes.append(end - first)
                 rows.append(first)

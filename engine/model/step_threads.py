@@ -48,7 +48,7 @@ class StepWork:
         """Return the size of this step."""
         num_logits = num_draws = num_pairs = 0
         for item in batch.items:
-            params, num_sampled = item.sequence.request.params, item.samples * (1 + len(item.draft))
+            params, num_sampled = item.sequence.request.params, item.needs_sampling * (1 + len(item.draft))
             has_scores = params.prompt_logprobs is not None and not item.sequence.num_generated
             num_logits += item.num_tokens if has_scores else num_sampled
             num_draws += num_sampled if params.temperature > 0 else 0

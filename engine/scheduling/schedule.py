@@ -24,7 +24,7 @@ class ScheduledSequence:
     draft: tuple[int, ...] = ()
 
     @property
-    def samples(self) -> bool:
+    def needs_sampling(self) -> bool:
         """Whether the newest known token is among these, so that its logits give the next; valid until `update`."""
         return self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
 

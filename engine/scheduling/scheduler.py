@@ -166,7 +166,7 @@ class Scheduler:
         logits were unusable: a sequence that comes to it fails, and nobody new shares its blocks. Items whose sequence
         was aborted while the step ran are passed over.
         """
-        sampling = [item for item in batch.items if item.samples]
+        sampling = [item for item in batch.items if item.needs_sampling]
         for item in batch.items:
             item.sequence.num_computed += item.num_tokens - len(item.draft)
         return [
@@ -310,7 +310,7 @@ class Scheduler:
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         """Let the items that sample verify drafts, `room` tokens at most, which nobody else has a use for."""
-        sampling = [index for index, item in enumerate(items) if item.samples]
+        sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
             most = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)

@@ -116,7 +116,7 @@ class ShadowCache:
                 assert content == own, f"attends to foreign content at position {position}: {content} instead of {own}"
                 if position >= num_known - 1:
                     token_ids.append(next_token(item.sequence.request, own[1]))
-            assert bool(token_ids) == item.samples
+            assert bool(token_ids) == item.needs_sampling
             if token_ids:
                 sampled.append(token_ids)
         return sampled
@@ -315,8 +315,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for item in batch.items:
             assert item.num_tokens > 0
             num_known_after = item.sequence.num_computed + item.num_tokens - len(item.draft)
-            assert item.samples == (num_known_after == len(item.sequence.token_ids))
-            assert item.samples or not item.draft
+            assert item.needs_sampling == (num_known_after == len(item.sequence.token_ids))
+            assert item.needs_sampling or not item.draft
             assert not item.draft or batch.num_tokens <= DRAFTING_STEP_TOKENS, "drafts make a step long"
         preempted = {s for s in running if s.status is SequenceStatus.WAITING}
         for sequence, (num_computed, num_preemptions) in before.items():
@@ -364,7 +364,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_use |= cells
 
     def update(self, batch: ScheduledBatch, sampled: list[list[int | None]], bad_row: int | None) -> None:
-        sampling = [item for item in batch.items if item.samples]
+        sampling = [item for item in batch.items if item.needs_sampling]
         live = [index for index, item in enumerate(sampling) if item.sequence.status is SequenceStatus.RUNNING]
         if bad_row is not None and live:
             index = live[bad_row % len(live)]

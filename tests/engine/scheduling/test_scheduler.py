@@ -71,7 +71,7 @@ def step(scheduler: Scheduler, token_id: int = 7) -> dict[str, int]:
     batch = scheduler.schedule()
     scheduler.check_invariants()
     scheduled = tokens_by_name(batch)
-    scheduler.update(batch, [(token_id,) * (1 + len(item.draft)) for item in batch.items if item.samples])
+    scheduler.update(batch, [(token_id,) * (1 + len(item.draft)) for item in batch.items if item.needs_sampling])
     scheduler.check_invariants()
     return scheduled
 
@@ -98,8 +98,8 @@ def test_a_prompt_over_the_budget_is_computed_in_chunks_and_samples_only_at_its_
     samples = []
     for _ in range(4):
         batch = scheduler.schedule()
-        samples.append((batch.num_tokens, batch.items[0].samples))
-        scheduler.update(batch, [(7,)] if batch.items[0].samples else [])
+        samples.append((batch.num_tokens, batch.items[0].needs_sampling))
+        scheduler.update(batch, [(7,)] if batch.items[0].needs_sampling else [])
     assert samples == [(4, False), (4, False), (2, True), (1, True)]
 
 
@@ -117,7 +117,7 @@ def test_each_sampling_item_takes_exactly_one_token() -> None:
     add(scheduler, "whole", range(4))
     add(scheduler, "chunk", range(10, 20))
     batch = scheduler.schedule()
-    assert [item.samples for item in batch.items] == [True, False]
+    assert [item.needs_sampling for item in batch.items] == [True, False]
     with pytest.raises(ValueError, match="zip"):
         scheduler.update(batch, [(7,), (None,)])
 
