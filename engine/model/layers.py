@@ -101,7 +101,7 @@ class Attention:
             q_THD.copy_(self._normalise(self._q_norm, q_THD))
             k_TGD.copy_(self._normalise(self._k_norm, k_TGD))
         if rotation is not None:
-            rotation.turn_(heads_THD[:, :first_value])
+            rotation.rotate_(heads_THD[:, :first_value])
         self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
 

@@ -30,20 +30,20 @@ class RotaryTable:
 
 
 class Rotation:
-    """Turns the heads of a step's rows by their positions (Rotary says how)."""
+    """Rotates the heads of a step's rows by their positions (Rotary says how)."""
 
     def __init__(self, cos_T1N: Tensor, sin_T1N: Tensor) -> None:
         self._cos_T1N, self._sin_T1N = cos_T1N, sin_T1N
 
-    def turn_(self, heads_TXD: Tensor) -> None:
-        """Turn heads [T, any number, D] in place; computed in fp32."""
+    def rotate_(self, heads_TXD: Tensor) -> None:
+        """Rotate heads [T, any number, D] in place; computed in fp32."""
         num_pairs = self._cos_T1N.shape[-1]
         first, second = heads_TXD[..., :num_pairs], heads_TXD[..., num_pairs : 2 * num_pairs]
         a, b = first.float(), second.float()
         cos, sin = self._cos_T1N, self._sin_T1N
-        turned = a * cos - b * sin, b * cos + a * sin  # both before either is written: in fp32, a and b are views
-        first.copy_(turned[0])
-        second.copy_(turned[1])
+        rotated = a * cos - b * sin, b * cos + a * sin  # both before either is written: in fp32, a and b are views
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
 
 
 def sinusoids(num_positions: int, first: int, size: int) -> Tensor:
