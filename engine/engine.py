@@ -58,7 +58,7 @@ class Engine:
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
         self._num_scored: dict[str, int] = {}  # prompt_logprobs given so far, of the requests that still get some
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
-        self._prove()
+        self._warm_up()
 
     @property
     def has_work(self) -> bool:
@@ -166,7 +166,7 @@ class Engine:
         if guilty is None:
             return []
         try:
-            self._prove()
+            self._warm_up()
         except Exception:
             raise error from None
         request_id = guilty.request.request_id
@@ -174,12 +174,12 @@ class Engine:
         message = f"the step that computed this request failed: {error}"
         return [TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message)]
 
-    def _prove(self) -> None:
+    def _warm_up(self) -> None:
         """Decode one real token, so that an engine that cannot is never called ready. Raises what the step raises."""
         block_ids = self._pool.allocate(1)
         assert block_ids is not None, "there is a block for a new engine, and for one whose suspect has just ended"
         try:
-            request = Request("proof", (0,), SamplingParams(max_tokens=1, temperature=0.0), seed=0)
+            request = Request("warm-up", (0,), SamplingParams(max_tokens=1, temperature=0.0), seed=0)
             sequence = SequenceState(request, 0, [0], block_ids=block_ids)
             result = self._runner.run(ScheduledBatch((ScheduledSequence(sequence, 1),)))
         finally:

@@ -21,7 +21,7 @@ from gptserve.engine.scheduling.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME,
 from gptserve.engine.stats import EngineStats
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
-_PROVEN_S = 60.0  # an engine that lived longer with nothing to do works
+_STABLE_AFTER_S = 60.0  # the death of an idle engine that lived longer begins a new row of restarts
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Supervisor:
                 death = await self._until_dead()
                 self._is_ready = False
                 self._earlier_stats = self._client.stats.after(self._earlier_stats)
-                if not self._live and clock() - ready_at > _PROVEN_S:
+                if not self._live and clock() - ready_at > _STABLE_AFTER_S:
                     self._num_restarts_in_a_row = 0
                 self._judge(death)
                 try:
