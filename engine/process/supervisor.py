@@ -193,7 +193,7 @@ class Supervisor:
         """Count the death against the one on trial, or else against all that may have been in a step."""
         in_order = sorted(self._live.values(), key=lambda live: live.request.priority)  # then by arrival
         on_trial = next((live for live in in_order if live.blame.is_suspect), None)
-        # Nobody is overtaken: those behind waited for a seat.
+        # Nobody is overtaken: those behind waited for a running slot.
         computed = in_order[: self.info.max_num_seqs] if on_trial is None else [on_trial]
         for live in in_order:
             live.blame = live.blame.engine_died_elsewhere()

@@ -12,8 +12,8 @@ Scheduler applies it to the sequences of a step, Supervisor to the requests of a
 | convicted | ends with FinishReason.ERROR       | -                     | -                         | -              |
 
 A dash: the request is not computed in that state. A failure is a step that raised or an engine that died, by a signal,
-an exception or a hang. The engine dies with a request that had a seat or, as nobody knows who had, that may have had
-one: the first max_num_seqs in order of service. While there is a suspect, only the one on trial is computed.
+an exception or a hang. When an engine dies, nobody knows which requests held its running slots. Supervisor counts the
+first max_num_seqs in order of service. While there is a suspect, only the one on trial is computed.
 """
 
 from __future__ import annotations

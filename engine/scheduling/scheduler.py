@@ -31,14 +31,14 @@ class Scheduler:
     """Sequences waiting and running, both in order of service: lower priority value, then earlier arrival.
 
     - Running sequences go first, in order, each as far as the budget allows; what is left admits waiting ones, in
-      order, while there are seats. The first that cannot be admitted holds back the rest: nobody is overtaken.
+      order, while there are running slots. The first that cannot be admitted holds back the rest: nobody overtakes.
     - Admission takes the blocks of all tokens known at once, so that only growth by sampled tokens can lack one.
     - A running sequence that lacks a block preempts the last in order, itself if need be, and nobody is admitted in
       that step. The preempted one gives up its blocks and waits, in its old place, to be computed again; the last in
       order is never one that this step has already scheduled.
     - Priority decides the order of admission, of the budget and of preemption: a long prompt of higher priority can
-      take whole steps from sequences that decode. A waiting sequence takes no seat or block away from a running one,
-      whatever their priorities.
+      take whole steps from sequences that decode. A waiting sequence never takes a running slot or a block from a
+      running one, whatever their priorities.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress and every sequence ends, with exactly one FinishReason.
     - A step that failed is computed again from the start of its sequences, with all of them. While there are suspects
@@ -91,12 +91,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """How many sequences hold a seat."""
+        """How many sequences hold a running slot."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """How many sequences wait for their first or next seat."""
+        """How many sequences wait for a running slot, for the first time or again."""
         return len(self._waiting)
 
     @property
@@ -138,7 +138,7 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(items, self._max_num_batched_tokens)
         if self.num_preemptions == num_preemptions:
-            budget = self._admit(items, budget)
+            budget = self._schedule_waiting(items, budget)
         if self._drafter is not None:
             num_scheduled = self._max_num_batched_tokens - budget
             self._add_drafts(items, self._drafter, min(budget, DRAFTING_STEP_TOKENS - num_scheduled))
@@ -253,24 +253,24 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
-        """Schedule nothing but a suspect, whatever seat and blocks it has to take from others."""
-        while not (self._seat(suspect) if suspect.status is SequenceStatus.WAITING else self._fill(suspect)):
+        """Schedule only this suspect; preempt others, last in order first, until it has a running slot and blocks."""
+        while not (self._admit(suspect) if suspect.status is SequenceStatus.WAITING else self._fill(suspect)):
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
             self._running.remove(last)
             self._preempt(last)
         self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
 
-    def _admit(self, items: list[ScheduledSequence], budget: int) -> int:
-        """Seat and schedule waiting sequences and return the budget left."""
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Admit and schedule waiting sequences and return the budget left."""
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
-            if not self._seat(sequence):
+            if not self._admit(sequence):
                 break
             budget -= self._schedule_tokens(sequence, items, budget)
         return budget
 
-    def _seat(self, sequence: SequenceState) -> bool:
-        """Let a waiting sequence run, with blocks for all its tokens; False if there is no seat or too few blocks."""
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give a waiting sequence a running slot and blocks for all its tokens; False if either is lacking."""
         if len(self._running) == self._max_num_seqs:
             return False
         wants_match = self._wants_match(sequence)
@@ -378,7 +378,7 @@ class Scheduler:
         return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
 
     def _has_begun(self, sequence: SequenceState) -> bool:
-        """Whether a sequence that waits had a seat before: here, or maybe in an engine that is gone."""
+        """Whether a waiting sequence may have run before, in this engine or in one that died."""
         return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
 
     def _num_tokens_left(self, sequence: SequenceState) -> int:

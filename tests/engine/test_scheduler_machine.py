@@ -536,11 +536,11 @@ class SharesDrafts(Scheduler):
 class DraftsFirst(Scheduler):
     """Lets drafts take the budget before anybody is admitted."""
 
-    def _admit(self, items: list[ScheduledSequence], budget: int) -> int:
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: int) -> int:
         num_before = sum(item.num_tokens for item in items)
         if self._drafter is not None:
             self._add_drafts(items, self._drafter, budget)
-        return super()._admit(items, budget - sum(item.num_tokens for item in items) + num_before)
+        return super()._schedule_waiting(items, budget - sum(item.num_tokens for item in items) + num_before)
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         if not self._drafts:

@@ -579,7 +579,7 @@ def test_what_only_waited_while_engines_died_is_no_suspect_and_goes_on_waiting(
                 r.request_id: undisturbed[r.request_id] for r in requests
             }
             begun = [output.request_id for output in outputs].index("2")
-            assert any(output.finish_reason for output in outputs[:begun]), "it took a seat that was taken"
+            assert any(output.finish_reason for output in outputs[:begun]), "it took a running slot that was taken"
             assert dict(client.restarts) == {"killed": 2}
 
     run(test())

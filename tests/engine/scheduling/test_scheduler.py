@@ -23,7 +23,7 @@ EOS = 99
 def make_scheduler(
     num_blocks: int = 64,
     *,
-    seats: int = 8,
+    max_num_seqs: int = 8,
     budget: int = 64,
     max_model_len: int = 32,
     caching: bool = True,
@@ -31,7 +31,7 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching),
-        max_num_seqs=seats,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
@@ -136,7 +136,7 @@ def test_an_idle_scheduler_has_no_work() -> None:
 
 
 def test_seats_are_given_first_come_first_served() -> None:
-    scheduler = make_scheduler(seats=2)
+    scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
         add(scheduler, name, [1, 2])
     assert step(scheduler) == {"a": 2, "b": 2}
@@ -146,7 +146,7 @@ def test_seats_are_given_first_come_first_served() -> None:
 
 
 def test_lower_priority_values_are_admitted_first() -> None:
-    scheduler = make_scheduler(seats=2)
+    scheduler = make_scheduler(max_num_seqs=2)
     add(scheduler, "late", [1, 2], priority=1)
     add(scheduler, "soon", [1, 2], priority=0)
     add(scheduler, "first", [1, 2], priority=-1)
@@ -154,7 +154,7 @@ def test_lower_priority_values_are_admitted_first() -> None:
 
 
 def test_a_running_sequence_keeps_its_seat_whatever_waits() -> None:
-    scheduler = make_scheduler(seats=1)
+    scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, "running", [1, 2], priority=1)
     step(scheduler)
     add(scheduler, "urgent", [1, 2], priority=0)
@@ -283,7 +283,7 @@ def test_equal_prompts_admitted_in_one_step_are_computed_once() -> None:
 
 
 def test_a_block_is_shared_only_from_the_step_that_fills_it_on() -> None:
-    scheduler = make_scheduler(seats=2, budget=6)
+    scheduler = make_scheduler(max_num_seqs=2, budget=6)
     add(scheduler, "a", range(10))
     assert step(scheduler) == {"a": 6}
     add(scheduler, "b", range(10))
@@ -469,7 +469,7 @@ def test_the_context_ends_a_sequence_that_may_generate_more() -> None:
 
 
 def test_what_ends_frees_its_blocks_in_the_same_step() -> None:
-    scheduler = make_scheduler(8, seats=1)
+    scheduler = make_scheduler(8, max_num_seqs=1)
     add(scheduler, "a", range(30), max_tokens=1)
     add(scheduler, "b", range(40, 70))
     assert step(scheduler) == {"a": 30}
@@ -477,7 +477,7 @@ def test_what_ends_frees_its_blocks_in_the_same_step() -> None:
 
 
 def test_an_abort_frees_blocks_at_once_wherever_the_sequence_stands() -> None:
-    scheduler = make_scheduler(8, seats=1)
+    scheduler = make_scheduler(8, max_num_seqs=1)
     running, waiting = add(scheduler, "running", range(30)), add(scheduler, "waiting", range(40, 70))
     step(scheduler)
     assert scheduler.abort("waiting") is waiting
@@ -536,7 +536,7 @@ def test_an_unusable_row_fails_its_own_sequence_and_its_blocks_are_not_shared_ag
 
 
 def test_an_abandoned_step_is_computed_again_and_shares_nothing_it_was_to_fill() -> None:
-    scheduler = make_scheduler(budget=10, seats=3)
+    scheduler = make_scheduler(budget=10, max_num_seqs=3)
     add(scheduler, "done", range(4), max_tokens=1)
     step(scheduler)
     first, _ = add(scheduler, "first", range(10)), add(scheduler, "second", range(20, 30))
@@ -603,7 +603,7 @@ def test_a_sequence_that_is_not_admitted_in_time_ends_and_only_then() -> None:
     assert (running.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
     assert step(scheduler) == {"running": 1}
     scheduler.abort("running")
-    assert step(scheduler) == {"second": 1}, "the next in line takes the seat"
+    assert step(scheduler) == {"second": 1}, "the next in line takes the running slot"
 
 
 def test_a_preempted_sequence_waits_as_long_as_it_takes() -> None:
@@ -628,7 +628,7 @@ def test_a_sequence_begun_elsewhere_waits_as_long_as_it_takes() -> None:
 
 
 def test_without_a_limit_nobody_waits_too_long() -> None:
-    scheduler = make_scheduler(seats=1)
+    scheduler = make_scheduler(max_num_seqs=1)
     waiting = [add(scheduler, name, [1]) for name in "ab"]
     step(scheduler)
     assert scheduler.expire_waiting() == []
@@ -698,7 +698,7 @@ def test_a_part_of_a_prompt_computed_in_between_does_not_clear_a_suspect() -> No
 
 
 def test_a_suspect_takes_seat_and_blocks_from_whoever_has_them() -> None:
-    scheduler = make_scheduler(num_blocks=9, seats=2, caching=False)
+    scheduler = make_scheduler(num_blocks=9, max_num_seqs=2, caching=False)
     add(scheduler, "old", range(16))
     add(scheduler, "young", range(20, 30))
     assert step(scheduler) == {"old": 16, "young": 10}
