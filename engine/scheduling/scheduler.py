@@ -170,7 +170,7 @@ class Scheduler:
         for item in batch.items:
             item.sequence.num_computed += item.num_tokens - len(item.draft)
         return [
-            self._take_in(item, token_ids)
+            self._accept(item, token_ids)
             for item, token_ids in zip(sampling, sampled, strict=True)
             if item.sequence.status is SequenceStatus.RUNNING
         ]
@@ -331,8 +331,8 @@ class Scheduler:
         sequence.block_ids += new
         return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
 
-    def _take_in(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
-        """Append what was sampled, up to the first token that the draft did not foresee or that ends the sequence."""
+    def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
+        """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence = item.sequence
         if sampled[0] is None:
             self._pool.forget(sequence.block_ids)
@@ -341,28 +341,28 @@ class Scheduler:
         sequence.blame = sequence.blame.step_gave_token()
         if not sequence.blame.is_suspect:
             self._suspects.discard(sequence)
-        taken: list[int] = []
+        accepted: list[int] = []
         reason = None
-        for token_id, foreseen in zip(sampled, (*item.draft, None), strict=True):
+        for token_id, drafted in zip(sampled, (*item.draft, None), strict=True):
             if token_id is None:
                 break  # the next step comes to it again, and to it first
             sequence.token_ids.append(token_id)
-            taken.append(token_id)
+            accepted.append(token_id)
             reason = self._finish_reason(sequence)
-            if reason is not None or token_id != foreseen:
+            if reason is not None or token_id != drafted:
                 break
         if item.draft:
-            self._settle(item, taken)
+            self._rollback(item, accepted)
         if reason is not None:
             self._end(sequence, reason)
-        return Progress(sequence, tuple(taken), reason, taken[-1] if reason is FinishReason.STOP else None)
+        return Progress(sequence, tuple(accepted), reason, accepted[-1] if reason is FinishReason.STOP else None)
 
-    def _settle(self, item: ScheduledSequence, taken: list[int]) -> None:
-        """Count as computed what was accepted of a draft, and give back the blocks of what was not."""
+    def _rollback(self, item: ScheduledSequence, accepted: list[int]) -> None:
+        """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
         del self._drafts[sequence]
         self.num_draft_tokens += len(item.draft)
-        self.num_accepted_tokens += sum(map(eq, taken, item.draft))
+        self.num_accepted_tokens += sum(map(eq, accepted, item.draft))
         sequence.num_computed = len(sequence.token_ids) - 1
         self._register(sequence, num_before, sequence.num_computed)
         num_blocks = self._num_blocks_of(sequence)
