@@ -47,8 +47,8 @@ NUM_PROMPTS = 4
 class WrongDrafter(PromptLookup):
     """Guesses tokens that this bench's models never give, all one after the last, and as many as it may."""
 
-    def draft(self, state: sequence.SequenceState, most: int) -> tuple[int, ...]:
-        return ((state.token_ids[-1] + 1) % 1000,) * most
+    def draft(self, state: sequence.SequenceState, max_tokens: int) -> tuple[int, ...]:
+        return ((state.token_ids[-1] + 1) % 1000,) * max_tokens
 
 
 def main() -> None:

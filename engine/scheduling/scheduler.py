@@ -309,14 +309,14 @@ class Scheduler:
                 self._new_blocks.append(sequence.block_ids[index])
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
-        """Let the items that sample verify drafts, `room` tokens at most, which nobody else has a use for."""
+        """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
         sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
-            most = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)
-            if most <= 0:
+            max_tokens = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)
+            if max_tokens <= 0:
                 continue
-            draft = drafter.draft(sequence, most)
+            draft = drafter.draft(sequence, max_tokens)
             draft = draft[: self._reserve(sequence, len(draft))]
             if draft:
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)

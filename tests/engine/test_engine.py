@@ -317,14 +317,14 @@ class Oracle:
     def __init__(self, truths: dict[str, list[int]], mood: str) -> None:
         self._truths, self._mood = truths, mood
 
-    def draft(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         start = sequence.num_generated
         truth = self._truths[sequence.request.request_id][start:]
         if self._mood == "the truth":
-            return tuple(truth[:most])
+            return tuple(truth[:max_tokens])
         if self._mood == "the truth for a while":
-            return (*truth[: (start * 7) % 5], 1, 0, 1, 0, 1, 0)[:most]
-        return tuple((token + 1) % 96 for token in truth)[:most]
+            return (*truth[: (start * 7) % 5], 1, 0, 1, 0, 1, 0)[:max_tokens]
+        return tuple((token + 1) % 96 for token in truth)[:max_tokens]
 
     def forget(self, sequence: SequenceState) -> None:
         pass
@@ -356,7 +356,7 @@ def test_a_drafter_changes_nothing_whatever_it_guesses(
 ) -> None:
     plain = run(make_engine(tiny_gpt2), demanding_requests)
     oracle = Oracle({i: token_ids(outputs) for i, outputs in plain.items()}, mood)
-    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda longest: oracle)
+    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda max_ngram: oracle)
     drafting = make_engine(tiny_gpt2, speculative_ngram=2, block_size=4, **options)
     outputs = run(drafting, demanding_requests)
     assert {i: outcome(o) for i, o in outputs.items()} == {i: outcome(o) for i, o in plain.items()}
@@ -386,7 +386,7 @@ def test_logits_that_are_not_finite_end_a_request_where_they_would_have_without_
     plain = run(make_engine(tmp_path), requests)
     assert [o[-1].finish_reason for o in plain.values()] == [FinishReason.LENGTH, *[FinishReason.ERROR] * 3]
     oracle = Oracle({i: [*token_ids(outputs), 0, 0, 0] for i, outputs in plain.items()}, "the truth")
-    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda longest: oracle)
+    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda max_ngram: oracle)
     drafting = make_engine(tmp_path, speculative_ngram=2)
     assert {i: outcome(o) for i, o in run(drafting, requests).items()} == {i: outcome(o) for i, o in plain.items()}
     assert drafting.stats.num_accepted_tokens > 10

@@ -75,13 +75,13 @@ class FickleDrafter:
         self._mood = mood
         self._max_model_len = max_model_len
 
-    def draft(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         token_ids = sequence.token_ids
         truth = complete_alone(sequence.request, self._max_model_len)[0][len(token_ids) :]
-        whim = crc32(bytes([*token_ids, most]))
-        num_true = {"true": most, "false": 0, "fickle": whim % 4}[self._mood]
+        whim = crc32(bytes([*token_ids, max_tokens]))
+        num_true = {"true": max_tokens, "false": 0, "fickle": whim % 4}[self._mood]
         guess = [*truth[:num_true], *(1 - (token == 1) for token in truth[num_true:]), 0, 1, 0, 1]
-        return tuple(guess[: min(most, whim // 4 % 8)])
+        return tuple(guess[: min(max_tokens, whim // 4 % 8)])
 
     def forget(self, sequence: SequenceState) -> None:
         assert sequence.finish_reason is None

@@ -125,14 +125,14 @@ def torch_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torch_threads")
-@pytest.mark.parametrize(("asked", "most"), [(None, 2), (1, 1), (3, 3)])
+@pytest.mark.parametrize(("asked", "max_threads"), [(None, 2), (1, 1), (3, 3)])
 def test_threads_are_as_many_as_cpus_may_be_used_unless_told(
-    tiny_gpt2: Path, asked: int | None, most: int, caplog: pytest.LogCaptureFixture
+    tiny_gpt2: Path, asked: int | None, max_threads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         make_engine(tiny_gpt2, num_threads=asked)
-    assert f"threads: at most {most} a step, on 2 usable CPUs" in caplog.text
-    assert torch.get_num_threads() == most
+    assert f"threads: at most {max_threads} a step, on 2 usable CPUs" in caplog.text
+    assert torch.get_num_threads() == max_threads
 
 
 @pytest.mark.usefixtures("torch_threads")

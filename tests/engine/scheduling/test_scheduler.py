@@ -45,8 +45,8 @@ class Monomaniac:
     def __init__(self, guess: int) -> None:
         self._guess = guess
 
-    def draft(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
-        return (self._guess,) * most
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        return (self._guess,) * max_tokens
 
     def forget(self, sequence: SequenceState) -> None:
         pass
