@@ -98,11 +98,11 @@ class LLM:
         if last.finish_reason is None or last.finish_reason is FinishReason.ERROR:
             raise EngineError(last.error or "the request ended without a reason")
         token_ids = tuple(token for output in outputs for token in output.token_ids)
-        shown = token_ids[:-1] if last.stop_token_id is not None else token_ids
+        text_ids = token_ids[:-1] if last.stop_token_id is not None else token_ids
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             token_ids=token_ids,
-            text=self.tokenizer.decode(token for token in shown if token not in self.tokenizer.special_ids),
+            text=self.tokenizer.decode(token for token in text_ids if token not in self.tokenizer.special_ids),
             finish_reason=last.finish_reason,
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             prompt_logprobs=None
