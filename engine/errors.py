@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from enum import StrEnum
 
-DeathKind = Literal["killed", "exited", "raised", "stalled", "load", "closed"]
-"""By a signal; by itself; by an exception; for want of an answer; before it was ready; by its client's `close`."""
+
+class DeathKind(StrEnum):
+    """How an engine ended."""
+
+    KILLED = "killed"  # a signal ended its process
+    EXITED = "exited"  # its process or thread ended by itself
+    RAISED = "raised"  # it raised an exception
+    STALLED = "stalled"  # it had work and made no step for too long
+    LOAD = "load"  # it never became ready
+    CLOSED = "closed"  # its client closed it
 
 
 class EngineError(Exception):
@@ -42,8 +50,8 @@ class ScarcityError(EngineStartError):
 
 
 class EngineDiedError(EngineError):
-    """The engine is gone; every stream it served ends with this. `kind` tells causes apart for who counts them."""
+    """The engine is gone; every stream it served ends with this."""
 
-    def __init__(self, message: str, kind: DeathKind = "exited") -> None:
+    def __init__(self, message: str, kind: DeathKind = DeathKind.EXITED) -> None:
         super().__init__(message)
-        self.kind: DeathKind = kind
+        self.kind = kind

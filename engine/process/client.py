@@ -151,7 +151,7 @@ class LoopClient(ABC):
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._cause: str | None = None
-        self._kind: DeathKind = "load"
+        self._kind = DeathKind.LOAD
         self._waiting_since: float | None = None
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -192,7 +192,7 @@ class LoopClient(ABC):
             try:
                 self._launch()
             except Exception as error:
-                self._ended(f"the engine could not be started: {error}", "load")
+                self._ended(f"the engine could not be started: {error}", DeathKind.LOAD)
                 is_scarce = isinstance(error, OSError) and error.errno in SCARCITY
                 raise (ScarcityError if is_scarce else EngineStartError)(self._cause) from error
             await self._started.wait()
@@ -228,7 +228,7 @@ class LoopClient(ABC):
 
     async def close(self) -> None:
         self._closed = True
-        self._end_streams("the engine was closed", "closed")
+        self._end_streams("the engine was closed", DeathKind.CLOSED)
         if self._loop is not None and not self._gone.is_set():
             await self._stop()
 
@@ -270,7 +270,7 @@ class LoopClient(ABC):
                 self._info, self._stats = info, stats
                 self._started.set()
             case Failed(cause):
-                self._blame(cause, "raised")  # the streams hear of it in `_ended`, when all of it is over
+                self._blame(cause, DeathKind.RAISED)  # the streams hear of it in `_ended`, when all of it is over
 
     def _deliver(self, output: TokenOutput) -> None:
         sink = self._sinks.get(output.request_id)

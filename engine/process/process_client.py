@@ -152,6 +152,6 @@ def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None
 
 def _describe_exit(code: int | None) -> tuple[str, DeathKind]:
     if code is None or code >= 0:
-        return f"the engine process ended with exit code {code}", "exited"
+        return f"the engine process ended with exit code {code}", DeathKind.EXITED
     reason = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}", "killed"
+    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}", DeathKind.KILLED

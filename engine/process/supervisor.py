@@ -105,7 +105,7 @@ class Supervisor:
         try:
             await self._load()
         except EngineStartError as error:
-            self._end(EngineDiedError(str(error), "load"))
+            self._end(EngineDiedError(str(error), DeathKind.LOAD))
             raise
         self._info, self._is_ready = self._client.info, True
         self._task = asyncio.create_task(self._supervise())
@@ -127,7 +127,7 @@ class Supervisor:
         return self._dead()
 
     async def close(self) -> None:
-        self._end(EngineDiedError("the engine was closed", "closed"))
+        self._end(EngineDiedError("the engine was closed", DeathKind.CLOSED))
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -152,7 +152,7 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         clock = asyncio.get_running_loop().time
-        end = EngineDiedError("the supervisor failed", "raised")
+        end = EngineDiedError("the supervisor failed", DeathKind.RAISED)
         try:
             while True:
                 ready_at = clock()
@@ -181,7 +181,7 @@ class Supervisor:
                 since = self._client.waiting_since
                 left_s = self._stall_limit_s - (0.0 if since is None else clock() - since)
                 if left_s <= 0:
-                    self._client.kill(f"the engine made no step for {self._stall_limit_s:g} s", "stalled")
+                    self._client.kill(f"the engine made no step for {self._stall_limit_s:g} s", DeathKind.STALLED)
                     await death
                 else:
                     await asyncio.wait([death], timeout=left_s)
@@ -223,11 +223,11 @@ class Supervisor:
             try:
                 await self._load_another()
             except EngineStartError as error:
-                death = EngineDiedError(str(error), "load")
+                death = EngineDiedError(str(error), DeathKind.LOAD)
                 continue
             if self._client.info.fingerprint != self.info.fingerprint:
                 await self._client.close()
-                raise EngineDiedError("the engine came back with other weights or on other hardware", "load")
+                raise EngineDiedError("the engine came back with other weights or on other hardware", DeathKind.LOAD)
             self._is_ready = True
             self._client.enqueue([self._resume(live) for live in self._live.values()], self)
             logger.warning("an engine runs again, %.1f s later; %d requests go on", clock() - died_at, len(self._live))
@@ -286,7 +286,7 @@ class Supervisor:
 
     def _dead(self) -> EngineDiedError:
         if self._death is None:
-            return EngineDiedError("the engine has not been started", "load")
+            return EngineDiedError("the engine has not been started", DeathKind.LOAD)
         return EngineDiedError(str(self._death), self._death.kind)
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import Command, EngineFactory, Message, Shutdown, serve
 
@@ -42,7 +43,7 @@ class ThreadClient(LoopClient):
 
     def _joined(self, cause: str) -> None:
         self._thread.join()  # it ends with the call that brought us here
-        self._ended(cause, "exited")
+        self._ended(cause, DeathKind.EXITED)
 
 
 class _QueueChannel:

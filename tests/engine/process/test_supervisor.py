@@ -109,7 +109,7 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(
             for request, begun, ended in zip(requests, first, rest, strict=True):
                 begin = [token for output in begun for token in output.token_ids]
                 assert begin + ended[request.request_id] == expected(request)
-            assert dict(client.restarts) == {"killed": 1}
+            assert dict(client.restarts) == {DeathKind.KILLED: 1}
             assert client.stats.num_running == 0
 
     run(test())
@@ -118,11 +118,11 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(
 @pytest.mark.parametrize(
     ("what", "when", "place", "kind"),
     [
-        (fake.KILL, 0, 0, "killed"),
-        pytest.param(fake.KILL, 20, 7, "killed", marks=pytest.mark.slow),
-        (fake.EXIT, 0, 3, "exited"),
-        pytest.param(fake.RAISE, 20, 0, "raised", marks=pytest.mark.slow),
-        (fake.HANG, 20, 3, "stalled"),
+        (fake.KILL, 0, 0, DeathKind.KILLED),
+        pytest.param(fake.KILL, 20, 7, DeathKind.KILLED, marks=pytest.mark.slow),
+        (fake.EXIT, 0, 3, DeathKind.EXITED),
+        pytest.param(fake.RAISE, 20, 0, DeathKind.RAISED, marks=pytest.mark.slow),
+        (fake.HANG, 20, 3, DeathKind.STALLED),
     ],
 )
 def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
@@ -148,7 +148,7 @@ def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
 
 def hangs(client: EngineClient, tally: str) -> bool:
     """Say whether the engine stands in a step that never ends, and has not been replaced for it."""
-    return fake.num_hangs(tally) > client.restarts["stalled"]
+    return fake.num_hangs(tally) > client.restarts[DeathKind.STALLED]
 
 
 def test_a_poison_that_dies_only_of_decoding_fails_alone_too(make_supervisor: MakeSupervisor) -> None:
@@ -161,7 +161,7 @@ def test_a_poison_that_dies_only_of_decoding_fails_alone_too(make_supervisor: Ma
             assert rest == {"good": expected(make_request("good", LONG))}
             assert token_ids(outputs) == expected(poison)[:4], "each engine makes one out of what it is given"
             assert outputs[-1].finish_reason is FinishReason.ERROR
-            assert dict(client.restarts) == {"killed": 4}
+            assert dict(client.restarts) == {DeathKind.KILLED: 4}
 
     run(test())
 
@@ -229,9 +229,9 @@ def test_nobody_is_blamed_for_the_deaths_of_another_on_trial(
         async with started(make_supervisor()) as client:
 
             async def die() -> None:
-                number = client.restarts["killed"] + 1
+                number = client.restarts[DeathKind.KILLED] + 1
                 kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)
+                await until(lambda: client.restarts[DeathKind.KILLED] == number and client.is_ready)
 
             first = client.submit([make_request("first", 1, first=fake.WAIT)])
             await die()
@@ -255,7 +255,7 @@ def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervi
             stream = client.submit([request])
             for number in (1, 2, 3):
                 kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+                await until(lambda: client.restarts[DeathKind.KILLED] == number and client.is_ready)  # noqa: B023 - awaited here
             gate.open()
             assert await collect(stream) == {"waits": expected(request)}
 
@@ -305,7 +305,7 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor, hold: 
             kill_engine()
             hold.open()
             assert [*begun, *(await collect(stream))["a"]] == expected(request)
-            assert dict(client.restarts) == {"killed": 1, "load": 2}
+            assert dict(client.restarts) == {DeathKind.KILLED: 1, DeathKind.LOAD: 2}
 
     run(test())
 
@@ -337,7 +337,7 @@ def test_a_lack_of_descriptors_uses_up_no_restart_and_is_logged_once(
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert client.is_alive
             assert [*begun, *(await collect(stream))["a"]] == expected(request)
-            assert dict(client.restarts) == {"killed": 1}
+            assert dict(client.restarts) == {DeathKind.KILLED: 1}
         assert caplog.text.count("Too many open files; trying again until it works") == 1
 
     run(test())
@@ -419,7 +419,7 @@ def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: 
             await collect(client.submit([make_request("a", 100)]))
             for number in range(1, 3):
                 kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+                await until(lambda: client.restarts[DeathKind.KILLED] == number and client.is_ready)  # noqa: B023 - awaited here
             await collect(client.submit([make_request("b", 100)]))
             assert client.stats.num_steps == 200
 
@@ -435,7 +435,7 @@ def test_engines_that_hang_again_and_again_are_given_up_however_long_each_was_wa
             stream = client.submit([make_request("a", first=fake.HANG)])
             with pytest.raises(EngineDiedError, match="1 restarts in a row were of no use"):
                 await collect(stream)
-            assert dict(client.restarts) == {"stalled": 1}
+            assert dict(client.restarts) == {DeathKind.STALLED: 1}
 
     run_hurried(test())
 
@@ -500,13 +500,15 @@ def supervise_real(
 @pytest.mark.parametrize(
     ("deaths", "kinds"),
     [
-        ({1: ("kill", 20)}, {"killed": 1}),
-        pytest.param({1: ("segfault", 20)}, {"killed": 1}, marks=pytest.mark.slow),
-        pytest.param({1: ("kill", 3), 2: ("kill", 30)}, {"killed": 2}, marks=pytest.mark.slow),
-        pytest.param({1: ("kill", 30), 2: ("segfault", 2)}, {"killed": 2}, marks=pytest.mark.slow),
-        pytest.param({1: ("kill", 20), 2: ("kill", 0)}, {"killed": 1, "load": 1}, marks=pytest.mark.slow),
-        pytest.param({1: ("no memory", 20)}, {"raised": 1}, marks=pytest.mark.slow),
-        ({1: ("hang", 20)}, {"stalled": 1}),
+        ({1: ("kill", 20)}, {DeathKind.KILLED: 1}),
+        pytest.param({1: ("segfault", 20)}, {DeathKind.KILLED: 1}, marks=pytest.mark.slow),
+        pytest.param({1: ("kill", 3), 2: ("kill", 30)}, {DeathKind.KILLED: 2}, marks=pytest.mark.slow),
+        pytest.param({1: ("kill", 30), 2: ("segfault", 2)}, {DeathKind.KILLED: 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {1: ("kill", 20), 2: ("kill", 0)}, {DeathKind.KILLED: 1, DeathKind.LOAD: 1}, marks=pytest.mark.slow
+        ),
+        pytest.param({1: ("no memory", 20)}, {DeathKind.RAISED: 1}, marks=pytest.mark.slow),
+        ({1: ("hang", 20)}, {DeathKind.STALLED: 1}),
     ],
     ids=["killed", "crashed", "twice", "again at once", "in the load", "out of memory", "hung"],
 )
@@ -545,7 +547,7 @@ def test_an_engine_that_dies_within_a_prompt_costs_none_of_its_logprobs_and_repe
             outputs = await asyncio.gather(*(all_outputs(client.submit([request])) for request in requests))
             for request, found in zip(requests, outputs, strict=True):
                 assert scored(found) == scored(alone[request.request_id])
-            assert dict(client.restarts) == {"killed": 2}
+            assert dict(client.restarts) == {DeathKind.KILLED: 2}
 
     run(test())
 
@@ -580,6 +582,6 @@ def test_what_only_waited_while_engines_died_is_no_suspect_and_goes_on_waiting(
             }
             begun = [output.request_id for output in outputs].index("2")
             assert any(output.finish_reason for output in outputs[:begun]), "it took a running slot that was taken"
-            assert dict(client.restarts) == {"killed": 2}
+            assert dict(client.restarts) == {DeathKind.KILLED: 2}
 
     run(test())
