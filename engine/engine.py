@@ -24,9 +24,8 @@ from gptserve.engine.request import (
 )
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import PromptLookup
-from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionMetadata
 from gptserve.engine.model.linear import MIN_ROWS
-from gptserve.engine.scheduling.schedule import ScheduledBatch
+from gptserve.engine.scheduling.sequence import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)

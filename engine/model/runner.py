@@ -26,8 +26,7 @@ from gptserve.engine.model.memory import linear_shapes
 from gptserve.engine.model.step_threads import StepThreads, StepWork
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config

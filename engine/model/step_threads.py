@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gptserve.engine.model.memory import parameter_counts
-from gptserve.engine.scheduling.schedule import ScheduledBatch
+from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.config import ModelConfig
 
 WORK_PER_THREAD = 150_000_000

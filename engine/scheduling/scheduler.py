@@ -17,8 +17,13 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import SequenceState, SequenceStatus
+from gptserve.engine.scheduling.sequence import (
+    Progress,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceState,
+    SequenceStatus,
+)
 
 DRAFTING_STEP_TOKENS = 12
 """A step with drafts computes no more tokens than these: up to here a step takes as long as its weights take to read,

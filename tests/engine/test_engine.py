@@ -25,8 +25,7 @@ from gptserve.engine.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from gptserve.engine.scheduling.schedule import ScheduledBatch
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from gptserve.engine.stats import EngineStats
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids

@@ -28,9 +28,8 @@ from hypothesis.stateful import (
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
 from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
-from gptserve.engine.scheduling.sequence import SequenceState, SequenceStatus
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState, SequenceStatus
 
 STOP, EOS = 2, 3
 QUEUE_LIMIT_S = 30.0  # steps, by this machine's clock

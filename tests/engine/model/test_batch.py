@@ -6,8 +6,7 @@ import torch
 
 from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 
 
 def scheduled(tokens: list[int], num_computed: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:

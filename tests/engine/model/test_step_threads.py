@@ -12,8 +12,7 @@ from transformers import GptOssConfig
 
 from gptserve.engine.model.step_threads import WORK_PER_THREAD, StepThreads, StepWork
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.config import Experts
 from gptserve.weights.families import load_config
 

@@ -12,9 +12,8 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.schedule import ScheduledBatch
 from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
-from gptserve.engine.scheduling.sequence import SequenceState, SequenceStatus
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState, SequenceStatus
 
 BLOCK_SIZE = 4
 EOS = 99
