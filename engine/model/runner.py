@@ -20,9 +20,9 @@ from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
-from gptserve.engine.model.kv_cache import KVCache, plan_cache
+from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.linear import MIN_ROWS, has_onednn, rows_are_independent
-from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepThreads, StepWork
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
@@ -76,9 +76,10 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
-            longest = config.max_model_len or self._model.max_position
-            scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
-            num_blocks, max_model_len = plan_cache(config, self._model, dtype, self.device, scratch_bytes=scratch_bytes)
+            context = config.max_model_len or self._model.max_position
+            scratch_bytes = backend.scratch_bytes(context, self._model.head_size, num_threads)
+            memory = cache_memory_bytes(config, self.device, scratch_bytes)
+            num_blocks, max_model_len = plan_cache(config, self._model, dtype.itemsize, *memory)
             self._decoder.set_max_model_len(max_model_len)
             self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
         _log_cache(self._cache, num_blocks, config.block_size, max_model_len)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model.kv_cache import plan_cache
+from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.request import EngineInfo
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, run, token_ids
@@ -139,11 +140,11 @@ def test_threads_are_as_many_as_cpus_may_be_used_unless_told(
 def test_attention_scratch_of_all_threads_is_kept_free(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def planning(*arguments: Any, scratch_bytes: int) -> tuple[int, int]:
+    def asking(config: EngineConfig, device: torch.device, scratch_bytes: int) -> tuple[int, int]:
         asked.append(scratch_bytes)
-        return plan_cache(*arguments, scratch_bytes=scratch_bytes)
+        return cache_memory_bytes(config, device, scratch_bytes)
 
-    monkeypatch.setattr("gptserve.engine.model.runner.plan_cache", planning)
+    monkeypatch.setattr("gptserve.engine.model.runner.cache_memory_bytes", asking)
     for num_threads in (1, 2):
         make_engine(tiny_gpt2, num_threads=num_threads)
     assert asked[1] == 2 * asked[0]
@@ -189,7 +190,6 @@ def test_a_head_size_the_kernel_cannot_compute_takes_the_reference(make_gpt2: Ma
 
 
 def test_progress_ends_at_the_whole_models_bytes(tiny_gpt2: Path) -> None:
-    from gptserve.engine.config import EngineConfig
     from gptserve.engine.model.runner import ModelRunner
 
     seen: list[tuple[int, int]] = []
