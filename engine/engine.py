@@ -23,7 +23,7 @@ from gptserve.engine.request import (
     TokenOutput,
 )
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.drafter import PromptLookup
+from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.stats import EngineStats
@@ -39,8 +39,18 @@ class Engine:
     Raises WeightsError or EngineError, each with one clear sentence, when the model cannot be served as configured.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        self._runner = ModelRunner(config, progress)
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        runner: ModelRunner | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Load the model and decode one token. `runner` and `drafter` replace those that `config` asks for."""
+        if drafter is None and config.speculative_ngram:
+            drafter = PromptLookup(config.speculative_ngram)
+        self._runner = ModelRunner(config, progress) if runner is None else runner
         self.info: EngineInfo = self._runner.info
         self._pool = BlockPool(
             self.info.num_blocks, self.info.block_size, enable_prefix_caching=config.enable_prefix_caching
@@ -51,7 +61,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
-            drafter=PromptLookup(config.speculative_ngram) if config.speculative_ngram else None,
+            drafter=drafter,
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"

@@ -12,6 +12,10 @@ from typing import Protocol
 
 from gptserve.engine.scheduling.sequence import SequenceState
 
+MAX_DRAFTING_STEP_TOKENS = 12
+"""Up to this many tokens a step takes only as long as reading its weights, so verifying a draft is nearly free
+(bench/speculation.py). With more, drafts would delay the step for all sequences."""
+
 MIN_NGRAM = 2
 """A single token recurs too often to predict what follows."""
 MAX_NGRAM = 8
@@ -23,6 +27,9 @@ INDEXED_AT_ONCE = 4096
 
 class Drafter(Protocol):
     """Guesses what follows the known tokens of a sequence."""
+
+    max_step_tokens: int
+    """A step with drafts computes at most this many tokens, drafts included."""
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         """Return 0 to max_tokens token ids of the model's vocabulary; max_tokens is at least 1."""
@@ -51,8 +58,9 @@ class PromptLookup:
     the token's keys and values. `forget` drops it.
     """
 
-    def __init__(self, max_ngram: int) -> None:
+    def __init__(self, max_ngram: int, max_step_tokens: int = MAX_DRAFTING_STEP_TOKENS) -> None:
         assert MIN_NGRAM <= max_ngram <= MAX_NGRAM
+        self.max_step_tokens = max_step_tokens
         self._lengths = range(max_ngram, MIN_NGRAM - 1, -1)
         self._indices: dict[SequenceState, _Index] = {}
 

@@ -25,10 +25,6 @@ from gptserve.engine.scheduling.sequence import (
     SequenceStatus,
 )
 
-DRAFTING_STEP_TOKENS = 12
-"""A step with drafts computes no more tokens than these: up to here a step takes as long as its weights take to read,
-so that verifying is nearly free (bench/speculation.py), and beyond it drafts would delay the step for everybody."""
-
 _in_order_of_service = attrgetter("order")
 
 
@@ -48,8 +44,8 @@ class Scheduler:
       progress and every sequence ends, with exactly one FinishReason.
     - A step that failed is computed again from the start of its sequences, with all of them. While there are suspects
       (engine/scheduling/blame.py), the first in order is computed alone, and preempts whom it must.
-    - Drafts come last and take what nobody else wants: budget, up to DRAFTING_STEP_TOKENS, shared evenly by those that
-      sample, and free blocks, of which those that hold only rejected tokens are given back at the end of the step.
+    - Drafts come last and use only what is left: budget, up to Drafter.max_step_tokens, shared evenly by the sequences
+      that need sampling, and free blocks. Blocks with only rejected tokens are freed at the end of the step.
 
     Blocks of known tokens are registered for sharing by the step that will fill them, so equal prompts admitted
     together are computed once; `abandon` takes that back when the step failed. A block with drafted tokens in it is
@@ -146,7 +142,7 @@ class Scheduler:
             budget = self._schedule_waiting(items, budget)
         if self._drafter is not None:
             num_scheduled = self._max_num_batched_tokens - budget
-            self._add_drafts(items, self._drafter, min(budget, DRAFTING_STEP_TOKENS - num_scheduled))
+            self._add_drafts(items, self._drafter, min(budget, self._drafter.max_step_tokens - num_scheduled))
         return ScheduledBatch(tuple(items))
 
     def expire_waiting(self) -> list[SequenceState]:

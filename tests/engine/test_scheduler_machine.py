@@ -27,8 +27,8 @@ from hypothesis.stateful import (
 
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
+from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState, SequenceStatus
 
 STOP, EOS = 2, 3
@@ -69,6 +69,8 @@ def complete_alone(request: Request, max_model_len: int) -> tuple[list[int], Fin
 
 class FickleDrafter:
     """Guesses the truth, its opposite, or the one now and the other then, and as many tokens as it likes."""
+
+    max_step_tokens = MAX_DRAFTING_STEP_TOKENS
 
     def __init__(self, mood: str, max_model_len: int) -> None:
         self._mood = mood
@@ -316,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_known_after = item.sequence.num_computed + item.num_tokens - len(item.draft)
             assert item.needs_sampling == (num_known_after == len(item.sequence.token_ids))
             assert item.needs_sampling or not item.draft
-            assert not item.draft or batch.num_tokens <= DRAFTING_STEP_TOKENS, "drafts make a step long"
+            assert not item.draft or batch.num_tokens <= MAX_DRAFTING_STEP_TOKENS, "drafts make a step long"
         preempted = {s for s in running if s.status is SequenceStatus.WAITING}
         for sequence, (num_computed, num_preemptions) in before.items():
             is_preempted = sequence in preempted

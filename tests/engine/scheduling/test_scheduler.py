@@ -12,7 +12,8 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
+from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState, SequenceStatus
 
 BLOCK_SIZE = 4
@@ -40,6 +41,8 @@ def make_scheduler(
 
 class Monomaniac:
     """A drafter that always guesses the same token, as often as it may."""
+
+    max_step_tokens = MAX_DRAFTING_STEP_TOKENS
 
     def __init__(self, guess: int) -> None:
         self._guess = guess
@@ -337,7 +340,7 @@ def test_without_prefix_caching_nothing_is_shared_or_counted() -> None:
 def test_a_draft_that_holds_gives_all_its_tokens_and_one_more() -> None:
     scheduler = make_scheduler(guess=7)
     sequence = add(scheduler, "a", range(4))
-    assert step(scheduler) == {"a": DRAFTING_STEP_TOKENS}
+    assert step(scheduler) == {"a": MAX_DRAFTING_STEP_TOKENS}
     assert sequence.token_ids == [*range(4), *[7] * 9]
     assert (sequence.num_computed, len(sequence.block_ids)) == (12, 3)
     assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (8, 8)
