@@ -61,10 +61,16 @@ class ModelRunner:
     """A loaded model on its device, with its KV cache.
 
     Raises WeightsError for a model that cannot be used and InvalidConfigurationError for a setting that cannot.
-    `progress(bytes_done, bytes_total)` is called while weights load.
+    `progress(bytes_done, bytes_total)` is called while weights load. `choose_threads` replaces StepThreads.choose.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        choose_threads: Callable[[int], int] | None = None,
+    ) -> None:
         num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
@@ -83,7 +89,8 @@ class ModelRunner:
             self._decoder.set_max_model_len(max_model_len)
             self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
         _log_cache(self._cache, num_blocks, config.block_size, max_model_len)
-        self._work, self._threads = StepWork(self._model), StepThreads(num_threads, FreeCpus())
+        self._step_work = StepWork(self._model)
+        self._choose_threads = choose_threads or StepThreads(num_threads, FreeCpus()).choose
         num_probed = min(_PROBE_TOKENS, max_model_len, num_blocks * config.block_size)
         sample = self._sample_numbers(num_probed, config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
@@ -108,7 +115,7 @@ class ModelRunner:
         if self.device.type != "cpu":
             return self._run(batch)
         before = torch.get_num_threads()
-        torch.set_num_threads(self._threads.choose(self._work.of(batch)))
+        torch.set_num_threads(self._choose_threads(self._step_work.of(batch)))
         try:
             return self._run(batch)
         finally:
