@@ -24,6 +24,7 @@ from gptserve.engine.scheduling.sequence import (
     SequenceState,
     SequenceStatus,
 )
+from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 _in_order_of_service = attrgetter("order")
 
@@ -70,6 +71,7 @@ class Scheduler:
                 f"got {pool.num_blocks} * {pool.block_size} = {pool.num_blocks * pool.block_size}"
             )
         self._pool = pool
+        self._blocks = SequenceBlocks(pool)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -82,7 +84,6 @@ class Scheduler:
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
-        self._new_blocks: list[int] = []  # registered by the latest step, which has yet to fill them
         self._drafts: dict[SequenceState, tuple[int, ...]] = {}  # of the step under way
         self.num_preemptions = 0
         self.num_prefix_queried_tokens = 0
@@ -130,7 +131,7 @@ class Scheduler:
 
         To be followed by `update`, or `abandon`, before the next call.
         """
-        self._new_blocks.clear()
+        self._blocks.begin_step()
         self._drafts.clear()
         items: list[ScheduledSequence] = []
         if self._suspects:
@@ -182,7 +183,7 @@ class Scheduler:
         One that is convicted ends instead and is returned. The blocks the step was to fill are forgotten; what earlier
         steps stored stays valid and shared.
         """
-        self._pool.forget(self._new_blocks)
+        self._blocks.forget_unfilled()
         failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
         for sequence in failed:
             sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
@@ -215,8 +216,8 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
             draft = self._drafts.get(sequence, ())
-            assert len(sequence.block_ids) <= self._num_blocks_of(sequence, len(draft))
-            assert not draft or len(sequence.block_ids) == self._num_blocks_of(sequence, len(draft))
+            assert len(sequence.block_ids) <= self._blocks.num_needed(sequence, len(draft))
+            assert not draft or len(sequence.block_ids) == self._blocks.num_needed(sequence, len(draft))
         for sequence, draft in self._drafts.items():
             assert 0 < len(draft) < self._num_tokens_left(sequence), "the token after the draft must still be wanted"
         assert self._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}
@@ -224,29 +225,22 @@ class Scheduler:
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule the running sequences and return the budget left."""
         for sequence in self._running:  # preemption may shorten the list meanwhile, at its end only
-            if budget == 0 or not self._grow(sequence):
+            if budget == 0 or not self._make_room(sequence):
                 break
             budget -= self._schedule_tokens(sequence, items, budget)
         return budget
 
-    def _grow(self, sequence: SequenceState) -> bool:
+    def _make_room(self, sequence: SequenceState) -> bool:
         """Give a running sequence blocks for all its tokens, preempting as needed; False if it preempted itself."""
-        while not self._fill(sequence):
+        while not self._blocks.grow(sequence):
             last = self._running.pop()
             self._preempt(last)
             if last is sequence:
                 return False
         return True
 
-    def _fill(self, sequence: SequenceState) -> bool:
-        """Give a running sequence blocks for all its tokens; False, and it is as before, if too few are free."""
-        new = self._pool.allocate(max(0, self._num_blocks_of(sequence) - len(sequence.block_ids)))
-        sequence.block_ids += new or ()
-        return new is not None
-
     def _preempt(self, sequence: SequenceState) -> None:
-        self._pool.free(sequence.block_ids)
-        sequence.block_ids.clear()
+        self._blocks.free(sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
@@ -255,7 +249,7 @@ class Scheduler:
 
     def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
         """Schedule only this suspect; preempt others, last in order first, until it has a running slot and blocks."""
-        while not (self._admit(suspect) if suspect.status is SequenceStatus.WAITING else self._fill(suspect)):
+        while not (self._admit(suspect) if suspect.status is SequenceStatus.WAITING else self._blocks.grow(suspect)):
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
             self._running.remove(last)
             self._preempt(last)
@@ -274,24 +268,20 @@ class Scheduler:
         """Give a waiting sequence a running slot and blocks for all its tokens; False if either is lacking."""
         if len(self._running) == self._max_num_seqs:
             return False
-        wants_match = self._wants_match(sequence)
-        matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if wants_match else []
-        block_ids = self._pool.allocate(self._num_blocks_of(sequence) - len(matched), matched)
-        if block_ids is None:
+        use_cache = self._can_use_cache(sequence)
+        if not self._blocks.allocate(sequence, use_cache=use_cache):
             return False
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_in_order_of_service)
         sequence.status = SequenceStatus.RUNNING
-        sequence.block_ids = block_ids
-        sequence.num_computed = len(matched) * self._pool.block_size
-        if wants_match and sequence.num_preemptions == 0:
+        if use_cache and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_prefix_queried_tokens += sequence.num_prompt_tokens
             self.num_prefix_hit_tokens += sequence.num_cached_tokens
         return True
 
-    def _wants_match(self, sequence: SequenceState) -> bool:
-        """Whether prefix hits are of use: not as long as the logits of the prompt's own tokens are still wanted."""
+    def _can_use_cache(self, sequence: SequenceState) -> bool:
+        """Whether prefix hits are allowed: not while the logits of prompt tokens are still to be reported."""
         wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
         return self._pool.enable_prefix_caching and not wants_prompt_logits
 
@@ -299,15 +289,8 @@ class Scheduler:
         """Schedule what the budget allows of a sequence that has its blocks; return how many tokens that is."""
         num_tokens = min(sequence.num_uncomputed, budget)
         items.append(ScheduledSequence(sequence, num_tokens))
-        self._register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
+        self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
         return num_tokens
-
-    def _register(self, sequence: SequenceState, start: int, end: int) -> None:
-        """Make the blocks findable that the known tokens at positions start to end - 1 complete."""
-        block_size = self._pool.block_size
-        for index in range(start // block_size, end // block_size):
-            if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
-                self._new_blocks.append(sequence.block_ids[index])
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
@@ -318,25 +301,17 @@ class Scheduler:
             if max_tokens <= 0:
                 continue
             draft = drafter.draft(sequence, max_tokens)
-            draft = draft[: self._reserve(sequence, len(draft))]
+            draft = draft[: self._blocks.reserve(sequence, len(draft))]
             if draft:
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
                 self._drafts[sequence] = draft
                 room -= len(draft)
 
-    def _reserve(self, sequence: SequenceState, num_tokens: int) -> int:
-        """Give a sequence blocks for tokens after its known ones while any are free; return how many they can hold."""
-        num_missing = self._num_blocks_of(sequence, num_tokens) - len(sequence.block_ids)
-        new = self._pool.allocate(min(num_missing, self._pool.num_free))
-        assert new is not None, "no more was asked for than is free"
-        sequence.block_ids += new
-        return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
-
     def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence = item.sequence
         if sampled[0] is None:
-            self._pool.forget(sequence.block_ids)
+            self._blocks.forget(sequence)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
         sequence.blame = sequence.blame.step_gave_token()
@@ -365,10 +340,8 @@ class Scheduler:
         self.num_draft_tokens += len(item.draft)
         self.num_accepted_tokens += sum(map(eq, accepted, item.draft))
         sequence.num_computed = len(sequence.token_ids) - 1
-        self._register(sequence, num_before, sequence.num_computed)
-        num_blocks = self._num_blocks_of(sequence)
-        self._pool.free(sequence.block_ids[num_blocks:])
-        del sequence.block_ids[num_blocks:]
+        self._blocks.register(sequence, num_before, sequence.num_computed)
+        self._blocks.trim(sequence)
 
     def _finish_reason(self, sequence: SequenceState) -> FinishReason | None:
         """Return why the newest token ends a sequence, if it does; a stop counts before a limit."""
@@ -392,14 +365,9 @@ class Scheduler:
         queue.remove(sequence)
         del self._live[sequence.request.request_id]
         self._suspects.discard(sequence)
-        self._pool.free(sequence.block_ids)
-        sequence.block_ids.clear()
+        self._blocks.free(sequence)
         self._drafts.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.forget(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-
-    def _num_blocks_of(self, sequence: SequenceState, num_more: int = 0) -> int:
-        """How many blocks all known tokens of a sequence take, and num_more after them."""
-        return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)

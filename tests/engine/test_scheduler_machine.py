@@ -530,7 +530,7 @@ class SharesDrafts(Scheduler):
         for item in items:
             sequence, num_known = item.sequence, len(item.sequence.token_ids)
             sequence.token_ids += item.draft
-            self._register(sequence, num_known, num_known + len(item.draft))
+            self._blocks.register(sequence, num_known, num_known + len(item.draft))
             del sequence.token_ids[num_known:]
 
 
