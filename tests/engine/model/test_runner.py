@@ -175,12 +175,12 @@ def test_without_onednn_the_loss_of_exactness_is_told(
     with caplog.at_level(logging.INFO):
         assert make_engine(tiny_gpt2).info.batch_invariant
     assert "oneDNN" not in caplog.text
-    assert "an answer's bits do not depend on what is computed beside it" in caplog.text
+    assert "batch_invariant=yes" in caplog.text
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with caplog.at_level(logging.INFO):
         engine = make_engine(tiny_gpt2)
-    assert "torch has no oneDNN here" in caplog.text
-    assert "an answer's bits may depend on what is computed beside it" in caplog.text
+    assert "this torch has no oneDNN" in caplog.text
+    assert "batch_invariant=no" in caplog.text
     assert not engine.info.batch_invariant
     assert len(token_ids(run(engine, [make_request("r", [1, 2], max_tokens=3)])["r"])) == 3
 
