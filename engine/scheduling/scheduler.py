@@ -1,9 +1,9 @@
-"""Which sequence computes how many tokens in the next step: one rule, no phases.
+"""Decides how many tokens of which sequence the next step computes: one rule, no phases.
 
-Every sequence has tokens known and tokens computed; a step lets the second catch up with the first within a budget of
-tokens. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay are all that one rule. What
-is left of a step may verify drafts: guesses at the tokens after the known ones.
-Torch-free and synchronous: Engine calls `schedule`, computes, and answers with `update` or `abandon`.
+A sequence has known tokens, of which the first num_computed are computed. Each step computes more of them, within a
+budget of tokens for the whole step. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay
+all follow this rule. What is left of the budget verifies drafts: guesses at the tokens after the known ones.
+Torch-free and synchronous: Engine calls `schedule`, computes, and then calls `update` or `abandon`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ _in_order_of_service = attrgetter("order")
 
 
 class Scheduler:
-    """Sequences waiting and running, both in order of service: lower priority value, then earlier arrival.
+    """Holds waiting and running sequences, both in order of service: lower priority value, then earlier arrival.
 
-    - Running sequences go first, in order, each as far as the budget allows; what is left admits waiting ones, in
-      order, while there are running slots. The first that cannot be admitted holds back the rest: nobody overtakes.
-    - Admission takes the blocks of all tokens known at once, so that only growth by sampled tokens can lack one.
-    - A running sequence that lacks a block preempts the last in order, itself if need be, and nobody is admitted in
-      that step. The preempted one gives up its blocks and waits, in its old place, to be computed again; the last in
-      order is never one that this step has already scheduled.
-    - Priority decides the order of admission, of the budget and of preemption: a long prompt of higher priority can
-      take whole steps from sequences that decode. A waiting sequence never takes a running slot or a block from a
-      running one, whatever their priorities.
+    - Running sequences come first, in order, each as far as the budget allows. The rest of the budget goes to waiting
+      ones, in order, while there are running slots. The first that cannot be admitted holds back the rest.
+    - Admission allocates the blocks of all known tokens at once. After that only sampled tokens need new blocks.
+    - A running sequence that lacks a block preempts the last one in order, or itself if it is the last. Then this step
+      admits nobody. The preempted sequence gives up its blocks and waits, in its old place, to be recomputed. The last
+      one in order is never already scheduled in this step.
+    - Priority orders admission, budget and preemption. A long prompt of higher priority can take whole steps from
+      sequences that decode. But a waiting sequence never takes a running slot or a block from a running one.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
-      progress and every sequence ends, with exactly one FinishReason.
-    - A step that failed is computed again from the start of its sequences, with all of them. While there are suspects
-      (engine/scheduling/blame.py), the first in order is computed alone, and preempts whom it must.
+      progress, and every sequence ends with exactly one FinishReason.
+    - After a failed step its sequences are recomputed from the start. While there are suspects (scheduling/blame.py),
+      only the first of them in order is computed; it preempts others as needed.
     - Drafts come last and use only what is left: budget, up to Drafter.max_step_tokens, shared evenly by the sequences
       that need sampling, and free blocks. Blocks with only rejected tokens are freed at the end of the step.
 
-    Blocks of known tokens are registered for sharing by the step that will fill them, so equal prompts admitted
-    together are computed once; `abandon` takes that back when the step failed. A block with drafted tokens in it is
-    registered when the last of them is accepted.
+    Blocks of known tokens are registered for sharing before the step that fills them, so that equal prompts admitted
+    together are computed once. If the step fails, `abandon` takes that back. A block with draft tokens is registered
+    when all its tokens are accepted.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Scheduler:
         self._drafter = drafter
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
-        self._waiting: list[SequenceState] = []  # both sorted by order of service
+        self._waiting: list[SequenceState] = []  # both in order of service
         self._running: list[SequenceState] = []
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
@@ -103,11 +102,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would return a batch with something in it."""
+        """Whether `schedule` would return a batch that is not empty."""
         return bool(self._live)
 
     def add(self, request: Request) -> SequenceState:
-        """Queue a request that has passed Request.check and whose id no live request has."""
+        """Queue a request. It has passed Request.check and no live request has its id."""
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
@@ -120,16 +119,16 @@ class Scheduler:
         return sequence
 
     def abort(self, request_id: str) -> SequenceState | None:
-        """End a request and free its blocks at once; None if no such request lives. Allowed while a step runs."""
+        """End a request and free its blocks at once; None if no live request has this id. Allowed during a step."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence, FinishReason.ABORT)
         return sequence
 
     def schedule(self) -> ScheduledBatch:
-        """Choose what the next step computes and give it blocks; empty only if there is no work.
+        """Choose what the next step computes and allocate its blocks; empty only if there is no work.
 
-        To be followed by `update`, or `abandon`, before the next call.
+        Call `update` or `abandon` before the next `schedule`.
         """
         self._blocks.begin_step()
         self._drafts.clear()
@@ -147,9 +146,9 @@ class Scheduler:
         return ScheduledBatch(tuple(items))
 
     def expire_waiting(self) -> list[SequenceState]:
-        """End the sequences that have waited for max_queue_time_s and return them; to be called after `schedule`.
+        """End and return the sequences that have waited for max_queue_time_s; call it after `schedule`.
 
-        One that has begun has been admitted once and never ends so.
+        A sequence that may have run before is never among them.
         """
         if self._max_queue_time_s is None:
             return []
@@ -162,11 +161,11 @@ class Scheduler:
         return expired
 
     def update(self, batch: ScheduledBatch, sampled: Iterable[tuple[int | None, ...]]) -> list[Progress]:
-        """Take in what a step computed: for each item of the batch that samples, in their order, its sampled tokens.
+        """Accept the results of a step: the sampled tokens of each item that needs sampling, in order.
 
-        The first comes after the known tokens, and one after each token of the draft. None stands for a row whose
-        logits were unusable: a sequence that comes to it fails, and nobody new shares its blocks. Items whose sequence
-        was aborted while the step ran are passed over.
+        They are the token after the known ones, then the token after each draft token. None stands for unusable logits:
+        if a sequence needs that token, it fails and its blocks are no longer shared. Sequences that were aborted during
+        the step are skipped.
         """
         sampling = [item for item in batch.items if item.needs_sampling]
         for item in batch.items:
@@ -178,10 +177,10 @@ class Scheduler:
         ]
 
     def abandon(self, batch: ScheduledBatch) -> SequenceState | None:
-        """Take back a step that raised: its sequences start again, as it may have stored anything.
+        """Undo a step that raised: its sequences are recomputed, as the step may have stored anything.
 
-        One that is convicted ends instead and is returned. The blocks the step was to fill are forgotten; what earlier
-        steps stored stays valid and shared.
+        A convicted sequence ends instead and is returned. Blocks that the step was to fill are forgotten. Blocks that
+        earlier steps filled stay valid and shared.
         """
         self._blocks.forget_unfilled()
         failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
@@ -197,7 +196,7 @@ class Scheduler:
         return None
 
     def check_invariants(self) -> None:
-        """Assert everything this class and its pool promise. O(blocks + tokens)."""
+        """Assert all invariants of this class and its pool. O(blocks + tokens)."""
         self._pool.check_invariants([sequence.block_ids for sequence in self._running])
         everyone = [*self._running, *self._waiting]
         assert len(everyone) == len(self._live)
@@ -224,14 +223,14 @@ class Scheduler:
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule the running sequences and return the budget left."""
-        for sequence in self._running:  # preemption may shorten the list meanwhile, at its end only
+        for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end
             if budget == 0 or not self._make_room(sequence):
                 break
             budget -= self._schedule_tokens(sequence, items, budget)
         return budget
 
     def _make_room(self, sequence: SequenceState) -> bool:
-        """Give a running sequence blocks for all its tokens, preempting as needed; False if it preempted itself."""
+        """Give a running sequence the blocks it lacks, preempting others if needed; False if it preempted itself."""
         while not self._blocks.grow(sequence):
             last = self._running.pop()
             self._preempt(last)
@@ -286,7 +285,7 @@ class Scheduler:
         return self._pool.enable_prefix_caching and not wants_prompt_logits
 
     def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: int) -> int:
-        """Schedule what the budget allows of a sequence that has its blocks; return how many tokens that is."""
+        """Schedule tokens of a sequence that has its blocks, within the budget; return how many."""
         num_tokens = min(sequence.num_uncomputed, budget)
         items.append(ScheduledSequence(sequence, num_tokens))
         self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
@@ -321,7 +320,7 @@ class Scheduler:
         reason = None
         for token_id, drafted in zip(sampled, (*item.draft, None), strict=True):
             if token_id is None:
-                break  # the next step comes to it again, and to it first
+                break  # the next step computes it again, as its first token
             sequence.token_ids.append(token_id)
             accepted.append(token_id)
             reason = self._finish_reason(sequence)
@@ -344,7 +343,7 @@ class Scheduler:
         self._blocks.trim(sequence)
 
     def _finish_reason(self, sequence: SequenceState) -> FinishReason | None:
-        """Return why the newest token ends a sequence, if it does; a stop counts before a limit."""
+        """Return why the newest token ends a sequence, None if it does not; STOP precedes LENGTH."""
         token_id, params = sequence.token_ids[-1], sequence.request.params
         is_eos = token_id in self._eos_token_ids and not params.ignore_eos
         if is_eos or token_id in params.stop_token_ids:
@@ -356,7 +355,7 @@ class Scheduler:
         return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
 
     def _num_tokens_left(self, sequence: SequenceState) -> int:
-        """How many tokens a sequence may still be given."""
+        """How many more tokens a sequence may get."""
         left = sequence.request.params.max_tokens - sequence.num_generated
         return min(left, self._max_model_len - len(sequence.token_ids))
 
