@@ -1,7 +1,7 @@
 """The parts of a decoder: norms, attention with its projections, feed-forward, and the block that joins them.
 
-Each is built from ModelConfig and a source of named tensors, and called with the rows of one step: T tokens of all
-sequences, one after the other, [T, hidden]. Only decoder.py builds them. No part knows a model family.
+Each is built from ModelConfig and a source of named tensors. It is called with the rows of one step, [T, hidden]: the
+tokens of all sequences, one after the other. Only decoder.py builds them. No part knows a model family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gptserve.weights.config import Activation, ModelConfig
 
 
 class TensorSource(Protocol):
-    """Hands out each canonical tensor once."""
+    """Gives each canonical tensor once."""
 
     def take(self, name: str) -> Tensor:
         """Return the tensor of this canonical name, in the model's dtype and on its device."""

@@ -155,9 +155,7 @@ def test_full_queue_takes_all_requests_of_a_submit_or_none(make_client: MakeClie
     async def test() -> None:
         async with started(make_client(max_num_seqs=2, max_num_queued_reqs=1)) as client:
             stream = client.submit([make_request("a", ENDLESS), make_request("b", ENDLESS)])
-            with pytest.raises(
-                QueueFullError, match="at most 3 requests may run or wait, 2 do and 2 more came"
-            ) as full:
+            with pytest.raises(QueueFullError, match="at most 3 requests may run or wait, 2 do, got 2 more") as full:
                 client.submit([make_request("c"), make_request("d")])
             assert full.value.retry_after_s >= 1
             third = client.submit([make_request("c", ENDLESS)])

@@ -139,7 +139,9 @@ def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
             assert rest == [{request.request_id: expected(request)} for request in requests]
             assert token_ids(outputs) == expected(make_request("poison", when)) if when else len(outputs) == 1
             assert outputs[-1].finish_reason is FinishReason.ERROR
-            assert "the engine died whenever it had this request; the last time: the engine" in str(outputs[-1].error)
+            assert "the engine died each time it computed this request; the last time: the engine" in str(
+                outputs[-1].error
+            )
             assert dict(client.restarts) == {kind: 4}
             assert client.is_alive
 
@@ -190,7 +192,8 @@ def test_an_engine_that_dies_with_everything_is_given_up(
         monkeypatch.setattr("gptserve.engine.process.supervisor._FIRST_DELAY_S", 0.0)
         async with started(make_supervisor()) as client:
             streams = [client.submit([make_request(f"{n}", first=fake.KILL)]) for n in range(64)]
-            cause = r"the engine process was killed by signal 9 .*; engines died with 5 requests in a row, each alone"
+            in_a_row = "5 requests in a row, each computed alone"
+            cause = rf"the engine process was killed by signal 9 .*; engines died with {in_a_row}"
             for stream in streams[:5]:
                 [output] = await all_outputs(stream)
                 assert output.finish_reason is FinishReason.ERROR
@@ -338,7 +341,7 @@ def test_a_lack_of_descriptors_uses_up_no_restart_and_is_logged_once(
             assert client.is_alive
             assert [*begun, *(await collect(stream))["a"]] == expected(request)
             assert dict(client.restarts) == {DeathKind.KILLED: 1}
-        assert caplog.text.count("Too many open files; trying again until it works") == 1
+        assert caplog.text.count("Too many open files; retrying until it works") == 1
 
     run(test())
 
@@ -367,18 +370,18 @@ def test_what_the_system_lacks_for_now_is_told_apart(
     [
         (
             {"max_restarts": 2, "failing_loads": range(2, 9)},
-            "load 3 was told to fail; 2 restarts in a row were of no use",
+            "load 3 was told to fail; 2 restarts in a row failed",
         ),
         (
             {"max_restarts": 1, "load_limit_s": 3.0, "loading": "waits after the first"},
-            "the engine did not load within 3 s; 1 restarts in a row were of no use",
+            "the engine did not load within 3 s; 1 restarts in a row failed",
         ),
         ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
         (
             {"max_restarts": 1, "cramped_loads": (2,)},
-            "the engine came back with a context of [0-9]+ tokens instead of [0-9]+; 1 restarts in a row .*",
+            "the engine restarted with a context of [0-9]+ tokens instead of [0-9]+; 1 restarts in a row .*",
         ),
-        ({"changed_loads": (2,)}, "the engine came back with other weights or on other hardware"),
+        ({"changed_loads": (2,)}, "the engine restarted with other weights or on other hardware"),
     ],
 )
 def test_what_no_restart_helps_ends_every_stream_with_the_cause(
@@ -433,7 +436,7 @@ def test_engines_that_hang_again_and_again_are_given_up_however_long_each_was_wa
         supervisor = make_supervisor(max_restarts=1, stall_limit_s=1.5 * LIMIT_S)
         async with started(supervisor) as client, hurried(lambda: hangs(client, tally)):
             stream = client.submit([make_request("a", first=fake.HANG)])
-            with pytest.raises(EngineDiedError, match="1 restarts in a row were of no use"):
+            with pytest.raises(EngineDiedError, match="1 restarts in a row failed"):
                 await collect(stream)
             assert dict(client.restarts) == {DeathKind.STALLED: 1}
 
