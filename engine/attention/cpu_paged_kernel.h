@@ -3,14 +3,14 @@
 // cpu_paged.cpp includes this file once per instruction set, with ISA (a namespace), LANES, ROWS and FMA defined.
 // It knows no threads and no dispatch.
 //
-// The arithmetic of a row is fixed, whatever shares its tile and wherever its blocks lie, so its bits are too:
+// The arithmetic of a row does not depend on its tile or the places of its blocks, so neither do its bits:
 //   score of a position   lane j sums q[d] k[d] over every LANES-th d in ascending order (bf16: of the even d, then the
 //                         odd, of each 2 * LANES); the lanes are folded in halves; the soft cap and ALiBi come after;
 //   sum of the weights    lane j sums the positions p = j mod LANES in ascending order; the lanes are folded in halves;
 //                         the sink's weight is added last;
 //   each output element   sums weight[p] * v[p] over the positions in ascending order; one division comes last.
-// Every multiply-add is an explicit FMA; compile without contraction. Nothing from std is called, for an inline
-// function compiled here with wide instructions could be the copy the linker keeps for everyone.
+// Every multiply-add is an explicit FMA; compile without contraction. Call nothing from std: the linker might keep the
+// copy of an inline function that was compiled here, with wide instructions, for all callers.
 
 namespace ISA {
 
@@ -232,7 +232,7 @@ template <class T>
 static void value_group(const Tile& tile, const T* const* values, int at) {
     for (int r = 0; r < tile.rows;) {
         const int rows = tile.rows - r >= ROWS ? ROWS : 1;
-        // What all these rows see is added for all at once; before and after it each row goes alone.
+        // Add the positions that all these rows see for all rows at once, and those before and after it row by row.
         const int all_from = max_of(tile.first[r + rows - 1], at), all_to = min_of(tile.last[r], at + GROUP);
         const bool shared = rows == ROWS && all_from < all_to;
         for (int i = r; i < r + rows; i++) {
