@@ -1,4 +1,4 @@
-"""Decoding beside processes that keep CPUs busy: a fixed number of threads against the engine's choice for each step.
+"""Decoding while other processes keep CPUs busy: a fixed number of threads compared with the engine's choice.
 
     python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3]
 
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def neighbours(number: int) -> Iterator[None]:
-    """Keep CPUs busy with so many processes."""
+    """Keep CPUs busy with `number` processes."""
     code = NEIGHBOUR.format(end=time.monotonic() + NEIGHBOUR_LIMIT_S, parent=os.getpid())
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(number)]
     try:

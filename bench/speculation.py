@@ -1,14 +1,14 @@
-"""What drafts by prompt lookup gain: one sequence at a time, with and without them, in turns in one process.
+"""The gain of drafts by prompt lookup: one sequence at a time, with and without drafts, in turns in one process.
 
     python -m bench.speculation [--cases loop wrong] [--ngram 3] [--step-tokens 12] [--max-tokens 96] [--repeats 3]
 
-Cases, from the one that suits drafts least:
-- story: the embedded storyteller goes on with the first words of a story at temperature 0.8. Hardly anything recurs.
-- retelling: the same after a whole story and its first sentences again, greedy. The model tells another story, as it
-  has not learned to copy: what recurs are names and phrases.
-- loop: GPT-2 124M's shape with random weights, greedy. Such a model soon repeats itself for ever, and then every
-  draft holds: the most that drafts can gain, as where a text is copied from the prompt.
-- wrong: the same prompts with a drafter that never guesses right: the most that drafts can cost.
+Cases:
+- story: the embedded storyteller continues the first words of a story at temperature 0.8. Hardly anything recurs.
+- retelling: it continues a whole story followed by its first sentences again, greedy. The model has not learned to copy
+  and tells another story, in which only names and phrases recur.
+- loop: GPT-2 124M's shape with random weights, greedy. Such a model soon repeats itself for ever, and then every draft
+  is accepted. This is the maximum gain, as when a text is copied from the prompt.
+- wrong: the same prompts with a drafter that never guesses right. This is the maximum cost.
 
 --step-tokens replaces MAX_DRAFTING_STEP_TOKENS, to see how many tokens pay. Both sides must give the same tokens, which
 is checked. Prints a table and one JSON line.
@@ -44,7 +44,7 @@ NUM_PROMPTS = 4
 
 
 class WrongDrafter(PromptLookup):
-    """Guesses tokens that this bench's models never give, all one after the last, and as many as it may."""
+    """Guesses max_tokens times the id after the last one, which the model of the `wrong` case never gives."""
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         return ((sequence.token_ids[-1] + 1) % 1000,) * max_tokens
