@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptserve.engine.attention import choose_backend
+from gptserve.engine.attention import AttentionBackend, choose_backend
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.batch import build_model_input
@@ -83,14 +83,12 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
-            context = config.max_model_len or self._model.max_position
-            scratch_bytes = backend.scratch_bytes(context, self._model.head_size, num_threads)
+            scratch_bytes = _scratch_bytes(config, self._model, backend, num_threads)
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
         self._choose_threads = choose_threads or StepThreads(num_threads, FreeCpus()).choose
-        num_probed = min(_PROBE_TOKENS, max_model_len, num_blocks * config.block_size)
-        sample = self._sample_numbers(num_probed, config.block_size) if is_invariant else ""
+        sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
@@ -206,6 +204,11 @@ def _log_model(info: EngineInfo) -> None:
         *(info.dtype, info.device, info.attention_backend),
         *("yes" if info.batch_invariant else "no", info.fingerprint),
     )
+
+
+def _scratch_bytes(config: EngineConfig, model: ModelConfig, backend: AttentionBackend, num_threads: int) -> int:
+    """Return the bytes of memory that attention will need beside the cache."""
+    return backend.scratch_bytes(config.max_model_len or model.max_position, model.head_size, num_threads)
 
 
 def _make_cache(
