@@ -1,10 +1,10 @@
 """Time one layer of attention: the CPU kernel against torch formulations, in the same run.
 
-`reference` is the paged torch backend; `bmm` is bmm + softmax + bmm over a contiguous cache [B, H, T, D] padded to the
-longest sequence, masked only where lengths differ, the best that torch offers without paging; for prompts it goes in
+`reference` is the paged torch backend. `bmm` is bmm + softmax + bmm over a contiguous cache [B, H, T, D], the best that
+torch offers without paging. It pads to the longest sequence, masks only if lengths differ, and computes prompts in
 blocks of 128 rows. Caches rotate over copies larger than the CPU's last-level cache. Prints a table in microseconds,
-the fastest twentieth of many calls so that other work on the machine counts little, with the ratio to bmm, and one
-JSON line.
+with the ratio to bmm, and one JSON line. It reports the fastest twentieth of many calls, so that other work on the
+machine counts little.
 
     python -m bench.attention [--dtype bfloat16] [--heads 12] [--kv-heads 12] [--head-size 64] [--instructions avx2]
         [--threads 2]

@@ -1,12 +1,12 @@
-"""Clients of every kind at a server whose engine, and half-way the server itself, is killed: is anything lost?
+"""Kill the engine and the server under clients of every kind, and check that no completion is lost or changed.
 
     python -m bench.chaos [--minutes 2] [--clients 32] [--seed 0]
 
-First each completion of a catalogue is computed alone, on a server that nobody disturbs. Then the clients stream, ask
-plainly, in the background and with keys, follow events and come back, hang up, read slowly and send bad bodies, while
-the engine is killed every few seconds and once, with kill -9, the server and all its processes. Every completion is
-compared with what it gave alone, event by event where it was streamed. A completion that is not kept ends with the
-server ("cut off"); all else must be complete. Prints a table and one JSON line; status 1 if anything was wrong.
+First each completion of a catalogue is computed alone, on an undisturbed server. Then clients stream, ask without a
+stream, in the background and with idempotency keys; they reconnect, hang up, read slowly and send bad bodies. Meanwhile
+the engine is killed every few seconds and, half-way, the server with all its processes (kill -9). Each completion must
+equal the one computed alone; streams are compared event by event. Completions that are not kept end with the server
+("cut off"); all others must be complete. Prints a table and one JSON line; exits with status 1 on any difference.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Decoding beside processes that keep CPUs busy: a fixed number of threads against the engine's choice for each step.
+"""Decoding while other processes keep CPUs busy: a fixed number of threads compared with the engine's choice.
 
     python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3]
 
-A neighbour is a child process that spins until it is killed. Both sides run in one engine and take turns, beside 0, 1
-and 2 neighbours in turn; a run is prefill and decode together, greedy or sampled. The first run after a change of
-neighbours is not counted. Prints the medians as a table and one JSON line with the CPU's name and the load that other
-processes made before it began.
+A neighbour is a child process that spins until it is killed. The two sides are two engines in one process. They take
+turns, beside 0, 1 and 2 neighbours. A run is prefill and decode together, greedy or sampled. The first run after a
+change of neighbours is not counted. Prints the medians as a table and one JSON line with the CPU's name and the load of
+other processes before it began.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -31,7 +30,7 @@ from bench.models import SHAPES, write_model
 from bench.serving import versions
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.model.step_threads import StepThreads
+from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.weights.source import EMBEDDED_MODEL, resolve_model
 
@@ -41,8 +40,9 @@ KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.9},
 }
+KV_CACHE_BYTES = 2**30  # two engines must fit side by side
 TARGETS = {0: 0.95, 1: 0.55, 2: 0.40}
-"""By number of neighbours, the least speed of the adaptive side; of the fixed one's when idle."""
+"""By number of neighbours: the speed the adaptive side must reach, as a share of the fixed side's when idle."""
 
 
 def main() -> None:
@@ -52,17 +52,21 @@ def main() -> None:
         folder = resolve_model(None) if args.shape == EMBEDDED_MODEL else Path(name)
         if args.shape != EMBEDDED_MODEL:
             write_model(folder, args.shape)
-        engine = Engine(EngineConfig(folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False))
-    num_threads = torch.get_num_threads()
+        config = EngineConfig(
+            folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False, kv_cache_bytes=KV_CACHE_BYTES
+        )
+        fixed = ModelRunner(config, choose_threads=lambda _: torch.get_num_threads())  # all of them, between steps
+        engines = {"adaptive": Engine(config), "fixed": Engine(config, runner=fixed)}
     speeds: dict[tuple[int, str, int, str], list[float]] = {}
     for _ in range(args.repeats):
         for num_neighbours in args.neighbours:
             with neighbours(num_neighbours):
-                measure(engine, num_threads, num_neighbours, args, speeds)
+                measure(engines, num_neighbours, args, speeds)
     rows = [row(speeds, batch, kind, n) for batch in args.batch for kind in KINDS for n in args.neighbours]
     show(rows)
-    told = {"benchmark": "contention", **vars(args), "device": cpu_name(), "threads": num_threads, "load_before": load}
-    print(json.dumps({**told, "dtype": engine.info.dtype, "rows": rows, **versions()}))
+    report = {"benchmark": "contention", **vars(args), "device": cpu_name(), "threads": torch.get_num_threads()}
+    report |= {"load_before": load, "dtype": engines["fixed"].info.dtype, "rows": rows}
+    print(json.dumps(report | versions()))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -79,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def neighbours(number: int) -> Iterator[None]:
-    """Keep CPUs busy with so many processes."""
+    """Keep CPUs busy with `number` processes."""
     code = NEIGHBOUR.format(end=time.monotonic() + NEIGHBOUR_LIMIT_S, parent=os.getpid())
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(number)]
     try:
@@ -92,30 +96,19 @@ def neighbours(number: int) -> Iterator[None]:
 
 
 def measure(
-    engine: Engine,
-    num_threads: int,
+    engines: dict[str, Engine],
     num_neighbours: int,
     args: argparse.Namespace,
     speeds: dict[tuple[int, str, int, str], list[float]],
 ) -> None:
     """Add one run of each batch, kind and side to `speeds`, after one of each side that is not counted."""
-    sides: dict[str, Any] = {"adaptive": nullcontext, "fixed": lambda: fixed_threads(num_threads)}
-    for side in sides.values():
-        with side():
-            speed(engine, args.batch[0], args, KINDS["greedy"])
+    for engine in engines.values():
+        speed(engine, args.batch[0], args, KINDS["greedy"])
     for batch in args.batch:
         for kind, params in KINDS.items():
-            for name, side in sides.items():
-                with side():
-                    key = (batch, kind, num_neighbours, name)
-                    speeds.setdefault(key, []).append(speed(engine, batch, args, params))
-
-
-@contextmanager
-def fixed_threads(number: int) -> Iterator[None]:
-    """Compute every step on so many threads."""
-    with mock.patch.object(StepThreads, "choose", return_value=number):
-        yield
+            for side, engine in engines.items():
+                key = (batch, kind, num_neighbours, side)
+                speeds.setdefault(key, []).append(speed(engine, batch, args, params))
 
 
 def speed(engine: Engine, batch: int, args: argparse.Namespace, params: dict[str, Any]) -> float:

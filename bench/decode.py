@@ -1,10 +1,10 @@
-"""Decode throughput of the engine against transformers' generate, in one run on one machine.
+"""Decode throughput of the engine compared with transformers' generate, in one run on one machine.
 
     python -m bench.decode [--batch 1 8 32] [--prompt-len 128] [--max-tokens 128] [--shape gpt2] [--repeats 3]
 
-Random weights of the real shape; every request has its own random prompt, so that no prefix is shared. Both sides
-produce exactly max_tokens greedy tokens per sequence in the same dtype; a run is prefill and decode together. The two
-take turns, and the medians are compared. Prints a table and one JSON line.
+The weights are random, of the real shape. Each request has its own random prompt, so that no prefix is shared. Both
+sides produce exactly max_tokens greedy tokens per sequence in the same dtype. A run is prefill and decode together. The
+two take turns, and the medians are compared. Prints a table and one JSON line.
 """
 
 from __future__ import annotations

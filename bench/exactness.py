@@ -1,10 +1,10 @@
-"""What exactness costs: decoding as it is against the same code with one of its rules switched off.
+"""The cost of exactness: decode throughput with all rules and with one of them turned off.
 
     python -m bench.exactness [--shape gpt2] [--prompt-len 128] [--max-tokens 128] [--repeats 5]
 
-- A single row is computed as two, because oneDNN sums it in another order when it is alone (batch 1).
-- A token is drawn by a number hashed from seed, choice and position through a cumulative sum in fp64, instead of by
-  torch.multinomial from a generator's state (batch 32).
+- A single row is padded to two, because oneDNN sums a single row in another order (batch 1).
+- The random number of a token is a hash of seed, choice and position, and the token is drawn through a cumulative sum
+  in fp64. Without the rule torch.multinomial draws it, from a generator's state (batch 1 and 32).
 
 The two sides take turns in one process. Prints the medians and the ratio as a table and one JSON line.
 """

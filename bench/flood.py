@@ -1,11 +1,10 @@
-"""Strangers of every kind at a server: what do they make it hold, and what do its other clients notice?
+"""Attack a server in many ways and measure what it holds and what its other clients notice.
 
     python -m bench.flood [--attacks trailers idle ...] [--connections 64] [--seconds 5] [--max-mb 64]
 
-Every attack has a server of its own on 127.0.0.1 and an end: so many connections at once, made again when they are
-closed, for so many seconds and with at most so many megabytes each. Meanwhile an innocent client asks for /health on
-new connections and another one streams.
-Prints a row an attack and one JSON line.
+Each attack gets its own server on 127.0.0.1. It holds --connections at once, reopens those that are closed, and ends
+after --seconds; each connection sends at most --max-mb. Meanwhile one well-behaved client asks for /health on new
+connections and another one streams. Prints one row for each attack and one JSON line.
 """
 
 from __future__ import annotations

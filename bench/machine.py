@@ -1,4 +1,4 @@
-"""The name of the CPU that results were measured on, as the machine itself tells it. Every benchmark prints it."""
+"""The name of this machine's CPU, which every benchmark prints."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""From the SIGKILL of the engine to the next token of its streams, as a client sees it.
+"""The pause of streams when the engine is killed, as a client sees it.
 
     python -m bench.recovery [--shapes storyteller gpt2] [--streams 8] [--repeats 5]
 
-Streams run through HTTP; the engine's process is killed; the pause of each stream is the time from the kill to its next
-event. The engine is spawned, imports torch, loads the weights and computes what the streams have so far. Prints the
-medians of the shortest and the longest pause of a kill as a table and one JSON line.
+Streams run through HTTP while the engine's process is killed. The pause of a stream is the time from the kill to its
+next event. Meanwhile a new engine is spawned, imports torch, loads the weights and computes the streams' tokens so far.
+Prints the medians of the shortest and the longest pause of a kill as a table and one JSON line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Throughput through HTTP against the engine's own, in one run on one machine.
+"""Throughput through HTTP compared with the engine's own, in one run on one machine.
 
     python -m bench.serving [--streams 32] [--prompt-len 128] [--max-tokens 128] [--shape gpt2] [--repeats 3]
 
-A server process streams to a client that counts events; an Engine in a process of its own computes the same prompts.
-The two take turns, the other one idle meanwhile, and the medians are compared. Prints a table and one JSON line.
+A server process streams to a client that counts events. An Engine in its own process computes the same prompts. The two
+take turns, and the medians are compared. Prints a table and one JSON line.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What drafts by prompt lookup gain: one sequence at a time, with and without them, in turns in one process.
+"""The gain of drafts by prompt lookup: one sequence at a time, with and without drafts, in turns in one process.
 
     python -m bench.speculation [--cases loop wrong] [--ngram 3] [--step-tokens 12] [--max-tokens 96] [--repeats 3]
 
-Cases, from the one that suits drafts least:
-- story: the embedded storyteller goes on with the first words of a story at temperature 0.8. Hardly anything recurs.
-- retelling: the same after a whole story and its first sentences again, greedy. The model tells another story, as it
-  has not learned to copy: what recurs are names and phrases.
-- loop: GPT-2 124M's shape with random weights, greedy. Such a model soon repeats itself for ever, and then every
-  draft holds: the most that drafts can gain, as where a text is copied from the prompt.
-- wrong: the same prompts with a drafter that never guesses right: the most that drafts can cost.
+Cases:
+- story: the embedded storyteller continues the first words of a story at temperature 0.8. Hardly anything recurs.
+- retelling: it continues a whole story followed by its first sentences again, greedy. The model has not learned to copy
+  and tells another story, in which only names and phrases recur.
+- loop: GPT-2 124M's shape with random weights, greedy. Such a model soon repeats itself for ever, and then every draft
+  is accepted. This is the maximum gain, as when a text is copied from the prompt.
+- wrong: the same prompts with a drafter that never guesses right. This is the maximum cost.
 
---step-tokens replaces the scheduler's DRAFTING_STEP_TOKENS, to see what number of tokens pays. Both sides give the same
-tokens, which is checked. Prints a table and one JSON line.
+--step-tokens replaces MAX_DRAFTING_STEP_TOKENS, to see how many tokens pay. Both sides must give the same tokens, which
+is checked. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,11 @@ import torch
 
 from bench.machine import cpu_name
 from bench.models import write_model
-from gptserve.engine import engine as engine_module
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling import scheduler, sequence
-from gptserve.engine.scheduling.drafter import PromptLookup
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter, PromptLookup
+from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.weights.source import resolve_model
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -45,10 +44,10 @@ NUM_PROMPTS = 4
 
 
 class WrongDrafter(PromptLookup):
-    """Guesses tokens that this bench's models never give, all one after the last, and as many as it may."""
+    """Guesses max_tokens times the id after the last one, which the model of the `wrong` case never gives."""
 
-    def draft(self, state: sequence.Sequence, most: int) -> tuple[int, ...]:
-        return ((state.token_ids[-1] + 1) % 1000,) * most
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        return ((sequence.token_ids[-1] + 1) % 1000,) * max_tokens
 
 
 def main() -> None:
@@ -63,17 +62,19 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "gpt2")
-        cases: list[tuple[str, Path, Sequence[Sequence[int]], float, Callable[[int], PromptLookup]]] = [
+        cases: list[tuple[str, Path, Sequence[Sequence[int]], float, type[PromptLookup]]] = [
             ("story", storyteller, starts, 0.8, PromptLookup),
             ("retelling", storyteller, retellings, 0.0, PromptLookup),
             ("loop", Path(folder), anything, 0.0, PromptLookup),
             ("wrong", Path(folder), anything, 0.0, WrongDrafter),
         ]
-        for name, model, prompts, temperature, drafter in cases:
+        for name, model, prompts, temperature, make_drafter in cases:
             if name not in args.cases:
                 continue
-            plain, drafting = (load(model, ngram, args.dtype, drafter) for ngram in (0, args.ngram))
-            rows += [measure(name, plain, drafting, prompts, temperature, n, args) for n in args.step_tokens]
+            plain = load(model, args.dtype, None)
+            for step_tokens in args.step_tokens:
+                drafting = load(model, args.dtype, make_drafter(args.ngram, step_tokens))
+                rows.append(measure(name, plain, drafting, prompts, temperature, step_tokens, args))
     print(f"{'case':>10} {'step tokens':>12} {'accepted':>9} {'tok/step':>9} {'plain':>7} {'drafts':>7} {'ratio':>6}")
     for row in rows:
         print(
@@ -87,21 +88,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--ngram", type=int, default=3)
-    parser.add_argument("--step-tokens", type=int, nargs="+", default=[scheduler.DRAFTING_STEP_TOKENS])
+    parser.add_argument("--step-tokens", type=int, nargs="+", default=[MAX_DRAFTING_STEP_TOKENS])
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 
-def load(model: Path, ngram: int, dtype: Any, drafter: Callable[[int], PromptLookup]) -> Engine:
-    # No option of the engine asks for a drafter that is wrong.
-    engine_module.PromptLookup = drafter  # type: ignore[attr-defined]
-    return Engine(
-        EngineConfig(
-            model_dir=model, dtype=dtype, speculative_ngram=ngram, enable_prefix_caching=False, kv_cache_bytes=2**28
-        )
-    )
+def load(model: Path, dtype: Any, drafter: Drafter | None) -> Engine:
+    config = EngineConfig(model_dir=model, dtype=dtype, enable_prefix_caching=False, kv_cache_bytes=2**28)
+    return Engine(config, drafter=drafter)
 
 
 def measure(
@@ -114,7 +110,6 @@ def measure(
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Let both sides take turns and return the median tokens per second of each and of their ratios."""
-    scheduler.DRAFTING_STEP_TOKENS = step_tokens
     params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, ignore_eos=True)
     speeds: list[tuple[float, float]] = []
     before = drafting.stats

@@ -1,6 +1,6 @@
-"""How an engine is to be built: frozen, torch-free, checked at once.
+"""The configuration of an engine: frozen, torch-free, checked when it is made.
 
-`None` means "choose for me": ModelRunner resolves it against the device and reports what it chose in EngineInfo.
+`None` means that the engine chooses: ModelRunner picks a value for the device and reports it in EngineInfo.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ AttentionBackendName = Literal["auto", "reference", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything an Engine needs to know. Sizes of the KV cache: num_blocks wins over kv_cache_bytes.
+    """All settings of an Engine. num_blocks takes precedence over kv_cache_bytes.
 
-    speculative_ngram is how many of the last tokens at most are looked up for a draft; 0 is no drafts.
+    speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off.
     """
 
     model_dir: Path

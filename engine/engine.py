@@ -1,7 +1,7 @@
 """The engine: requests in, one `step` at a time, token outputs out.
 
-It joins Scheduler (who computes what), BlockPool (which blocks) and ModelRunner (the computing) and turns what they
-give into TokenOutputs. It knows no text, no HTTP and no process; loop.py and LLM drive it.
+It joins Scheduler (what to compute), BlockPool (in which blocks) and ModelRunner (computes it), and turns their results
+into TokenOutputs. It knows no text, HTTP or processes. loop.py and LLM drive it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from gptserve.engine.request import (
     TokenOutput,
 )
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.drafter import PromptLookup
-from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
+from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -35,13 +34,23 @@ _NOT_FINITE = "the model's logits for this request were not finite (NaN or infin
 
 
 class Engine:
-    """A loaded model that answers requests. Not thread-safe: one thread calls everything.
+    """A loaded model that answers requests. Not thread-safe: use it from one thread.
 
-    Raises WeightsError or EngineError, each with one clear sentence, when the model cannot be served as configured.
+    Raises WeightsError or EngineError, with one sentence, if the model cannot be served as configured.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        self._runner = ModelRunner(config, progress)
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        runner: ModelRunner | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Load the model and decode one token. `runner` and `drafter` replace those that `config` asks for."""
+        if drafter is None and config.speculative_ngram:
+            drafter = PromptLookup(config.speculative_ngram)
+        self._runner = ModelRunner(config, progress) if runner is None else runner
         self.info: EngineInfo = self._runner.info
         self._pool = BlockPool(
             self.info.num_blocks, self.info.block_size, enable_prefix_caching=config.enable_prefix_caching
@@ -52,13 +61,13 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
-            drafter=PromptLookup(config.speculative_ngram) if config.speculative_ngram else None,
+            drafter=drafter,
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        self._num_scored: dict[str, int] = {}  # prompt_logprobs given so far, of the requests that still get some
+        self._num_scored: dict[str, int] = {}  # entries of prompt_logprobs sent so far, of the requests that get more
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
-        self._prove()
+        self._warm_up()
 
     @property
     def has_work(self) -> bool:
@@ -85,7 +94,7 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError when this model cannot compute it."""
+        """Queue a request. Raises InvalidRequestError if this model cannot compute it."""
         request.check(self.info)
         sequence = self._scheduler.add(request)
         if request.params.prompt_logprobs is not None and not request.generated_token_ids:
@@ -93,12 +102,12 @@ class Engine:
         self._num_prompt_tokens += sequence.num_prompt_tokens
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and free its blocks; one that has ended or was never there is no error."""
+        """Forget a request and free its blocks; one that has ended or is unknown is ignored."""
         self._scheduler.abort(request_id)
         self._num_scored.pop(request_id, None)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch and return what it added to each sequence that got a token or ended."""
+        """Compute one batch; return an output for each request that got tokens or prompt logprobs, or ended."""
         batch = self._scheduler.schedule()
         outputs = [self._refuse(sequence.request.request_id) for sequence in self._scheduler.expire_waiting()]
         if not batch.items:
@@ -110,17 +119,17 @@ class Engine:
         self._num_steps += 1
         for index, entries in result.prompt_logprobs.items():
             request_id = batch.items[index].sequence.request.request_id
-            if request_id in self._num_scored:  # it was not aborted meanwhile
+            if request_id in self._num_scored:  # not aborted meanwhile
                 outputs += self._score_prompt(request_id, entries)
-        sampling = [item.sequence for item in batch.items if item.samples]
+        sampling = [item.sequence for item in batch.items if item.needs_sampling]
         sampled = dict(zip(sampling, result.sampled, strict=True))
         progressed = self._scheduler.update(batch, [sampled[sequence].token_ids for sequence in sampling])
         return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
 
     def _score_prompt(self, request_id: str, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:
-        """Return the entries of prompt_logprobs that come next; end the request where a logprob is no number.
+        """Return the next entries of prompt_logprobs; end the request if one of them is NaN.
 
-        A step gives the entries of consecutive positions. After a preemption some of them have been given before.
+        `entries` are of consecutive positions. After a preemption some of them were sent before.
         """
         first = self._num_scored[request_id]
         scores: list[TokenLogprobs | None] = [None] if first == 0 else []
@@ -155,32 +164,32 @@ class Engine:
         )
 
     def _recover(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:
-        """Have the sequences of a step that raised computed again; return the end of the one that is to blame, if any.
+        """Requeue the sequences of a step that raised; return the ERROR output of the convicted one, if there is one.
 
-        Raises `error` again when it is no failure of the step (Ctrl-C), and when nothing else can be computed either.
+        Raises `error` again if it is no failure of the step (Ctrl-C), or if the engine cannot decode anything else.
         """
-        guilty = self._scheduler.abandon(batch)
+        convicted = self._scheduler.abandon(batch)
         if not isinstance(error, Exception):
             raise error
         logger.error("a step of %d sequences failed", len(batch.items), exc_info=error)
-        if guilty is None:
+        if convicted is None:
             return []
         try:
-            self._prove()
+            self._warm_up()
         except Exception:
             raise error from None
-        request_id = guilty.request.request_id
+        request_id = convicted.request.request_id
         self._num_scored.pop(request_id, None)
         message = f"the step that computed this request failed: {error}"
         return [TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message)]
 
-    def _prove(self) -> None:
-        """Decode one real token, so that an engine that cannot is never called ready. Raises what the step raises."""
+    def _warm_up(self) -> None:
+        """Decode one token, so that only an engine that can is called ready. Raises what the step raises."""
         block_ids = self._pool.allocate(1)
-        assert block_ids is not None, "there is a block for a new engine, and for one whose suspect has just ended"
+        assert block_ids is not None, "a new engine has free blocks, and so has one whose suspect has just ended"
         try:
-            request = Request("proof", (0,), SamplingParams(max_tokens=1, temperature=0.0), seed=0)
-            sequence = Sequence(request, 0, [0], block_ids=block_ids)
+            request = Request("warm-up", (0,), SamplingParams(max_tokens=1, temperature=0.0), seed=0)
+            sequence = SequenceState(request, 0, [0], block_ids=block_ids)
             result = self._runner.run(ScheduledBatch((ScheduledSequence(sequence, 1),)))
         finally:
             self._pool.free(block_ids)

@@ -1,11 +1,19 @@
-"""Everything the engine raises across its border. `InvalidRequestError` is a user's fault, the rest are ours."""
+"""The errors that the engine raises to its callers. `InvalidRequestError` is the user's fault; the others are not."""
 
 from __future__ import annotations
 
-from typing import Literal
+from enum import StrEnum
 
-DeathKind = Literal["killed", "exited", "raised", "stalled", "load", "closed"]
-"""By a signal; by itself; by an exception; for want of an answer; before it was ready; by its client's `close`."""
+
+class DeathKind(StrEnum):
+    """How an engine ended."""
+
+    KILLED = "killed"  # a signal ended its process
+    EXITED = "exited"  # its process or thread ended by itself
+    RAISED = "raised"  # it raised an exception
+    STALLED = "stalled"  # it had work and made no step for too long
+    LOAD = "load"  # it never became ready
+    CLOSED = "closed"  # its client closed it
 
 
 class EngineError(Exception):
@@ -13,11 +21,11 @@ class EngineError(Exception):
 
 
 class InvalidConfigurationError(EngineError):
-    """The engine cannot be built with this configuration; the message names the setting, the rule and the value."""
+    """The engine cannot be built with this configuration. The message names the setting, the rule and the value."""
 
 
 class InvalidRequestError(EngineError):
-    """A request breaks a rule. `param` is the field at fault, `code` a machine-readable reason."""
+    """A request breaks a rule. `param` names the field, `code` is a machine-readable reason."""
 
     def __init__(self, message: str, *, param: str, code: str = "invalid_value") -> None:
         super().__init__(message)
@@ -26,7 +34,7 @@ class InvalidRequestError(EngineError):
 
 
 class QueueFullError(EngineError):
-    """Too many requests are waiting; `retry_after_s` is when to try again."""
+    """Too many requests are waiting. Try again after `retry_after_s`."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -34,16 +42,16 @@ class QueueFullError(EngineError):
 
 
 class EngineStartError(EngineError):
-    """The engine could not be started; the message is the cause in one sentence."""
+    """The engine could not be started. The message is the cause in one sentence."""
 
 
 class ScarcityError(EngineStartError):
-    """The system had no descriptor, process, thread or memory left for an engine; later it may."""
+    """The system has no descriptors, processes, threads or memory left for an engine. It may have some later."""
 
 
 class EngineDiedError(EngineError):
-    """The engine is gone; every stream it served ends with this. `kind` tells causes apart for who counts them."""
+    """The engine is gone. All its streams end with this error."""
 
-    def __init__(self, message: str, kind: DeathKind = "exited") -> None:
+    def __init__(self, message: str, kind: DeathKind = DeathKind.EXITED) -> None:
         super().__init__(message)
-        self.kind: DeathKind = kind
+        self.kind = kind

@@ -1,7 +1,7 @@
 """Generation without a server: `LLM("folder or hub id").generate(["Once upon a time"], SamplingParams(max_tokens=64))`.
 
-It resolves the model, tokenizes, steps an Engine in the calling thread and gives text back. The server does not use it;
-scripts, benchmarks and `gptserve complete --local` do.
+It resolves the model, tokenizes, steps an Engine in the calling thread and returns text. Scripts, benchmarks and
+`gptserve complete --local` use it; the server does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt; a stop token is in token_ids but not in text. `seed` repeats it."""
+    """The result of one prompt. A stop token is in token_ids but not in text. The same `seed` gives the same tokens."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class Completion:
 class LLM:
     """A loaded model with its tokenizer. `options` are the fields of EngineConfig.
 
-    Raises WeightsError or EngineError when the model cannot be loaded.
+    Raises WeightsError or EngineError if the model cannot be loaded.
     """
 
     def __init__(self, model: str | Path | None = None, *, revision: str | None = None, **options: Any) -> None:
@@ -54,9 +54,9 @@ class LLM:
         *,
         seed: int | None = None,
     ) -> list[Completion]:
-        """Return a completion per prompt (text or token ids), in their order; the same seed serves every prompt.
+        """Return one completion for each prompt (text or token ids), in order. All prompts share the seed.
 
-        Raises InvalidRequestError for a prompt or parameter the model cannot take; then nothing is computed.
+        Raises InvalidRequestError for an invalid prompt or parameter, before anything is computed.
         """
         seed = secrets.randbelow(SEED_LIMIT) if seed is None else seed
         prompts = [prompts] if isinstance(prompts, str) else prompts
@@ -68,9 +68,9 @@ class LLM:
         return [self._completion(request, outputs[request.request_id]) for request in requests]
 
     def stream(self, requests: Sequence[Request]) -> Iterator[TokenOutput]:
-        """Yield the outputs of the requests as they are made; a consumer that stops early aborts them.
+        """Yield the outputs of the requests as they are made. Closing the iterator aborts the requests.
 
-        One stream at a time: beginning another one before the first has ended raises EngineError.
+        Only one stream at a time: a second one raises EngineError until the first has ended.
         """
         if self.engine.has_work:
             raise EngineError("this LLM is computing another stream: exhaust or close that first")
@@ -98,11 +98,11 @@ class LLM:
         if last.finish_reason is None or last.finish_reason is FinishReason.ERROR:
             raise EngineError(last.error or "the request ended without a reason")
         token_ids = tuple(token for output in outputs for token in output.token_ids)
-        shown = token_ids[:-1] if last.stop_token_id is not None else token_ids
+        text_ids = token_ids[:-1] if last.stop_token_id is not None else token_ids
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             token_ids=token_ids,
-            text=self.tokenizer.decode(token for token in shown if token not in self.tokenizer.special_ids),
+            text=self.tokenizer.decode(token for token in text_ids if token not in self.tokenizer.special_ids),
             finish_reason=last.finish_reason,
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             prompt_logprobs=None

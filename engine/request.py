@@ -1,7 +1,7 @@
-"""What crosses the engine's border: requests in, token outputs out.
+"""What enters and leaves the engine: requests in, token outputs out.
 
-Everything here is frozen, torch-free and made of numbers, so it can be pickled between processes. Text never appears.
-The server builds a Request; the engine answers with TokenOutputs.
+Everything here is frozen, torch-free and made of numbers, so that it can be pickled between processes. There is no
+text. The server builds a Request; the engine answers with TokenOutputs.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from enum import StrEnum
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
-MAX_LOGPROBS = 20  # vLLM's default cap; each costs a top-k over the vocabulary and ten times a token's wire size
+MAX_LOGPROBS = 20  # vLLM's default; each costs a top-k over the vocabulary, and the output takes ten times the bytes
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
-MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each a server takes some milliseconds to render them
+MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
-SEED_LIMIT = 2**63  # seeds are non-negative and fit a signed 64-bit integer, as the OpenAI client sends them
+SEED_LIMIT = 2**63  # seeds fit a signed 64-bit integer, as the OpenAI client sends them, and are not negative
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; exactly one per request."""
+    """Why a request ended. Each request gets exactly one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    TIMEOUT = "timeout"  # its client's time was up
-    QUEUE_TIMEOUT = "queue_timeout"  # it was not admitted in time
+    TIMEOUT = "timeout"  # its client's deadline passed
+    QUEUE_TIMEOUT = "queue_timeout"  # it waited too long to be admitted
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Checks itself; an invalid value raises InvalidRequestError naming the field.
+    """How tokens are chosen. An invalid value raises InvalidRequestError, which names the field.
 
-    temperature 0 is argmax, the lowest id winning a tie. top_k 0 and top_p 1 and min_p 0 switch that filter off.
-    logprobs is how many alternatives to report per generated token (None: no logprobs at all, 0: the token's own
-    only); prompt_logprobs the same for the prompt's tokens.
+    temperature 0 is argmax; the lowest id wins a tie. top_k 0, top_p 1 and min_p 0 turn these filters off. logprobs is
+    the number of alternatives to report for each generated token (None: no logprobs; 0: only the token's own).
+    prompt_logprobs is the same for the prompt's tokens.
     """
 
     max_tokens: int = 16
@@ -77,12 +77,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to compute: depends only on the weights and these fields, except request_id, priority and blame.
+    """One completion to compute: a function of the weights and these fields, except request_id, priority and blame.
 
-    priority: lower runs sooner; within one priority first come, first served. cache_salt separates prefix caches:
-    only requests with the same salt share blocks. generated_token_ids is what has been generated already, by an engine
-    that is gone: the outputs begin after it, and are those that would have followed it there. num_scored_tokens is how
-    many entries of prompt_logprobs that engine has given. blame is this request's part in the deaths of such engines.
+    - priority: lower values run sooner; within one priority, first come, first served.
+    - cache_salt: only requests with the same salt share blocks of the prefix cache.
+    - generated_token_ids: the tokens that an engine generated before it died. Outputs continue after them, with the
+      same tokens as that engine would have given.
+    - num_scored_tokens: how many entries of prompt_logprobs that engine sent.
+    - blame: the part of this request in the deaths of such engines.
     """
 
     request_id: str
@@ -103,7 +105,7 @@ class Request:
         _check_range("priority", self.priority, -(2**31), 2**31 - 1)
 
     def check(self, info: EngineInfo) -> None:
-        """Raise InvalidRequestError unless the engine described by `info` can compute this request."""
+        """Raise InvalidRequestError unless an engine with this `info` can compute this request."""
         num_prompt, limit = len(self.prompt_token_ids), info.max_model_len
         if num_prompt == 0:
             raise InvalidRequestError("prompt must hold at least one token, got an empty one", param="prompt")
@@ -132,10 +134,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability (natural, fp32 log-softmax of the raw logits) of one token and of the `top` likeliest.
+    """The log-probability (natural; fp32 log-softmax of the raw logits) of one token and of the likeliest ones.
 
-    `rank` is 1 for a token that none is likelier than. `top` holds (token id, logprob) with the likeliest first, the
-    lowest id first among equals.
+    `rank` is 1 plus the number of likelier tokens. `top` holds (token id, logprob), the likeliest first; among equals
+    the lowest id comes first.
     """
 
     token_id: int
@@ -146,11 +148,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What one step added to one request.
+    """What one step added to one request. An output with a finish_reason is the request's last.
 
-    logprobs, where asked for, has one entry per token id. prompt_logprobs, where asked for, come in order in outputs of
-    at most MAX_SCORES_PER_OUTPUT entries, all of them before the first token: one entry per prompt token, None for the
-    first. After an output with a finish_reason nothing more comes for that request.
+    If the request asks for logprobs, there is one entry for each token id. If it asks for prompt_logprobs, they come
+    before the first token, in outputs of at most MAX_SCORES_PER_OUTPUT entries: one for each prompt token, None for the
+    first one.
     """
 
     request_id: str
@@ -165,7 +167,7 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a running engine tells its clients about itself."""
+    """A description of a running engine, for its clients."""
 
     vocab_size: int
     max_model_len: int
@@ -179,7 +181,7 @@ class EngineInfo:
     max_num_queued_reqs: int
     fingerprint: str
     batch_invariant: bool
-    """Whether a request's numbers are, bit for bit, the same whatever is computed beside it."""
+    """Whether the bits of a request's numbers do not depend on the other requests in a batch."""
 
 
 def context_length_error(num_prompt: int, max_tokens: int | None, limit: int) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""Counters of a running engine, sent with every step; /metrics shows them."""
+"""Counters of a running engine. Every step sends them; /metrics reports them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NUM_GAUGES = 4
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges of this moment, then totals since the engine started (tokens unless named otherwise)."""
+    """First the current gauges, then totals since the engine started."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -26,6 +26,6 @@ class EngineStats:
     num_accepted_tokens: int = 0
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """Return these gauges, and the totals of this engine and the one before it."""
+        """Return these gauges, with the totals of this engine and the earlier one added."""
         totals = [f.name for f in fields(self)][_NUM_GAUGES:]
         return replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in totals})

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from gptserve.engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
+from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidRequestError, QueueFullError
 from gptserve.server.background.journal import JournalError
 from gptserve.weights.errors import ChatTemplateError, TokenizerError
 
@@ -103,7 +103,7 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error), code="journal_failed")
         case QueueFullError():
             return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after_s)})
-        case EngineDiedError(kind="closed"):
+        case EngineDiedError(kind=DeathKind.CLOSED):
             return shutting_down()
         case EngineDiedError():
             return unavailable(f"the engine has died: {error}", code="engine_unavailable")

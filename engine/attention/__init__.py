@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: one interface, several backends, one chooser.
 
 Shape letters: T tokens of the step, S sequences, H query heads, G KV heads, D head size, N blocks, B block size.
-A backend knows tensors only: no scheduler, no model family. layers.py calls it once a layer.
+A backend knows only tensors: no scheduler and no model family. layers.py calls it once a layer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention is: how query position i scores key position j, and which positions it sees.
+    """The attention of one layer: how query position i scores key position j, and which positions it sees.
 
     The score is scale * q.k; softcap c makes that c * tanh(score / c); a slope adds slope * (j - i) (ALiBi, Press et
-    al. 2022). window is how many latest tokens are seen (None: all). A sink is one more logit of its head: it takes
-    its share of the softmax and has no value.
+    al. 2022). A query sees the latest `window` tokens (None: all). A sink is one more logit of its head: it takes a
+    share of the softmax and has no value.
     """
 
     num_heads: int
@@ -44,12 +44,12 @@ class AttentionSpec:
 class AttentionMetadata:
     """Which tokens of the step belong to which sequence and where their keys and values lie.
 
-    Sequence s owns rows query_starts[s]:query_starts[s+1] of the step; they are the last tokens of its kv_lens[s]
-    tokens, so row i of it stands at position kv_lens[s] - query_len + i and sees positions 0 to its own. Position p
-    of sequence s lies in block block_tables[s, p // B], at offset p % B. Rows from query_starts[S] on are padding:
-    their slot is -1, nothing is stored for them and their output is zero.
+    Sequence s owns rows query_starts[s]:query_starts[s+1] of the step. They are the last of its kv_lens[s] tokens, so
+    its row i is at position kv_lens[s] - query_len + i and sees positions 0 to its own. Position p of sequence s is in
+    block block_tables[s, p // B], at offset p % B. Rows from query_starts[S] on are padding: their slot is -1, nothing
+    is stored for them and their output is zero.
 
-    The tuples and the tensors say the same: tuples for code on the host, tensors (device of the model) for kernels.
+    Tuples and tensors hold the same: tuples for code on the host, tensors (on the model's device) for kernels.
     """
 
     query_starts: tuple[int, ...]
@@ -59,24 +59,24 @@ class AttentionMetadata:
     kv_lens_S: Tensor
     """int32 [S]"""
     block_tables_SN: Tensor
-    """int32 [S, most blocks of any sequence], rows padded with 0"""
+    """int32 [S, N], N the largest number of blocks of a sequence; rows are padded with 0"""
     slots_T: Tensor
     """int64 [T], block * B + offset; -1 for a padding row"""
 
 
 class AttentionBackend(Protocol):
-    """Store the step's keys and values, then attend. Both mutate nothing but the cache.
+    """Stores the step's keys and values, then computes attention. It mutates only the cache.
 
-    On a CPU a row's result depends, bit for bit, only on that sequence's tokens: not on its neighbours in the step, on
-    how the sequence was cut into chunks, or on where its blocks lie.
+    On a CPU the bits of a row depend only on the tokens of its sequence: not on the other sequences of the step, the
+    chunks of the sequence or the places of its blocks.
     """
 
     name: str
     build: str
-    """What else decides its bits, such as the instructions it uses; empty where torch decides."""
+    """Whatever else decides its bits, such as its instruction set; empty if torch decides."""
 
     def scratch_bytes(self, max_model_len: int, head_size: int, num_threads: int) -> int:
-        """Return the most bytes that it keeps between steps."""
+        """Return the maximum bytes that it keeps between steps."""
 
     def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
         """Store key and value (model dtype) at metadata.slots_T of cache_2NGBD ([0] keys, [1] values)."""
@@ -90,10 +90,9 @@ class AttentionBackend(Protocol):
 def choose_backend(
     name: AttentionBackendName, device: torch.device, dtype: torch.dtype, head_size: int
 ) -> AttentionBackend:
-    """Return the named backend, or for "auto" the fastest that can compute this model on this device.
+    """Return the named backend; for "auto" the fastest that can compute this model on this device.
 
-    Raises InvalidConfigurationError when the one named cannot. "auto" warns when it takes the reference: the result is
-    right but slower.
+    Raises InvalidConfigurationError if the named one cannot. "auto" warns if it chooses the reference, which is slower.
     """
     from gptserve.engine.attention.cpu import SUPPORTED_DTYPES, CpuAttention
     from gptserve.engine.attention.reference import ReferenceAttention
@@ -112,10 +111,10 @@ def choose_backend(
         raise InvalidConfigurationError(f"attention_backend 'cpu' cannot be used: {obstacle}")
     if device.type != "cpu":
         logger.warning(
-            "attention: 'reference' is used on %s, which computes one sequence after another: only 'cpu' has a kernel, "
-            "so answers are right, but far slower than the device could make them",
+            "attention: 'reference' is used on %s, as only 'cpu' has a kernel. It computes one sequence after another: "
+            "answers are right but slow",
             device.type,
         )
         return ReferenceAttention()
-    logger.warning("attention: the compiled CPU kernel is not used (%s) but the slower reference", obstacle)
+    logger.warning("attention: 'reference', which is slower, is used instead of the compiled CPU kernel: %s", obstacle)
     return ReferenceAttention()

@@ -1,9 +1,8 @@
 """Attention on the CPU: the compiled kernel of cpu_paged.cpp, called through ctypes.
 
-This file packs pointers and sizes and checks what the kernel takes on trust; the arithmetic stands in
-cpu_paged_kernel.h. The library is built when the package is installed, where there is a C++ compiler; without it
-`is_available()` is False and the chooser of the backend takes another. Threads are torch's own: the kernel runs in the
-OpenMP pool torch has loaded, with torch.get_num_threads() threads.
+This file packs pointers and sizes, and checks what the kernel does not check. The arithmetic is in cpu_paged_kernel.h.
+The installation builds the library if there is a C++ compiler; without it `is_available()` is False and choose_backend
+takes another backend. The kernel runs in torch's OpenMP pool, with torch.get_num_threads() threads.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ logger = logging.getLogger(__name__)
 Instructions = Literal["generic", "avx2", "avx512"]
 
 ABI = 2
-"""paged_abi() of the cpu_paged.cpp that the structures below mirror."""
+"""paged_abi() of the version of cpu_paged.cpp that the structures below mirror."""
 INSTRUCTIONS: tuple[Instructions, ...] = ("generic", "avx2", "avx512")
-"""By the kernel's number; a CPU that has one has those before it."""
+"""The index is the kernel's number. A CPU that supports one supports those before it."""
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuAttention:
     """The AttentionBackend for fp32 and bf16 models on a CPU; head sizes are multiples of 8.
 
-    The bits of a row depend on its own tokens alone, as the protocol asks, and not on the number of threads; between
-    instruction sets they may differ. One thread at a time may use an instance.
+    The bits of a row depend only on its own tokens, as AttentionBackend requires, and not on the number of threads.
+    They may differ between instruction sets. Only one thread at a time may use an instance.
     """
 
     name = "cpu"
 
     def __init__(self, instructions: Instructions | None = None) -> None:
-        """Load the kernel; `instructions` is one of supported_instructions(), None the best of them."""
+        """Load the kernel. `instructions` is one of supported_instructions(); None means the best."""
         library = _load_library()
-        assert library is not None, "CpuAttention exists only where is_available()"
+        assert library is not None, "CpuAttention needs is_available()"
         self._library = library
         best = library.paged_best_instructions()
         self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
@@ -58,17 +57,17 @@ class CpuAttention:
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether the kernel was built and loads."""
+        """Return whether the kernel is built and loads."""
         return _load_library() is not None
 
     @staticmethod
     def supported_instructions() -> tuple[Instructions, ...]:
-        """Return the instruction sets that run here, the best last; none without the kernel."""
+        """Return the instruction sets of this CPU, the best last; none without the kernel."""
         library = _load_library()
         return INSTRUCTIONS[: library.paged_best_instructions() + 1] if library is not None else ()
 
     def scratch_bytes(self, max_model_len: int, head_size: int, num_threads: int) -> int:
-        """Return the bytes of the scratch once a sequence of this length was computed."""
+        """Return the bytes of the scratch after computing a sequence of this length."""
         return num_threads * self._scratch_floats(max_model_len, head_size) * torch.float32.itemsize
 
     def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
@@ -109,7 +108,7 @@ class CpuAttention:
         return out_THD
 
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
-        """Return the metadata as the kernel wants it; packed once a step, for all layers share one metadata."""
+        """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
         num_threads = torch.get_num_threads()
         if metadata is self._metadata and num_threads == self._batch.num_threads:
             return self._batch
@@ -144,11 +143,11 @@ class CpuAttention:
         rows, floats = self._scratch.shape
         need = self._scratch_floats(max_kv_len, head_size)
         if rows < num_threads or floats < need:
-            self._scratch = torch.empty(0, 0)  # frees the old one before the new one is taken
+            self._scratch = torch.empty(0, 0)  # frees the old one before the new one is allocated
             self._scratch = torch.empty(max(rows, num_threads), max(floats, need))
 
     def _scratch_floats(self, max_kv_len: int, head_size: int) -> int:
-        """Return a thread's scratch, for the next power of two of positions so that it seldom grows."""
+        """Return a thread's scratch for the next power of two of positions, so that it seldom grows."""
         floats: int = self._library.paged_scratch_floats(1 << max(0, max_kv_len - 1).bit_length(), head_size)
         return floats
 
@@ -193,7 +192,7 @@ def _describe(cache_2NGBD: Tensor) -> _Cache:
 
 
 def _check_rows(rows_TXD: Tensor, cache_2NGBD: Tensor, batch: _Batch) -> None:
-    """Assert that the rows of a query, key or value are as the kernel reads them: only the token stride is free."""
+    """Assert that a query, key or value has the kernel's layout; only the token stride is free."""
     num_tokens, _, head_size = rows_TXD.shape
     assert rows_TXD.dtype is cache_2NGBD.dtype and rows_TXD.device.type == "cpu"
     assert num_tokens == batch.num_tokens and head_size == cache_2NGBD.shape[4]
@@ -201,7 +200,7 @@ def _check_rows(rows_TXD: Tensor, cache_2NGBD: Tensor, batch: _Batch) -> None:
 
 
 def _per_head(floats_H: Tensor | None, spec: AttentionSpec) -> int | None:
-    """Return where one float for each query head lies."""
+    """Return the address of one float for each query head."""
     if floats_H is None:
         return None
     assert floats_H.dtype is torch.float32 and floats_H.is_contiguous() and floats_H.device.type == "cpu"
@@ -210,7 +209,7 @@ def _per_head(floats_H: Tensor | None, spec: AttentionSpec) -> int | None:
 
 
 def _load_library() -> ctypes.CDLL | None:
-    """Return the library that the installation built beside this file, or None if there is none of this version."""
+    """Return the library that the installation built beside this file, None if there is none of this ABI."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_cpu_paged{suffix}")
         if not path.exists():
@@ -238,8 +237,8 @@ def _load_library() -> ctypes.CDLL | None:
 def _find_parallel() -> int | None:
     """Return the address of GOMP_parallel in the OpenMP runtime that torch shares with the process.
 
-    torch opens its runtime, whatever the file is called, for global symbol lookup; LLVM's and Intel's runtimes export
-    this entry too. Linking a runtime of our own would give the process a second pool of spinning threads.
+    torch opens its runtime for global symbol lookup. LLVM's and Intel's runtimes export this entry, too. Linking a
+    second runtime would give the process a second pool of spinning threads.
     """
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value

@@ -1,9 +1,9 @@
 // Causal attention over the paged KV cache on a CPU, and the store into that cache: a C ABI for cpu.py.
 //
 // It knows no torch and owns no threads: the caller passes pointers, a scratch area and the `parallel` function of the
-// OpenMP runtime that torch has loaded, so that one pool serves both. Which instructions run is chosen at run time
-// among what was compiled; cpu_paged_kernel.h holds the arithmetic. Tasks are handed out by a counter: what a
-// row's bits are never depends on which thread or tile computed it.
+// OpenMP runtime that torch has loaded, so that both use one pool. The instruction set is chosen at run time among the
+// compiled ones; cpu_paged_kernel.h has the arithmetic. Threads take tasks from a counter: the bits of a row depend
+// neither on the thread nor on the tile that computes it.
 
 #include <stdint.h>
 
@@ -31,7 +31,7 @@ constexpr int RING = 8;            // groups located at a time, more than PREFET
 
 constexpr float LOG2E = 1.44269504088896341f;
 
-// Work for which waking a second thread, some 3 us, pays.
+// Minimum work for which it pays to wake a second thread, which takes some 3 us.
 constexpr int64_t WRITE_TASK_BYTES = 1 << 16;
 constexpr int64_t ATTEND_MULTIPLICATIONS = 1 << 15;
 
@@ -69,7 +69,7 @@ struct Cache {
     int64_t element_size;  // 4: fp32, 2: bf16
 };
 
-// What the threads of one call share.
+// The data that the threads of one call share.
 struct Attend {
     const Batch& batch;
     const Cache& cache;
@@ -161,7 +161,7 @@ static int64_t tasks_of(const Attend& a) {
     return tasks;
 }
 
-// Multiplications of the scores, the causal triangle taken for a square.
+// Multiplications of the scores, as if no position were masked.
 static int64_t multiplications_of(const Attend& a) {
     int64_t pairs = 0;
     for (int64_t s = 0; s < a.batch.num_seqs; s++) pairs += rows_of(a, s) * a.batch.kv_lens[s];
@@ -224,7 +224,7 @@ static void run(const Batch& batch, void (*tasks)(void*), void* shared, int64_t 
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Raised with every change of what is below or of the structs above: a stale library is then refused, not called.
+// Raise it with every change of the functions below or the structs above, so that a stale library is refused.
 EXPORT int paged_abi() { return 2; }
 
 EXPORT int paged_best_instructions() { return best_instructions(); }
@@ -250,8 +250,8 @@ EXPORT void paged_attend(const Batch* batch, const Cache* cache, const void* que
     Attend a = {*batch, *cache, query, query_stride, out, num_heads, window, slopes, sinks, softcap,
                 scale * LOG2E, score_row(batch->max_kv_len), nullptr, MAX_TILE_ROWS, 0, 0};
     a.tile = cache->element_size == 2 ? tile_function<bf16>(instructions) : tile_function<float>(instructions);
-    // Few tasks leave threads idle: cut smaller tiles then. Below 4 rows they repeat much work, so only for a thread
-    // that would have none. Tiles do not change any row's arithmetic.
+    // Few tasks leave threads idle, so cut smaller tiles then. Tiles of fewer than 4 rows repeat much work, so only cut
+    // them for threads that would have no task. Tiles do not change the arithmetic of a row.
     while (a.tile_rows > 1 && tasks_of(a) < (a.tile_rows > 4 ? 4 : 1) * batch->num_threads) a.tile_rows /= 2;
     run(*batch, attend_tasks, &a, multiplications_of(a) < ATTEND_MULTIPLICATIONS ? 1 : tasks_of(a));
 

@@ -3,14 +3,14 @@
 // cpu_paged.cpp includes this file once per instruction set, with ISA (a namespace), LANES, ROWS and FMA defined.
 // It knows no threads and no dispatch.
 //
-// The arithmetic of a row is fixed, whatever shares its tile and wherever its blocks lie, so its bits are too:
+// The arithmetic of a row does not depend on its tile or the places of its blocks, so neither do its bits:
 //   score of a position   lane j sums q[d] k[d] over every LANES-th d in ascending order (bf16: of the even d, then the
 //                         odd, of each 2 * LANES); the lanes are folded in halves; the soft cap and ALiBi come after;
 //   sum of the weights    lane j sums the positions p = j mod LANES in ascending order; the lanes are folded in halves;
 //                         the sink's weight is added last;
 //   each output element   sums weight[p] * v[p] over the positions in ascending order; one division comes last.
-// Every multiply-add is an explicit FMA; compile without contraction. Nothing from std is called, for an inline
-// function compiled here with wide instructions could be the copy the linker keeps for everyone.
+// Every multiply-add is an explicit FMA; compile without contraction. Call nothing from std: the linker might keep the
+// copy of an inline function that was compiled here, with wide instructions, for all callers.
 
 namespace ISA {
 
@@ -154,8 +154,8 @@ struct Tile {
     int32_t first[MAX_TILE_ROWS], last[MAX_TILE_ROWS];  // row r sees [first, last); both ascend with r
 };
 
-static inline int least(int a, int b) { return a < b ? a : b; }
-static inline int most(int a, int b) { return a > b ? a : b; }
+static inline int min_of(int a, int b) { return a < b ? a : b; }
+static inline int max_of(int a, int b) { return a > b ? a : b; }
 
 static inline int64_t first_seen(int64_t position, int64_t window) {
     return window > 0 && position >= window ? position - window + 1 : 0;
@@ -213,7 +213,7 @@ static void score_group(const Tile& tile, const T* const* keys, int at) {
         const int rows = tile.rows - r >= ROWS ? ROWS : 1;
         const float* q = tile.q + r * tile.width;
         float* scores = tile.scores + r * tile.score_stride + at;
-        const int end = tile.first[r] < at + GROUP ? least(GROUP, tile.last[r + rows - 1] - at) : 0;
+        const int end = tile.first[r] < at + GROUP ? min_of(GROUP, tile.last[r + rows - 1] - at) : 0;
         if (rows == 1) {
             for (int k = 0; k < end; k += LANES) store(scores + k, dot<1>(q, tile.width, keys + k, tile.width));
         } else {
@@ -232,11 +232,11 @@ template <class T>
 static void value_group(const Tile& tile, const T* const* values, int at) {
     for (int r = 0; r < tile.rows;) {
         const int rows = tile.rows - r >= ROWS ? ROWS : 1;
-        // What all these rows see is added for all at once; before and after it each row goes alone.
-        const int all_from = most(tile.first[r + rows - 1], at), all_to = least(tile.last[r], at + GROUP);
+        // Add the positions that all these rows see for all rows at once, and those before and after it row by row.
+        const int all_from = max_of(tile.first[r + rows - 1], at), all_to = min_of(tile.last[r], at + GROUP);
         const bool shared = rows == ROWS && all_from < all_to;
         for (int i = r; i < r + rows; i++) {
-            const int from = most(tile.first[i], at), to = least(tile.last[i], at + GROUP);
+            const int from = max_of(tile.first[i], at), to = min_of(tile.last[i], at + GROUP);
             add_values<1>(tile.sums + i * tile.width, tile.width, tile.scores + i * tile.score_stride + from,
                           tile.score_stride, values + (from - at), (shared ? all_from : to) - from, tile.width);
         }
@@ -244,7 +244,7 @@ static void value_group(const Tile& tile, const T* const* values, int at) {
             add_values<ROWS>(tile.sums + r * tile.width, tile.width, tile.scores + r * tile.score_stride + all_from,
                              tile.score_stride, values + (all_from - at), all_to - all_from, tile.width);
             for (int i = r; i < r + rows; i++) {
-                const int to = least(tile.last[i], at + GROUP);
+                const int to = min_of(tile.last[i], at + GROUP);
                 add_values<1>(tile.sums + i * tile.width, tile.width, tile.scores + i * tile.score_stride + all_to,
                               tile.score_stride, values + (all_to - at), to - all_to, tile.width);
             }

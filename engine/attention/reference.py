@@ -1,8 +1,8 @@
-"""Attention in plain torch, one sequence at a time: any device and dtype, and the truth for tests of the kernels.
+"""Attention in plain torch, one sequence at a time, for any device and dtype. Tests compare the kernels with it.
 
-Each sequence's keys and values are gathered from its blocks and multiplied with bmm in fp32, in groups of one size,
-which on a CPU gives a row the same bits whatever the other rows and whatever masked positions follow. Shape letters as
-in engine/attention/__init__.py, with L rows and K keys of one sequence.
+It gathers the keys and values of a sequence from its blocks and multiplies them with bmm in fp32, in groups of one
+size. So on a CPU the bits of a row depend neither on other rows nor on masked positions after it. Shape letters as in
+engine/attention/__init__.py, with L rows and K keys of one sequence.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.nn.functional import pad
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 
 _MIN_ROWS = 4
-"""Fewer rows take another path of bmm in fp32, with another order of summation."""
+"""bmm sums fewer rows in another order in fp32."""
 _KEYS = 128
-"""Keys are padded to whole groups of so many, and values summed group by group: bmm and softmax cut longer sums
-differently at different lengths."""
+"""Keys are padded to a multiple of this, and values are summed in groups of it: bmm and softmax split longer sums
+differently for different lengths."""
 
 
 class ReferenceAttention:
-    """The AttentionBackend for everything without a kernel of its own."""
+    """The AttentionBackend for devices and dtypes without a kernel."""
 
     name = "reference"
     build = ""
@@ -52,7 +52,7 @@ class ReferenceAttention:
 
 
 def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return [L, H, D] in fp32: the L rows are the last L of K positions."""
+    """Return [L, H, D] in fp32. The L rows are the last L of K positions."""
     num_rows, num_keys = query_LHD.shape[0], key_GKD.shape[1]
     if num_rows < _MIN_ROWS:
         query_LHD = torch.cat([query_LHD, query_LHD[-1:].expand(_MIN_ROWS - num_rows, -1, -1)])
@@ -74,7 +74,7 @@ def _attend_one(query_LHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, spec: Att
     scores_HLK.masked_fill_(hidden_LK, float("-inf"))
     if spec.sinks is None:
         probs_HLK = scores_HLK.softmax(-1)
-    else:  # first, where it keeps its place in the order of summation however many masked positions follow
+    else:  # put first, so that masked positions after it do not change the order of summation
         sinks_HL1 = spec.sinks[:, None, None].expand(-1, len(query_LHD), 1)
         probs_HLK = torch.cat([sinks_HL1, scores_HLK], -1).softmax(-1)[..., 1:].contiguous()
     out_HLD = torch.zeros_like(query_LHD.transpose(0, 1))

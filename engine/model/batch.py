@@ -1,7 +1,7 @@
 """From a ScheduledBatch to tensors: what one forward pass reads.
 
 Rows are the scheduled tokens of all sequences, one sequence after the other, then padding up to linear.MIN_ROWS.
-ModelRunner calls it once a step; scheduling and computing are elsewhere.
+ModelRunner calls it once a step. It schedules and computes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionMetadata
 from gptserve.engine.model.linear import MIN_ROWS
-from gptserve.engine.scheduling.schedule import ScheduledBatch
+from gptserve.engine.scheduling.sequence import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ModelInput:
 
 
 def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.device) -> ModelInput:
-    """Return the step's tensors on `device`; blocks for every scheduled token have been allocated."""
+    """Return the step's tensors on `device`. All scheduled tokens must have blocks."""
     num_rows = max(batch.num_tokens, MIN_ROWS)
     token_ids = np.zeros(num_rows, np.int64)
     positions = np.zeros(num_rows, np.int64)

@@ -1,7 +1,7 @@
 """The only model: embedding and position, N blocks, final norm, head; every choice is a field of ModelConfig.
 
-It turns a step's tokens into hidden states and hidden states into logits. It knows neither requests nor sampling nor
-who owns which block, and no model family. ModelRunner calls it.
+It turns a step's tokens into hidden states, and hidden states into logits. It knows no requests, sampling, owners of
+blocks or model families. ModelRunner calls it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gptserve.weights.config import ModelConfig
 class Decoder:
     """A decoder-only transformer on one device.
 
-    `tensors` yields (canonical name, tensor) in the order they are taken here, so that at most one tensor waits.
-    `set_max_model_len` must be called before tokens are computed.
+    `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
+    Call `set_max_model_len` before computing tokens.
     """
 
     def __init__(self, config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], backend: AttentionBackend) -> None:
@@ -49,7 +49,7 @@ class Decoder:
             self._head = take_linear(source, "head", bias=config.head_bias)
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Compute what depends on positions alone, for positions [0, max_model_len)."""
+        """Compute the tables of positions [0, max_model_len)."""
         config, device = self._config, self._embedding.device
         self._tables = [RotaryTable(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
         if config.position == "sinusoidal":
@@ -70,7 +70,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits [rows, vocab_size] of some rows (at least linear.MIN_ROWS) of the hidden states."""
+        """Return fp32 logits [rows, vocab_size] for rows of the hidden states, at least linear.MIN_ROWS of them."""
         x = hidden if self._final_norm is None else self._final_norm(hidden)
         x = x if self._embed_out is None else self._embed_out(x)
         logits = self._head(x).to(torch.float32)
@@ -89,14 +89,14 @@ class Decoder:
 
 
 class StreamedTensors:
-    """Tensors by name from a stream in a known order; names that come early wait until they are taken."""
+    """Gives tensors by name from a stream; keeps those that come before they are taken."""
 
     def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._tensors = tensors
         self._waiting: dict[str, Tensor] = {}
 
     def take(self, name: str) -> Tensor:
-        """Return the tensor of this name; the stream has checked that it is there."""
+        """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
         while name not in self._waiting:
             other, tensor = next(self._tensors)
             self._waiting[other] = tensor

@@ -1,7 +1,6 @@
-"""A mixture of experts in the place of one feed-forward.
+"""A mixture of experts, which replaces one feed-forward.
 
-Each expert computes the rows that chose it; a row's result does not depend on which other rows did. Only layers.py
-builds it.
+Each expert computes the rows that chose it. A row's result does not depend on the other rows. Only layers.py builds it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class MixtureOfExperts:
         top_TK, chosen_TK = self._router(x).float().topk(self._num_active, dim=-1)
         weights_TK1 = top_TK.softmax(-1).unsqueeze(-1)
         parts_TKH = torch.empty(*chosen_TK.shape, x.shape[-1], dtype=torch.float32, device=x.device)
-        # Only the host can start the experts that were chosen: on a GPU this waits for the router.
+        # The host starts the chosen experts, so on a GPU this waits for the router.
         for e in sorted(set(chosen_TK.flatten().tolist())):
             rows, ranks = torch.where(chosen_TK == e)
             padding = max(0, MIN_ROWS - len(rows))

@@ -1,7 +1,7 @@
-"""The name of the numbers an engine computes: answers of equal fingerprint, request and seed are equal.
+"""The fingerprint of an engine's numbers: equal fingerprint, request and seed give equal tokens.
 
-It joins what is known to decide the numbers with a sample of them, for no list of causes is complete: environment
-variables steer the libraries, too. Called by ModelRunner.
+It hashes the known causes of numeric differences and a sample of logits. No list of causes is complete (environment
+variables change what libraries do), so the sample catches the rest. ModelRunner calls it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gptserve.weights.config import ModelConfig
 def numeric_causes(
     weights_digest: str, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
 ) -> dict[str, str]:
-    """Return what decides the numbers, by name. The number of threads and the sizes of batch and cache do not."""
-    shape = replace(model, eos_token_ids=(), bos_token_id=None)  # these end a text and change no number
+    """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them."""
+    shape = replace(model, eos_token_ids=(), bos_token_id=None)  # they end a text and change no logits
     return {
         "weights": weights_digest,
         "shape": repr(shape),
@@ -36,12 +36,12 @@ def numeric_causes(
 
 
 def digest_of(logits: Tensor) -> str:
-    """Return the digest of every bit of fp32 logits."""
+    """Return a digest of all bits of fp32 logits."""
     return hashlib.sha256(logits.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def fingerprint(causes: dict[str, str], sample: str) -> str:
-    """Return what changes with each of the causes and with the digest of a sample of the numbers."""
+    """Return a name that changes with any cause and with `sample`, the digest of some logits."""
     text = "\0".join(f"{name}={cause}" for name, cause in (causes | {"sample": sample}).items())
     return "gptserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -50,4 +50,4 @@ def _version() -> str:
     try:
         return importlib.metadata.version("gptserve")
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # run from a source tree that is not installed
+        return "unknown"  # a source tree that is not installed

@@ -1,7 +1,6 @@
 """How many CPUs this process may use, and how many of them other processes leave to it.
 
-The first are the machine's, less what the affinity or the control group takes away: Linux says so in sched_getaffinity
-and in both versions of its control groups. The second are in /proc/stat. Called by ModelRunner.
+CPU affinity and control groups (both versions) limit the first. /proc/stat tells the second. ModelRunner uses both.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 _WINDOW_S = 0.15
-"""Idle time is counted in ticks of 10 ms: over so long a time it is right to 7 % of a CPU."""
+"""Linux counts idle time in ticks of 10 ms, so over this window the result is exact to 7 % of a CPU."""
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return the whole CPUs that are granted, at least 1; `root` is where proc and sys are mounted.
+    """Return how many whole CPUs this process may use, at least 1; `root` is where proc and sys are mounted.
 
-    A quota of 2.5 CPUs counts as 2: a third thread would be stopped half of the time, and the others wait for it.
+    A quota of 2.5 CPUs counts as 2: a third thread would run half of the time and the others would wait for it.
     """
     try:
         num_cpus = len(os.sched_getaffinity(0))
@@ -29,9 +28,9 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 class FreeCpus:
-    """How many CPUs this process could use: those that it uses and those that stand idle, of those of its affinity.
+    """Counts the CPUs that this process uses or that are idle, among those of its affinity.
 
-    What a quota takes away is not seen here. `cpu_time` returns the CPU seconds of this process, `clock` seconds.
+    It ignores quotas. `cpu_time` returns the CPU seconds of this process, `clock` seconds.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class FreeCpus:
         self._free = math.inf
 
     def __call__(self) -> float:
-        """Return the average since it was measured last, 0.15 s ago or more; infinity until then, or if not Linux."""
+        """Return the average since the last measurement, 0.15 s ago or more; infinity before it, or if not Linux."""
         now = self._clock()
         if now - self._measured_at >= _WINDOW_S:
             total_s = self._idle_s() + self._cpu_time()
@@ -55,18 +54,18 @@ class FreeCpus:
         return self._free if math.isfinite(self._free) else math.inf
 
     def _idle_s(self) -> float:
-        """Return the seconds that the CPUs were idle or waited for a disk; infinity where nothing says so."""
+        """Return the seconds that the CPUs were idle or waited for a disk; infinity if unknown."""
         try:
             allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
             rows = [line.split() for line in self._stat.read_text().splitlines() if line.startswith("cpu")]
             ticks = [int(row[4]) + int(row[5]) for row in rows if row[0] in allowed]
             return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else math.inf
-        except (AttributeError, OSError, ValueError, IndexError):  # not Linux, or an imitation of it
+        except (AttributeError, OSError, ValueError, IndexError):  # not Linux, or incomplete
             return math.inf
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPUs of every limit on the process's control group and the groups around it.
+    """Yield the quota, in CPUs, of the process's control group and of each group around it.
 
     In a container the path in /proc may be the host's. The container's own group is then the root of the mount.
     """
@@ -91,7 +90,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _read(path: Path) -> str:
-    """Return the file's text; empty where there is none."""
+    """Return the file's text; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

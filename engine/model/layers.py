@@ -1,7 +1,7 @@
 """The parts of a decoder: norms, attention with its projections, feed-forward, and the block that joins them.
 
-Each is built from ModelConfig and a source of named tensors, and called with the rows of one step: T tokens of all
-sequences, one after the other, [T, hidden]. Only decoder.py builds them. No part knows a model family.
+Each is built from ModelConfig and a source of named tensors. It is called with the rows of one step, [T, hidden]: the
+tokens of all sequences, one after the other. Only decoder.py builds them. No part knows a model family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gptserve.weights.config import Activation, ModelConfig
 
 
 class TensorSource(Protocol):
-    """Hands out each canonical tensor once."""
+    """Gives each canonical tensor once."""
 
     def take(self, name: str) -> Tensor:
         """Return the tensor of this canonical name, in the model's dtype and on its device."""
@@ -57,7 +57,7 @@ class RMSNorm:
 
 
 class Attention:
-    """Causal self-attention with its projections: softmax(scale * q k) v over the cached past and the step itself."""
+    """Causal self-attention with its projections: softmax(scale * q k) v over cached tokens and those of the step."""
 
     def __init__(
         self, config: ModelConfig, layer: int, source: TensorSource, backend: AttentionBackend, device: torch.device
@@ -101,7 +101,7 @@ class Attention:
             q_THD.copy_(self._normalise(self._q_norm, q_THD))
             k_TGD.copy_(self._normalise(self._k_norm, k_TGD))
         if rotation is not None:
-            rotation.turn_(heads_THD[:, :first_value])
+            rotation.rotate_(heads_THD[:, :first_value])
         self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
 
@@ -112,7 +112,7 @@ class Attention:
 
 
 class FeedForward:
-    """act(x W_up) W_down, or (act(x W_gate) * x W_up) W_down where it is gated."""
+    """act(x W_up) W_down; if gated, (act(x W_gate) * x W_up) W_down."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, name: str) -> None:
         self._gate = config.activation if config.gated_ffn else None
@@ -133,10 +133,16 @@ class FeedForward:
 
 
 class Residual:
-    """The sum of x and a part f of it, with norms where the configuration puts them (ModelConfig.norm_placement)."""
+    """A residual connection around a part f (attention or feed-forward), with norms by ModelConfig.norm_placement.
+
+    - "input": x + f(norm(x)) (GPT-2, Llama)
+    - "output": x + norm(f(x)) (OLMo 2)
+    - "both": x + norm'(f(norm(x))) (Gemma 2)
+    - "sum": norm(x + f(x)) (GPT-1)
+    """
 
     def __init__(self, config: ModelConfig, source: TensorSource, name: str, norm: Norm | None = None) -> None:
-        """Take the norms called `name`; `norm`, if given, stands for the one before the part."""
+        """Take the norms of part `name` from the source; `norm`, if given, replaces the one called {name}_norm."""
         placement = config.norm_placement
         if norm is None and placement != "output":
             norm = take_norm(config, source, f"{name}_norm")
@@ -146,7 +152,10 @@ class Residual:
         self._after = take_norm(config, source, f"{name}_output_norm") if placement in ("output", "both") else None
 
     def __call__(self, part: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, base: Tensor) -> Tensor:
-        """Return base + part(x); a part takes its input and, where it may add it itself, the base."""
+        """Return the formula of the class with base in place of the x that is added.
+
+        `part(input, residual)` returns f(input) + residual, or f(input) if residual is None.
+        """
         h = x if self._before is None else self._before(x)
         if self._after is not None:
             return base + self._after(part(h, None))
@@ -155,7 +164,13 @@ class Residual:
 
 
 class Block:
-    """One layer: attention, then feed-forward, of its result or side by side."""
+    """One layer: attention and feed-forward, each with a residual connection.
+
+    - sequential: a = x + attention(x); return a + ffn(a) (GPT-2)
+    - parallel: return x + attention(x) + ffn(x) (GPT-J, GPT-NeoX)
+
+    Norms are left out; `Residual` has them.
+    """
 
     def __init__(
         self, config: ModelConfig, layer: int, source: TensorSource, backend: AttentionBackend, device: torch.device
@@ -189,7 +204,7 @@ def _take_feed_forward(config: ModelConfig, source: TensorSource, name: str) -> 
 
 
 def take_norm(config: ModelConfig, source: TensorSource, name: str) -> Norm:
-    """Return the norm of this name; the stored weights of an RMSNorm count in fp32, raised by the offset."""
+    """Return the norm of this name; an RMSNorm gets its stored weights in fp32, plus norm_weight_offset."""
     weight = source.take(f"{name}.weight") if config.norm_weight else None
     bias = source.take(f"{name}.bias") if config.norm_bias else None
     if config.norm == "layernorm":

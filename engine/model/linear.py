@@ -1,9 +1,8 @@
 """Matrix products with weights: the one place that decides how y = x W^T + b is computed.
 
-On a CPU the weight is packed once for oneDNN, which reads it near memory speed and gives each row of x the same bits
-whatever the other rows are, as long as there are at least two of them (the batch pads a single row); with AMX, as long
-as a call has at most 32. Elsewhere it is torch's own linear. layers.py and decoder.py build one `Linear` per weight and
-know nothing of packing.
+On a CPU the weight is packed once for oneDNN, which reads it near memory speed. The bits of a row do not depend on the
+other rows if a call has at least 2 rows (the batch pads a single one) and, with AMX, at most 32. Elsewhere torch's own
+linear is used. layers.py and decoder.py build one `Linear` for each weight and know nothing of packing.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from torch.nn import functional
 from gptserve.weights.config import Activation
 
 MIN_ROWS = 2
-"""A single row takes another code path in oneDNN with another order of summation; two and more agree bit for bit."""
+"""oneDNN sums a single row in another order; two and more rows agree bit for bit."""
 
 _AMX_ROWS = 32
-"""The most rows of a call with AMX: for more of them oneDNN sums in another order in bf16. Between 2 and 32 rows no bit
-differed in 20 shapes up to 14336x4096, whatever the order of the rows and the number of threads."""
+"""Maximum rows of a call with AMX: in bf16 oneDNN sums more rows in another order. From 2 to 32 rows no bit differed in
+20 shapes up to 14336x4096, for any order of the rows and number of threads."""
 
 _PROBED_ROWS = (2, 9, 24, 33, 65, 160, 256)
-"""Numbers of rows between which oneDNN was seen to change its order of summation, with AMX; the last is the largest."""
-_PROBED_COLUMNS = 8192  # of a head with a large vocabulary; the sums of more columns take memory and show nothing new
+"""Row counts between which oneDNN with AMX was seen to change its order of summation, in ascending order."""
+_PROBED_COLUMNS = 8192  # enough for a large head: more columns take memory and show nothing new
 
 _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
     None: ("none", ""),
@@ -54,9 +53,9 @@ def has_onednn() -> bool:
 
 
 def rows_are_independent(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Return whether packed weights of these shapes (in, out) give a row the same bits however many rows there are.
+    """Return whether packed weights of these shapes (in, out) give a row the same bits for any number of rows.
 
-    A probe, not a proof: it compares some numbers of rows, on all threads, one less, half of them and one.
+    A probe, not a proof: it compares some row counts, on all threads, all but one, half of them and one.
     """
     generator, num_threads = torch.Generator().manual_seed(0), torch.get_num_threads()
     widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
@@ -76,14 +75,14 @@ def rows_are_independent(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) 
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Linear:
-    """Return the fastest exact Linear for a weight [out, in] on its device; the weight may be dropped afterwards."""
+    """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight."""
     if weight.device.type == "cpu" and has_onednn() and weight.dtype != torch.float16:
         return PackedLinear(weight, bias, activation)
     return DenseLinear(weight, bias, activation)
 
 
 class DenseLinear:
-    """torch's linear: any device and dtype, and the truth the packed one is tested against."""
+    """torch's linear: any device and dtype; PackedLinear is tested against it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
         self._weight, self._bias, self._activation = weight, bias, activation

@@ -1,6 +1,6 @@
-"""The progress bar of loading weights: bytes, rate and time left on stderr.
+"""The progress bar for loading weights: bytes, rate and time left on stderr.
 
-Whoever builds an Engine shows it: LLM and the engine process. Nothing is drawn where stderr is not a terminal.
+LLM and the engine process show it. It draws nothing if stderr is not a terminal.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ class LoadingBar:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
-    monitor_interval = 0  # tqdm would start a thread that never ends, to redraw bars that stand still
-    _lock = threading.RLock()  # tqdm's own is a semaphore of the system, left behind when the process is killed
+    monitor_interval = 0  # otherwise tqdm starts a thread that never ends
+    _lock = threading.RLock()  # tqdm's own is a system semaphore, which leaks if the process is killed

@@ -1,16 +1,28 @@
-"""How large a model and its KV cache are, from its shape alone.
+"""How much memory a model and its KV cache need, how much there is, and how many blocks fit.
 
-Torch-free arithmetic: it knows no device and allocates nothing. KVCache sizes itself with `kv_bytes_per_token`;
-`gptserve inspect` shows the rest before any weight is read.
+Torch-free: it knows a model's shape and allocates nothing. ModelRunner calls `plan_cache` once; `gptserve inspect`
+prints sizes before any weight is read.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
+
+_CONTEXTS_PER_SEQUENCE = 2
+"""The default cache holds at most this many full contexts for each of max_num_seqs sequences: one to compute with, one
+for prefixes of ended requests. Without a limit, the cache of a tiny model would take memory it never uses."""
+
+_MIN_CONTEXT = 2
+"""One prompt token and one generated token."""
 
 _PARTS = {
     "embedding": ("embed", "embed_in"),
@@ -30,6 +42,8 @@ _PARTS = {
     "head": ("head", "embed_out"),
 }
 """The canonical tensors of each part (weights/families/family.py names them)."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +89,83 @@ def cache_capacity(
     num_blocks = max(0, cache_bytes) // (block_size * kv_bytes_per_token(model, dtype_bytes))
     blocks_per_sequence = -(-max_model_len // block_size)
     return CacheCapacity(num_blocks, num_blocks * block_size, num_blocks // blocks_per_sequence)
+
+
+def plan_cache(
+    config: EngineConfig, model: ModelConfig, dtype_bytes: int, free_bytes: int, budget_bytes: int
+) -> tuple[int, int]:
+    """Return how many blocks to allocate and max_model_len.
+
+    num_blocks and kv_cache_bytes are used exactly as given. Without them the cache takes up to budget_bytes, at most
+    _CONTEXTS_PER_SEQUENCE full contexts for each of max_num_seqs sequences. If the model's whole context does not fit,
+    max_model_len is the longest that fits and a warning is logged, unless the configuration gives max_model_len.
+    Raises InvalidConfigurationError if a given max_model_len does not fit, or a given size exceeds free_bytes.
+    """
+    block_bytes = config.block_size * kv_bytes_per_token(model, dtype_bytes)
+    max_model_len = config.max_model_len or model.max_position
+    needed = -(-max_model_len // config.block_size)
+    num_blocks, source = _choose_num_blocks(config, free_bytes, budget_bytes, block_bytes, needed)
+    if num_blocks >= needed:
+        return num_blocks, max_model_len
+    longest = num_blocks * config.block_size
+    if config.max_model_len is None and longest >= _MIN_CONTEXT:
+        logger.warning(
+            "max_model_len is %d tokens instead of the model's context of %d, because %s; give the KV cache more "
+            "memory for longer sequences",
+            *(longest, max_model_len, source),
+        )
+        return num_blocks, longest
+    shorter = f"lower max_model_len to {longest} or " if longest >= _MIN_CONTEXT else ""
+    raise InvalidConfigurationError(
+        f"the KV cache is too small for one sequence of max_model_len {max_model_len}: {source}, {needed} blocks "
+        f"of {config.block_size} tokens ({needed * block_bytes:,} bytes) are needed; {shorter}give the cache more "
+        "memory"
+    )
+
+
+def _choose_num_blocks(
+    config: EngineConfig, free_bytes: int, budget_bytes: int, block_bytes: int, blocks_per_context: int
+) -> tuple[int, str]:
+    """Return the number of blocks and the reason for it, for messages."""
+    if config.num_blocks is not None:
+        num_blocks, wanted = config.num_blocks, config.num_blocks * block_bytes
+        source, asked = f"num_blocks is {num_blocks}", f"num_blocks {num_blocks}"
+    elif config.kv_cache_bytes is not None:
+        num_blocks, wanted = config.kv_cache_bytes // block_bytes, config.kv_cache_bytes
+        source, asked = f"{wanted:,} bytes hold {num_blocks} blocks", "kv_cache_bytes"
+    else:
+        num_blocks = min(budget_bytes // block_bytes, _CONTEXTS_PER_SEQUENCE * config.max_num_seqs * blocks_per_context)
+        return num_blocks, f"{budget_bytes:,} bytes hold {num_blocks} blocks"
+    if wanted > free_bytes:
+        raise InvalidConfigurationError(
+            f"{asked} asks for {wanted:,} bytes of KV cache, but only {free_bytes:,} bytes of memory are free"
+        )
+    return num_blocks, source
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes this process can take without swapping: the machine's, or its container's if that is less.
+
+    Linux reports them in /proc and in version 2 of its control groups. `root` is where proc and sys are mounted.
+    """
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+    except FileNotFoundError:  # not Linux: assume that half of the memory is free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = _container_bytes(root / "sys/fs/cgroup")
+    return available if limit is None else min(available, limit)
+
+
+def _container_bytes(group: Path) -> int | None:
+    """Return the bytes left under the control group's limit, its file cache counted as free; None without a limit."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:
+        return None
+    return max(0, int(limit) - used + int(stat["inactive_file"]))

@@ -1,7 +1,7 @@
-"""Positions as functions of their number: the rotation of queries and keys, and sinusoidal tables.
+"""Rotary and sinusoidal positions.
 
-Angles are computed once, in fp64, for every position there can be: looked up, a row's numbers cannot depend on which
-rows it is computed with. Called by the decoder; frequencies come with ModelConfig.
+Angles are computed once, in fp64, for every position. Rows look them up, so they do not depend on the batch. Decoder
+calls it; ModelConfig has the frequencies.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ class RotaryTable:
 
 
 class Rotation:
-    """Turns the heads of a step's rows by their positions (Rotary says how)."""
+    """Rotates the heads of a step's rows by their positions, as Rotary defines."""
 
     def __init__(self, cos_T1N: Tensor, sin_T1N: Tensor) -> None:
         self._cos_T1N, self._sin_T1N = cos_T1N, sin_T1N
 
-    def turn_(self, heads_TXD: Tensor) -> None:
-        """Turn heads [T, any number, D] in place; computed in fp32."""
+    def rotate_(self, heads_TXD: Tensor) -> None:
+        """Rotate heads [T, any number, D] in place; computed in fp32."""
         num_pairs = self._cos_T1N.shape[-1]
         first, second = heads_TXD[..., :num_pairs], heads_TXD[..., num_pairs : 2 * num_pairs]
         a, b = first.float(), second.float()
         cos, sin = self._cos_T1N, self._sin_T1N
-        turned = a * cos - b * sin, b * cos + a * sin  # both before either is written: in fp32, a and b are views
-        first.copy_(turned[0])
-        second.copy_(turned[1])
+        rotated = a * cos - b * sin, b * cos + a * sin  # compute both before writing: in fp32, a and b are views
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
 
 
 def sinusoids(num_positions: int, first: int, size: int) -> Tensor:
     """Return fp32 [num_positions, size]: row i for position first + i.
 
-    The sines of all frequencies, then the cosines, as in tensor2tensor; Vaswani et al. 2017, section 3.5, has them in
-    turns. An odd last column is 0.
+    The sines of all frequencies come first, then the cosines, as in tensor2tensor; in Vaswani et al. 2017, section 3.5,
+    they alternate. If size is odd, the last column is 0.
     """
     half = size // 2
     freqs = torch.exp(torch.arange(half, dtype=torch.float64) * -(math.log(10_000) / max(1, half - 1)))

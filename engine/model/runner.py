@@ -1,7 +1,7 @@
 """Runs the model: a ScheduledBatch in, sampled tokens and prompt logprobs out.
 
-It owns everything with tensors (weights, KV cache, attention backend) and resolves what EngineConfig left open: device,
-dtype, threads, context and cache size. It does not know why a sequence was scheduled. Called by Engine.
+It owns everything with tensors (weights, KV cache, attention backend) and chooses what EngineConfig left open: device,
+dtype, threads, context and cache size. It does not know why a sequence was scheduled. Engine calls it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptserve.engine.attention import choose_backend
+from gptserve.engine.attention import AttentionBackend, choose_backend
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
-from gptserve.engine.model.kv_cache import KVCache, plan_cache
+from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.linear import MIN_ROWS, has_onednn, rows_are_independent
-from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepThreads, StepWork
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
@@ -40,18 +39,19 @@ _DTYPES: dict[DType, torch.dtype] = {
     "float16": torch.float16,
 }
 _LOGIT_ROWS = 64
-"""Rows of prompt logits held at once: 64 fp32 rows of a 50,000-token vocabulary are 13 MB."""
+"""Rows of prompt logits computed at once: 64 fp32 rows of a 50,000-token vocabulary take 13 MB."""
 
 _PROBE_TOKENS = 8
-"""Enough for attention over several keys; every part of the model computes them."""
+"""Tokens of the fingerprint's sample: enough for attention over several keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a forward pass gave: `sampled` has one entry per item of the batch that samples, in their order.
+    """The result of a forward pass.
 
-    Its rows are the token after the known ones, then one after each token of the item's draft.
-    prompt_logprobs maps the index of an item to the entries of the prompt tokens it covered, as (position, entry).
+    `sampled` has one entry for each item that needs sampling, in order: the token after the known ones, then the token
+    after each draft token. prompt_logprobs maps the index of an item to (position, entry) of the prompt tokens that it
+    predicted.
     """
 
     sampled: tuple[SampledTokens, ...]
@@ -61,11 +61,17 @@ class StepResult:
 class ModelRunner:
     """A loaded model on its device, with its KV cache.
 
-    Raises WeightsError for a model that cannot be used and InvalidConfigurationError for a setting that cannot.
-    `progress(bytes_done, bytes_total)` is called while weights load.
+    Raises WeightsError if the model is unusable, InvalidConfigurationError if a setting is.
+    `progress(bytes_done, bytes_total)` is called while weights load. `choose_threads` replaces StepThreads.choose.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        choose_threads: Callable[[int], int] | None = None,
+    ) -> None:
         num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
@@ -77,15 +83,12 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
-            longest = config.max_model_len or self._model.max_position
-            scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
-            num_blocks, max_model_len = plan_cache(config, self._model, dtype, self.device, scratch_bytes=scratch_bytes)
+            scratch_bytes = _scratch_bytes(config, self._model, backend, num_threads)
+            self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
-            self._cache = KVCache(self._model, num_blocks, config.block_size, dtype, self.device)
-        _log_cache(self._cache, num_blocks, config.block_size, max_model_len)
-        self._work, self._threads = StepWork(self._model), StepThreads(num_threads, FreeCpus())
-        num_probed = min(_PROBE_TOKENS, max_model_len, num_blocks * config.block_size)
-        sample = self._sample_numbers(num_probed, config.block_size) if is_invariant else ""
+        self._step_work = StepWork(self._model)
+        self._choose_threads = choose_threads or StepThreads(num_threads, FreeCpus()).choose
+        sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
@@ -101,14 +104,14 @@ class ModelRunner:
             fingerprint=fingerprint(causes, sample),
             batch_invariant=is_invariant,
         )
-        _log_numbers(self.info)
+        _log_model(self.info)
 
     def run(self, batch: ScheduledBatch) -> StepResult:
-        """Compute the batch's tokens, store their keys and values, and sample for the items that have caught up."""
+        """Compute the batch's tokens, store their keys and values, and sample for the items that need it."""
         if self.device.type != "cpu":
             return self._run(batch)
         before = torch.get_num_threads()
-        torch.set_num_threads(self._threads.choose(self._work.of(batch)))
+        torch.set_num_threads(self._choose_threads(self._step_work.of(batch)))
         try:
             return self._run(batch)
         finally:
@@ -130,11 +133,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _sample_numbers(self, num_tokens: int, block_size: int) -> str:
-        """Return the digest of the logits after each token of a fixed prompt; its blocks belong to nobody yet."""
+        """Return the digest of the logits of a fixed prompt; call it before any sequence owns a block."""
         token_ids = [i % self._model.vocab_size for i in range(num_tokens)]
         request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
         block_ids = list(range(-(-num_tokens // block_size)))
-        sequence = Sequence(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
+        sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
         batch = ScheduledBatch((ScheduledSequence(sequence, num_tokens),))
         inputs = build_model_input(batch, block_size, self.device)
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
@@ -145,7 +148,7 @@ class ModelRunner:
         positions: list[SamplingPosition] = []
         sizes: list[int] = []
         for item, end in zip(batch.items, starts[1:], strict=True):
-            if item.samples:
+            if item.needs_sampling:
                 first = end - 1 - len(item.draft)
                 sizes.append(end - first)
                 rows.append(first)
@@ -178,40 +181,54 @@ class ModelRunner:
 
 
 def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether an answer's bits do not depend on what is computed beside it; warn on a CPU where they do."""
+    """Return whether a row's bits are the same in any batch; on a CPU, warn if they are not."""
     if device.type != "cpu":
         return False
     if not has_onednn():
-        logger.warning("linear: torch has no oneDNN here; products are slower and their bits depend on the batch")
+        logger.warning(
+            "linear: this torch has no oneDNN; matrix products are slower and their bits depend on the batch"
+        )
         return False
     if not rows_are_independent(linear_shapes(model), dtype):
         logger.warning(
-            "linear: with the instructions that oneDNN uses here, the bits of its products depend on the batch; "
-            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment leaves out AMX"
+            "linear: with the CPU instructions that oneDNN uses here, the bits of its products depend on the batch; "
+            "set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 to turn off AMX"
         )
         return False
     return True
 
 
-def _log_numbers(info: EngineInfo) -> None:
+def _log_model(info: EngineInfo) -> None:
     logger.info(
-        "numbers: %s on %s, attention %s, fingerprint %s; an answer's bits %s on what is computed beside it",
-        *(info.dtype, info.device, info.attention_backend, info.fingerprint),
-        "do not depend" if info.batch_invariant else "may depend",
+        "model: dtype=%s device=%s attention=%s batch_invariant=%s fingerprint=%s",
+        *(info.dtype, info.device, info.attention_backend),
+        *("yes" if info.batch_invariant else "no", info.fingerprint),
     )
 
 
-def _log_cache(cache: KVCache, num_blocks: int, block_size: int, max_model_len: int) -> None:
-    num_tokens = num_blocks * block_size
+def _scratch_bytes(config: EngineConfig, model: ModelConfig, backend: AttentionBackend, num_threads: int) -> int:
+    """Return the bytes of memory that attention will need beside the cache."""
+    return backend.scratch_bytes(config.max_model_len or model.max_position, model.head_size, num_threads)
+
+
+def _make_cache(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, scratch_bytes: int
+) -> tuple[KVCache, int, int]:
+    """Return the cache, its number of blocks and max_model_len."""
+    memory = cache_memory_bytes(config, device, scratch_bytes)
+    num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *memory)
+    cache = KVCache(model, num_blocks, config.block_size, dtype, device)
+    num_tokens = num_blocks * config.block_size
     logger.info(
         "KV cache: %d blocks of %d tokens, %d tokens in %.1f MiB; %d sequences of %d tokens fit at once",
-        *(num_blocks, block_size, num_tokens, sum(layer.nbytes for layer in cache.layers) / 2**20),
+        *(num_blocks, config.block_size, num_tokens, sum(layer.nbytes for layer in cache.layers) / 2**20),
         *(num_tokens // max_model_len, max_model_len),
     )
+    return cache, num_blocks, max_model_len
 
 
 def _set_num_threads(config: EngineConfig) -> int:
-    """Set and return the most threads of a step. torch's own number heeds OMP_NUM_THREADS, but no container's quota."""
+    """Set and return the maximum threads of a step. torch's default heeds OMP_NUM_THREADS but no container's quota."""
     num_cpus = usable_cpus()
     num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
     torch.set_num_threads(num_threads)
@@ -228,7 +245,7 @@ def _choose_device(config: EngineConfig) -> torch.device:
 
 
 def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights, activations and cache: for "auto" bf16 where the hardware multiplies it fast."""
+    """Return the dtype of weights, activations and cache; "auto" is bf16 where the hardware multiplies it fast."""
     if config.dtype != "auto":
         if config.dtype == "float16" and device.type == "cpu":
             raise InvalidConfigurationError("dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'")

@@ -1,8 +1,8 @@
 """How many threads each step uses: few for little work, and no more than there are free CPUs.
 
-The threads of a step meet at some 75 barriers. Where one of them waits for a CPU that another process uses, all of them
-wait, and the step takes several times longer than with one thread less. It knows no torch and sets nothing; ModelRunner
-asks it before every step.
+The threads of a step meet at some 75 barriers. If one of them waits for a CPU that another process uses, all of them
+wait, and the step takes several times as long as with one thread less. Torch-free; it sets nothing. ModelRunner asks it
+before every step.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gptserve.engine.model.memory import parameter_counts
-from gptserve.engine.scheduling.schedule import ScheduledBatch
+from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.config import ModelConfig
 
 WORK_PER_THREAD = 150_000_000
-"""Units of `StepWork` that pay for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one
-thread: a second one gains 3 to 9 % in its fastest steps, and makes a step several times slower where a core is busy. A
-step of GPT-2 124M that decodes one token, 3.2 billion units, may use 21."""
+"""Units of `StepWork` for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one thread: a
+second one gains 3 to 9 % in its fastest steps but makes a step several times slower when a core is busy. GPT-2 124M
+decoding one token, 3.2 billion units, may use 21 threads."""
 
 _TOLERATED_CPUS = 0.5
-"""What others may use of the CPUs for our threads; less, as the server's own process uses, delays few steps."""
+"""Other processes may use this much of our CPUs. The server's own process uses less and delays few steps."""
 
 _ROWS_OF_A_READ = 24
-"""Reading a weight from memory takes as long as multiplying it with so many rows: 14 to 35 were measured."""
+"""Reading a weight from memory takes as long as multiplying it with this many rows (measured: 14 to 35)."""
 _ATTENTION_COST = 8
-"""A multiplication of attention takes as long as some 8 of the packed linears."""
+"""A multiplication in attention takes as long as 8 in packed linears."""
 _DRAW_COST = 2000
-"""Drawing a token takes as long as so many multiplications for each entry of the vocabulary: 0.6 to 1 ms of 50,257."""
+"""Drawing a token takes as long as this many multiplications for each vocabulary entry: 0.6 to 1 ms for 50,257."""
 
 
 class StepWork:
-    """The size of a step in multiplications of the linears, roughly: only sizes within a factor of two are compared."""
+    """Estimates a step's work in multiplications of the linears, to within a factor of two."""
 
     def __init__(self, model: ModelConfig) -> None:
         counts = parameter_counts(model)
@@ -45,10 +45,10 @@ class StepWork:
         self._draw = _DRAW_COST * model.vocab_size
 
     def of(self, batch: ScheduledBatch) -> int:
-        """Return the size of this step."""
+        """Return the work of this step."""
         num_logits = num_draws = num_pairs = 0
         for item in batch.items:
-            params, num_sampled = item.sequence.request.params, item.samples * (1 + len(item.draft))
+            params, num_sampled = item.sequence.request.params, item.needs_sampling * (1 + len(item.draft))
             has_scores = params.prompt_logprobs is not None and not item.sequence.num_generated
             num_logits += item.num_tokens if has_scores else num_sampled
             num_draws += num_sampled if params.temperature > 0 else 0
@@ -59,14 +59,14 @@ class StepWork:
 
 
 class StepThreads:
-    """Chooses 1 to `max_threads` threads; `free_cpus` returns how many CPUs this process could use just now."""
+    """Chooses 1 to `max_threads` threads; `free_cpus` returns how many CPUs this process could use now."""
 
     def __init__(self, max_threads: int, free_cpus: Callable[[], float]) -> None:
         self._max_threads = max_threads
         self._free_cpus = free_cpus
 
     def choose(self, work: int) -> int:
-        """Return the number of threads for a step of this size, in units of StepWork."""
+        """Return the number of threads for a step with this work, in units of StepWork."""
         useful = min(self._max_threads, work // WORK_PER_THREAD)
         if useful <= 1:
             return 1

@@ -1,8 +1,8 @@
 """How the server talks to an engine: submit requests, read token outputs, abort.
 
-`EngineClient` is the contract. `ProcessClient` (process_client.py) and `ThreadClient` (thread_client.py) implement it
-by `LoopClient`, which knows neither processes nor threads. `Supervisor` (supervisor.py) implements it over a succession
-of ProcessClients. Token ids only; torch-free.
+`EngineClient` is the contract. `ProcessClient` (process_client.py) and `ThreadClient` (thread_client.py) are its
+implementations for a process and a thread; both derive from `LoopClient`. `Supervisor` (supervisor.py) implements it
+over one ProcessClient after another. Token ids only; torch-free.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutp
 from gptserve.engine.stats import EngineStats
 
 SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-"""What pipe, fork and pthread_create fail with for want of descriptors, processes, threads or memory."""
+"""The error numbers of pipe, fork and pthread_create without free descriptors, processes, threads or memory."""
 
 
 class EngineClient(Protocol):
-    """A running engine seen from an event loop. All methods are called on the loop `start` ran on."""
+    """A running engine seen from an event loop. Call all methods on the loop that `start` ran on."""
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is; valid once `start` has returned."""
+        """A description of the engine; valid once `start` has returned."""
 
     @property
     def stats(self) -> EngineStats:
@@ -35,50 +35,50 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether what is submitted will be answered."""
+        """Whether submitted requests will be answered."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine is loaded that can answer now."""
+        """Whether a loaded engine can answer now."""
 
     @property
     def restarts(self) -> Mapping[DeathKind, int]:
         """How many engines died and were replaced, by the kind of their death."""
 
     async def start(self) -> None:
-        """Load the model and decode one real token. Raises EngineStartError; of its kind, ScarcityError."""
+        """Load the model and decode one token. Raises EngineStartError or its subclass ScarcityError."""
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Queue all the requests or none of them; their ids have never been used with this client.
+        """Queue all the requests or none of them. Their ids must be new to this client.
 
-        Raises QueueFullError when they do not fit into the queue, EngineDiedError when there is no engine, and
-        InvalidRequestError when the engine cannot compute one of them.
+        Raises QueueFullError if they do not fit into the queue, EngineDiedError if there is no engine, and
+        InvalidRequestError if the engine cannot compute one of them.
         """
 
     async def wait_until_dead(self) -> EngineDiedError:
-        """Return the cause once the engine has died on its own; never returns if `close` came first."""
+        """Return the cause once the engine has died; never returns if `close` came first."""
 
     async def close(self) -> None:
-        """End the engine and every stream; idempotent, leaves no thread or process."""
+        """End the engine and every stream. Idempotent; leaves no thread or process."""
 
 
 class OutputSink(Protocol):
-    """Where a client leaves what the engine made."""
+    """Receives the outputs of an engine from a client."""
 
     def push(self, output: TokenOutput) -> None:
-        """Take an output; called on the event loop."""
+        """Receive an output; called on the event loop."""
 
     def fail(self, error: EngineDiedError) -> None:
-        """Know that nothing more comes; called on the event loop."""
+        """Learn that no more outputs come; called on the event loop."""
 
 
 class TokenStream:
-    """The outputs of the requests of one `submit`, in the order the engine made them.
+    """The outputs of the requests of one `submit`, in the order in which the engine made them.
 
-    Each iteration gives everything that arrived since the last one, never an empty tuple. Ends when every request has
-    finished or was aborted; raises EngineDiedError when the engine died or was closed. Whoever stops iterating early
-    calls `abort`. Memory is bounded by the requests' own max_tokens. Invariant: after `abort()`, or once iteration has
-    ended, the client holds no reference to this stream.
+    Each iteration yields all outputs that arrived since the last one, at least one. It ends once every request has
+    finished or was aborted. It raises EngineDiedError if the engine died or was closed. A caller that stops early must
+    call `abort`. The requests' max_tokens bound the memory. Invariant: after `abort()`, and after the last iteration,
+    the client holds no reference to this stream.
     """
 
     def __init__(self, request_ids: Iterable[str], abort: Callable[[Sequence[str]], None]) -> None:
@@ -104,7 +104,7 @@ class TokenStream:
         return outputs
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Stop computing these requests (None: all that still live) and forget what had arrived for them."""
+        """Stop computing these requests (None: all live ones) and drop their outputs that were not read."""
         ids = [i for i in (self._live if request_ids is None else request_ids) if i in self._live]
         self._live.difference_update(ids)
         gone = set(ids)
@@ -114,7 +114,7 @@ class TokenStream:
             self._abort(ids)
 
     def expire(self) -> None:
-        """Stop computing all that still lives: each ends, after what has arrived, with FinishReason.TIMEOUT."""
+        """Stop computing all live requests; each ends with FinishReason.TIMEOUT, after the outputs that arrived."""
         if self._failure is not None:
             return
         ids = sorted(self._live)
@@ -124,7 +124,7 @@ class TokenStream:
             self._abort(ids)
 
     def push(self, output: TokenOutput) -> None:
-        """Take what the engine made; called by the client only."""
+        """Add an output; only the client calls it."""
         if output.request_id not in self._live:
             return
         if output.finish_reason is not None:
@@ -133,16 +133,21 @@ class TokenStream:
         self._changed.set()
 
     def fail(self, error: EngineDiedError) -> None:
-        """End the stream with `error` after what has arrived; called by the client only."""
+        """End the stream with `error`, after the outputs that arrived; only the client calls it."""
         self._failure = error
         self._changed.set()
 
 
 class LoopClient(ABC):
-    """A client of the loop in engine/process/loop.py, wherever that runs; subclasses launch it and carry its messages.
+    """A client of the loop in engine/process/loop.py. Subclasses launch the loop and carry its messages.
 
-    A subclass hands every message to `_receive` by `_post` and, once the loop has ended and all it held is free, the
-    reason to `_ended`. Invariant: `_sinks` holds the live requests and nothing else.
+    Its life:
+    1. `start` calls `_launch`, which begins to run `serve` elsewhere.
+    2. The subclass calls `_post(self._receive, message)` for each message. The first one is Ready or Failed.
+    3. `close` calls `_stop`, or the loop ends by itself.
+    4. Once the loop has ended and its resources are free, the subclass calls `_ended` with the reason.
+
+    Invariant: `_sinks` holds exactly the live requests.
     """
 
     def __init__(self, factory: EngineFactory) -> None:
@@ -151,7 +156,7 @@ class LoopClient(ABC):
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._cause: str | None = None
-        self._kind: DeathKind = "load"
+        self._kind = DeathKind.LOAD
         self._waiting_since: float | None = None
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -182,7 +187,7 @@ class LoopClient(ABC):
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when, on the event loop's clock, the engine owes a message; None if it owes none."""
+        """When, on the event loop's clock, the engine began to owe a message; None if it owes none."""
         return self._waiting_since
 
     async def start(self) -> None:
@@ -192,7 +197,7 @@ class LoopClient(ABC):
             try:
                 self._launch()
             except Exception as error:
-                self._ended(f"the engine could not be started: {error}", "load")
+                self._ended(f"the engine could not be started: {error}", DeathKind.LOAD)
                 is_scarce = isinstance(error, OSError) and error.errno in SCARCITY
                 raise (ScarcityError if is_scarce else EngineStartError)(self._cause) from error
             await self._started.wait()
@@ -208,7 +213,7 @@ class LoopClient(ABC):
         return stream
 
     def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Have requests computed that passed `check_admission`; what they give goes to `sink`."""
+        """Queue requests that passed `check_admission`; their outputs go to `sink`."""
         sinks = {request.request_id: sink for request in requests}
         assert len(sinks) == len(requests), "a request id is used once"
         assert self._sinks.keys().isdisjoint(sinks), "a request id is used once"
@@ -216,7 +221,7 @@ class LoopClient(ABC):
         self._sinks |= sinks
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop computing these requests, and push nothing more for them; those that have ended are passed over."""
+        """Stop computing these requests and push nothing more for them; ignore those that have ended."""
         live = tuple(request_id for request_id in request_ids if self._sinks.pop(request_id, None))
         if live:
             self._command(Abort(live))
@@ -228,24 +233,24 @@ class LoopClient(ABC):
 
     async def close(self) -> None:
         self._closed = True
-        self._end_streams("the engine was closed", "closed")
+        self._end_streams("the engine was closed", DeathKind.CLOSED)
         if self._loop is not None and not self._gone.is_set():
             await self._stop()
 
     @abstractmethod
     def _launch(self) -> None:
-        """Begin to run `serve` elsewhere; leaves nothing when it raises."""
+        """Begin to run `serve` elsewhere; clean up before raising."""
 
     @abstractmethod
     def _send(self, command: Command) -> None:
-        """Give `command` to the loop without waiting; to one that has ended it may be given in vain."""
+        """Send `command` to the loop without waiting; if the loop has ended, nothing happens."""
 
     @abstractmethod
     async def _stop(self) -> None:
-        """End the loop, by force where that is possible, and return once `_ended` has run."""
+        """End the loop, by force if possible, and return once `_ended` has run."""
 
     def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call back on the event loop, from any thread. Raises ConnectionError when that loop is closed."""
+        """Run `callback` on the event loop, from any thread. Raises ConnectionError if that loop is closed."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
@@ -270,18 +275,18 @@ class LoopClient(ABC):
                 self._info, self._stats = info, stats
                 self._started.set()
             case Failed(cause):
-                self._blame(cause, "raised")  # the streams hear of it in `_ended`, when all of it is over
+                self._blame(cause, DeathKind.RAISED)  # `_ended` tells the streams
 
     def _deliver(self, output: TokenOutput) -> None:
         sink = self._sinks.get(output.request_id)
         if sink is None:
-            return  # aborted while this was on the wire
+            return  # aborted while this was in transit
         if output.finish_reason is not None:
             del self._sinks[output.request_id]
         sink.push(output)
 
     def _blame(self, cause: str, kind: DeathKind) -> None:
-        """Note why there is no engine; the first cause is the one that is told."""
+        """Note why there is no engine; only the first cause is kept."""
         if self._cause is None:
             self._cause, self._kind = cause, kind
 
@@ -302,11 +307,11 @@ class LoopClient(ABC):
 
 
 def check_admission(requests: Sequence[Request], info: EngineInfo, num_live: int) -> None:
-    """Raise InvalidRequestError or QueueFullError unless an engine that has num_live requests takes all of these."""
+    """Raise InvalidRequestError or QueueFullError unless an engine with num_live requests can take all of these."""
     for request in requests:
         request.check(info)
     limit = info.max_num_seqs + info.max_num_queued_reqs
     if num_live + len(requests) > limit:
         raise QueueFullError(
-            f"the queue is full: at most {limit} requests may run or wait, {num_live} do and {len(requests)} more came"
+            f"the queue is full: at most {limit} requests may run or wait, {num_live} do, got {len(requests)} more"
         )

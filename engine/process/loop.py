@@ -1,7 +1,7 @@
-"""The engine's loop and the messages on its wire; both clients run it, one in a process and one in a thread.
+"""The engine's loop and its messages. ProcessClient runs it in a process, ThreadClient in a thread.
 
-It takes commands from a channel, steps the engine and sends one message a step. It knows no event loop, no process
-and no torch: the engine comes from a factory that runs where the loop runs.
+It receives commands from a channel, steps the engine and sends one message a step. It knows no event loop, process or
+torch: a factory makes the engine where the loop runs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget these requests; ids that are unknown or have ended are fine."""
+    """Forget these requests; unknown and ended ones are ignored."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """End the loop, whatever still runs."""
+    """End the loop, even with live requests."""
 
 
 Command = Submit | Abort | Shutdown
@@ -46,7 +46,7 @@ Command = Submit | Abort | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is loaded; the first message, unless it is Failed."""
+    """The engine is loaded. This is the first message, unless loading failed."""
 
     info: EngineInfo
     stats: EngineStats
@@ -54,19 +54,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What one turn of the loop made; no outputs when it only took commands or computed part of a prompt."""
+    """The outputs of one turn of the loop; none if it only handled commands or computed part of a prompt."""
 
     outputs: tuple[TokenOutput, ...]
     stats: EngineStats
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As bare tuples 64 outputs pickle seven times and unpickle twice as fast as the dataclasses themselves.
+        # 64 outputs pickle seven times and unpickle twice as fast as tuples than as dataclasses.
         return _stepped, (tuple(map(_output_fields, self.outputs)), _stats_fields(self.stats))
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine could not be loaded or raised; the last message, `cause` says why in one sentence."""
+    """The engine could not be loaded, or it raised. This is the last message; `cause` is one sentence."""
 
     cause: str
 
@@ -75,11 +75,11 @@ Message = Ready | Stepped | Failed
 
 
 class StepEngine(Protocol):
-    """What the loop drives: engine.engine.Engine, or a fake."""
+    """What the loop drives: engine.engine.Engine, or a fake in tests."""
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is."""
+        """A description of the engine."""
 
     @property
     def stats(self) -> EngineStats:
@@ -90,22 +90,22 @@ class StepEngine(Protocol):
         """Whether `step` would compute anything."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError when it cannot be computed."""
+        """Queue a request. Raises InvalidRequestError if it cannot be computed."""
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; one that has ended or was never there is no error."""
+        """Forget a request; one that has ended or is unknown is ignored."""
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch; a step that fails ends its requests with FinishReason.ERROR instead of raising."""
+        """Compute one batch. A failed step is repeated, or ends a request with FinishReason.ERROR."""
 
 
 EngineFactory = Callable[[], StepEngine]
 
 
 class Channel(Protocol):
-    """The engine's end of the wire; a multiprocessing Connection is one.
+    """The engine's end of the connection to its client, such as a multiprocessing Connection.
 
-    recv raises EOFError and send ConnectionError when the client is gone; either may raise either.
+    `recv` and `send` raise EOFError or ConnectionError if the client is gone.
     """
 
     def poll(self) -> bool:
@@ -115,11 +115,11 @@ class Channel(Protocol):
         """Wait for the next command."""
 
     def send(self, message: Message) -> None:
-        """Hand a message to the client."""
+        """Send a message to the client."""
 
 
 def load_engine(config: EngineConfig) -> StepEngine:
-    """Load the real engine, its progress on stderr; torch is imported here and not before."""
+    """Load the real engine and show progress on stderr. Only this imports torch."""
     from gptserve.engine.engine import Engine
     from gptserve.engine.model.loading_bar import LoadingBar
 
@@ -128,7 +128,7 @@ def load_engine(config: EngineConfig) -> StepEngine:
 
 
 def serve(factory: EngineFactory, channel: Channel) -> None:
-    """Load an engine and run it until Shutdown or its failure. Raises what `channel` raises once the client is gone."""
+    """Load an engine and run it until Shutdown or a failure. Raises what `channel` raises if the client is gone."""
     try:
         engine = factory()
     except Exception as error:
@@ -148,7 +148,7 @@ def _run(engine: StepEngine, channel: Channel) -> None:
         outputs: list[TokenOutput] = []
         idle = not engine.has_work
         while idle or channel.poll():
-            idle = False  # only the first command is waited for
+            idle = False  # wait for the first command only
             match channel.recv():
                 case Submit(requests):
                     outputs += [refusal for request in requests if (refusal := _add(engine, request))]

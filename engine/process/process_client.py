@@ -1,7 +1,7 @@
 """The engine in its own process: a crash or hang there harms no HTTP connection, and the server needs no torch.
 
-One duplex pipe joins the two. One thread reads it and reaps the process, another writes to it, so that the event loop
-never waits for the engine; it is woken once a step. The app makes a client of `functools.partial(load_engine, config)`.
+One duplex pipe joins the two processes. One thread reads it and reaps the process, another writes to it. So the event
+loop never waits for the engine and wakes up once a step. The app makes one of `functools.partial(load_engine, config)`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import Command, EngineFactory, Shutdown, serve
 
-SHUTDOWN_LIMIT_S = 5.0  # for the step under way and the teardown of CUDA; an engine holds nothing worth a longer wait
-EXIT_LIMIT_S = 5.0  # between the end of the child's pipe and that of its process
+SHUTDOWN_LIMIT_S = 5.0  # for the current step and the teardown of CUDA; an engine holds nothing worth a longer wait
+EXIT_LIMIT_S = 5.0  # the child's process must end within this after its pipe has
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ProcessClient(LoopClient):
     """An EngineClient whose engine is a spawned process. The factory must be picklable.
 
-    The child hears neither Ctrl-C nor SIGTERM, which reach the whole process group: when to end is the parent's
-    decision. It ends with the parent, however that dies, even while it loads or in the middle of a step (elsewhere than
-    on Linux: after it). On Linux the thread that called `start` counts as the parent.
+    The child blocks SIGINT and SIGTERM, which reach the whole process group: the parent decides when it ends. If the
+    parent dies, the child is killed at once, even while it loads; on systems other than Linux it ends after its current
+    step. On Linux the parent is the thread that called `start`.
     """
 
     _process: SpawnProcess
@@ -50,7 +50,7 @@ class ProcessClient(LoopClient):
         self._writer = threading.Thread(target=self._write, name="gptserve-engine-writer", daemon=True)
 
     def kill(self, cause: str, kind: DeathKind) -> None:
-        """End the engine at once, by force; what it had is lost, and `cause` is why."""
+        """Kill the engine at once, for `cause`; its live requests are lost."""
         if not self._gone.is_set():
             self._blame(cause, kind)
             self._process.kill()
@@ -62,7 +62,7 @@ class ProcessClient(LoopClient):
         arguments = (os.getpid(), factory, theirs)
         self._process = context.Process(target=_run_engine, args=arguments, name="gptserve-engine")
         try:
-            with theirs:  # once the child holds the only copy, its end is the end of the pipe
+            with theirs:  # once the child holds the only copy, the pipe ends with the child
                 _start_deaf(self._process)
             self._start_threads()
         except BaseException:
@@ -72,7 +72,7 @@ class ProcessClient(LoopClient):
                 self._process.join()
                 self._process.close()
             raise
-        # An interpreter that exits without `close` would wait for its children, and this one would not end.
+        # An interpreter that exits without `close` would wait for this child for ever.
         atexit.register(self._process.kill)
 
     def _start_threads(self) -> None:
@@ -86,11 +86,11 @@ class ProcessClient(LoopClient):
             raise OSError(errno.EAGAIN, str(error)) from error
 
     def _send(self, command: Command) -> None:
-        # Pickled here, not by the writer: it would hold the interpreter as long there, and an error has a caller here.
+        # Pickled here, not in the writer thread: it holds the interpreter as long, but here an error has a caller.
         self._outbox.put(pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
     async def _stop(self) -> None:
-        if self._info is not None:  # one that is still loading does not listen
+        if self._info is not None:  # an engine that is still loading reads no commands
             self._send(Shutdown())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), self._shutdown_limit_s)
@@ -99,7 +99,7 @@ class ProcessClient(LoopClient):
             await self._gone.wait()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the engine is gone: the reader tells
+        with contextlib.suppress(OSError):  # the engine is gone; the reader thread handles that
             while (data := self._outbox.get()) is not None:
                 self._connection.send_bytes(data)
 
@@ -119,20 +119,20 @@ class ProcessClient(LoopClient):
         self._outbox.put(None)
         self._writer.join()
         self._connection.close()
-        with contextlib.suppress(ConnectionError):  # no event loop, no client
+        with contextlib.suppress(ConnectionError):  # the event loop is closed
             self._post(self._reaped, *_describe_exit(self._process.exitcode))
 
     def _reaped(self, cause: str, kind: DeathKind) -> None:
-        self._reader.join()  # it ends with the call that brought us here
+        self._reader.join()  # it ends after posting this call
         atexit.unregister(self._process.kill)
         self._process.close()
         self._ended(cause, kind)
 
 
 def _start_deaf(process: SpawnProcess) -> None:
-    """Start `process` with SIGINT and SIGTERM blocked, from its first instruction to its last."""
+    """Start `process` with SIGINT and SIGTERM blocked for its whole life."""
     signals = {signal.SIGINT, signal.SIGTERM}
-    resource_tracker.ensure_running()  # `start` would do it, and unblocks these signals then
+    resource_tracker.ensure_running()  # otherwise `start` does it, which unblocks these signals
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         process.start()
@@ -141,17 +141,17 @@ def _start_deaf(process: SpawnProcess) -> None:
 
 
 def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None:
-    """Be the engine process. The factory comes pickled: what it imports may take long."""
+    """Run in the engine process. The factory is pickled, as its imports may take long."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        return  # the parent died before it could take this process along
-    with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone: nobody is left to tell
+        return  # the parent died before prctl
+    with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         serve(lambda: pickle.loads(factory)(), connection)
 
 
 def _describe_exit(code: int | None) -> tuple[str, DeathKind]:
     if code is None or code >= 0:
-        return f"the engine process ended with exit code {code}", "exited"
+        return f"the engine process ended with exit code {code}", DeathKind.EXITED
     reason = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}", "killed"
+    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}", DeathKind.KILLED

@@ -1,7 +1,7 @@
-"""Keeps an engine running: one that dies is started again, and every stream goes on at its next token.
+"""Keeps an engine running: if it dies, another one starts and every stream continues at its next token.
 
-`Supervisor` is an EngineClient over a succession of ProcessClients. Because a completion is a pure function, a live
-request is submitted again as its prompt and the tokens it has so far. Knows neither text nor HTTP; torch-free.
+`Supervisor` is an EngineClient over one ProcessClient after another. Because a completion is a pure function, a live
+request is submitted again as its prompt and its tokens so far. It knows neither text nor HTTP. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gptserve.engine.scheduling.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME,
 from gptserve.engine.stats import EngineStats
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
-_PROVEN_S = 60.0  # an engine that lived longer with nothing to do works
+_STABLE_AFTER_S = 60.0  # the death of an idle engine that lived longer begins a new row of restarts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request on its way, and what is needed to submit it again."""
+    """A live request, and what is needed to submit it again."""
 
     request: Request
     stream: TokenStream
@@ -38,18 +38,16 @@ class _Live:
 
 
 class Supervisor:
-    """An EngineClient whose engine may die: killed, crashed, failed, or silent for stall_limit_s although it has work.
+    """An EngineClient whose engine may die: by a signal or an exception, or if it makes no step for stall_limit_s.
 
-    - Death costs a client time and nothing else. While no engine is ready, what is submitted waits for the next one.
-    - A request that is convicted (scheduling/blame.py) fails alone with FinishReason.ERROR. Scheduler tries suspects
-      alone.
-    - It gives up after max_restarts restarts in a row without a token, and after MAX_CONVICTIONS_IN_A_ROW convictions
-      without one: then streams end with the cause, as they do with a client that has no supervisor. A conviction
-      begins the row of restarts anew. Each restart in a row but the first waits twice as long as the one before.
-    - An engine that does not load within load_limit_s is killed: the start fails, or a restart counts as a death.
-    - A restart for which the system lacks descriptors, processes, threads or memory is tried again for ever, and counts
-      as one.
-    - An engine that would compute other numbers than the one before, as its fingerprint tells, takes nothing over.
+    - A death costs clients only time. Requests that are submitted while no engine is ready wait for the next one.
+    - A convicted request (scheduling/blame.py) alone fails, with FinishReason.ERROR. Scheduler computes suspects alone.
+    - It gives up after max_restarts restarts in a row without a token, or MAX_CONVICTIONS_IN_A_ROW convictions without
+      one. Then streams end with the cause of death. A conviction sets the restarts in a row to 0. The first restart in
+      a row is immediate; each later one waits twice as long as the one before.
+    - An engine that does not load within load_limit_s is killed: `start` fails, or the restart counts as a death.
+    - If the system lacks descriptors, processes, threads or memory, a restart is tried for ever and counts once.
+    - An engine with another fingerprint would compute other numbers, so it takes over no requests.
 
     Invariant: `_live` holds the live requests, in order of arrival; if an engine is ready, it has all of them.
     """
@@ -101,11 +99,11 @@ class Supervisor:
         return self._restarts
 
     async def start(self) -> None:
-        """Load the model and decode one real token. Raises EngineStartError: an engine that never ran is let be."""
+        """Load the model and decode one token. Raises EngineStartError; a first start is not tried again."""
         try:
             await self._load()
         except EngineStartError as error:
-            self._end(EngineDiedError(str(error), "load"))
+            self._end(EngineDiedError(str(error), DeathKind.LOAD))
             raise
         self._info, self._is_ready = self._client.info, True
         self._task = asyncio.create_task(self._supervise())
@@ -127,17 +125,17 @@ class Supervisor:
         return self._dead()
 
     async def close(self) -> None:
-        self._end(EngineDiedError("the engine was closed", "closed"))
+        self._end(EngineDiedError("the engine was closed", DeathKind.CLOSED))
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._client.close()
 
     def push(self, output: TokenOutput) -> None:
-        """Take what the engine made."""
+        """Pass an output on to its stream."""
         live = self._live.get(output.request_id)
         if live is None:
-            return  # this client is being closed
+            return  # closed meanwhile
         live.token_ids += output.token_ids
         live.num_scored_tokens += len(output.prompt_logprobs or ())
         if output.token_ids:
@@ -148,18 +146,18 @@ class Supervisor:
         live.stream.push(output)
 
     def fail(self, error: EngineDiedError) -> None:
-        """Do nothing: `_supervise` hears of it, too."""
+        """Do nothing: `_supervise` handles deaths."""
 
     async def _supervise(self) -> None:
         clock = asyncio.get_running_loop().time
-        end = EngineDiedError("the supervisor failed", "raised")
+        end = EngineDiedError("the supervisor failed", DeathKind.RAISED)
         try:
             while True:
                 ready_at = clock()
                 death = await self._until_dead()
                 self._is_ready = False
                 self._earlier_stats = self._client.stats.after(self._earlier_stats)
-                if not self._live and clock() - ready_at > _PROVEN_S:
+                if not self._live and clock() - ready_at > _STABLE_AFTER_S:
                     self._num_restarts_in_a_row = 0
                 self._judge(death)
                 try:
@@ -173,7 +171,7 @@ class Supervisor:
                 self._died.set()
 
     async def _until_dead(self) -> EngineDiedError:
-        """Return how the engine died, having killed it if it made no step for too long."""
+        """Return how the engine died; kill it if it makes no step for too long."""
         clock = asyncio.get_running_loop().time
         death = asyncio.ensure_future(self._client.wait_until_dead())
         try:
@@ -181,7 +179,7 @@ class Supervisor:
                 since = self._client.waiting_since
                 left_s = self._stall_limit_s - (0.0 if since is None else clock() - since)
                 if left_s <= 0:
-                    self._client.kill(f"the engine made no step for {self._stall_limit_s:g} s", "stalled")
+                    self._client.kill(f"the engine made no step for {self._stall_limit_s:g} s", DeathKind.STALLED)
                     await death
                 else:
                     await asyncio.wait([death], timeout=left_s)
@@ -190,10 +188,10 @@ class Supervisor:
             death.cancel()
 
     def _judge(self, death: EngineDiedError) -> None:
-        """Count the death against the one on trial, or else against all that may have been in a step."""
-        in_order = sorted(self._live.values(), key=lambda live: live.request.priority)  # then by arrival
+        """Blame the request on trial or, without one, all that may have been running."""
+        in_order = sorted(self._live.values(), key=lambda live: live.request.priority)  # stable: then by arrival
         on_trial = next((live for live in in_order if live.blame.is_suspect), None)
-        # Nobody is overtaken: those behind waited for a seat.
+        # Scheduler serves in order: the requests after these were waiting for a running slot.
         computed = in_order[: self.info.max_num_seqs] if on_trial is None else [on_trial]
         for live in in_order:
             live.blame = live.blame.engine_died_elsewhere()
@@ -203,57 +201,59 @@ class Supervisor:
             self._num_restarts_in_a_row = 0
             self._num_convictions_in_a_row += 1
             request_id = on_trial.request.request_id
-            logger.error("request %s fails: the engine died whenever it had that request", request_id)
-            message = f"the engine died whenever it had this request; the last time: {death}"
+            logger.error("request %s fails: the engine died each time it computed this request", request_id)
+            message = f"the engine died each time it computed this request; the last time: {death}"
             self.push(TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message))
 
     async def _replace(self, death: EngineDiedError) -> None:
-        """Start engines until one is ready and has all live requests. Raises EngineDiedError if there will be none."""
+        """Start engines until one is ready, and give it all live requests. Raises EngineDiedError on giving up."""
         clock = asyncio.get_running_loop().time
         died_at = clock()
         if self._num_convictions_in_a_row >= MAX_CONVICTIONS_IN_A_ROW:
-            all_of_them = f"{MAX_CONVICTIONS_IN_A_ROW} requests in a row, each alone"
-            raise EngineDiedError(f"{death}; engines died with {all_of_them}", death.kind)
+            in_a_row = f"{MAX_CONVICTIONS_IN_A_ROW} requests in a row, each computed alone"
+            raise EngineDiedError(f"{death}; engines died with {in_a_row}", death.kind)
         while self._num_restarts_in_a_row < self._max_restarts:
             self._num_restarts_in_a_row += 1
             self._restarts[death.kind] += 1
-            logger.error("%s; starting another one for %d live requests", death, len(self._live))
+            logger.error("%s; restarting it for %d live requests", death, len(self._live))
             if self._num_restarts_in_a_row > 1:
                 await asyncio.sleep(_delay_s(self._num_restarts_in_a_row - 2))
             try:
                 await self._load_another()
             except EngineStartError as error:
-                death = EngineDiedError(str(error), "load")
+                death = EngineDiedError(str(error), DeathKind.LOAD)
                 continue
             if self._client.info.fingerprint != self.info.fingerprint:
                 await self._client.close()
-                raise EngineDiedError("the engine came back with other weights or on other hardware", "load")
+                raise EngineDiedError("the engine restarted with other weights or on other hardware", DeathKind.LOAD)
             self._is_ready = True
             self._client.enqueue([self._resume(live) for live in self._live.values()], self)
-            logger.warning("an engine runs again, %.1f s later; %d requests go on", clock() - died_at, len(self._live))
+            logger.warning(
+                "the engine is ready again after %.1f s; %d requests continue", clock() - died_at, len(self._live)
+            )
             return
-        tried = f"; {self._max_restarts} restarts in a row were of no use" if self._max_restarts else ""
+        tried = f"; {self._max_restarts} restarts in a row failed" if self._max_restarts else ""
         raise EngineDiedError(f"{death}{tried}", death.kind)
 
     async def _load_another(self) -> None:
-        """Load a new engine, once the system has what that takes. Raises EngineStartError."""
+        """Load a new engine, as soon as the system has the resources. Raises EngineStartError."""
         for num_attempts in itertools.count():
             self._client = self._make_client()
             try:
                 await self._load()
             except ScarcityError as error:
                 if num_attempts == 0:
-                    logger.error("%s; trying again until it works", error)
+                    logger.error("%s; retrying until it works", error)
                 await asyncio.sleep(_delay_s(num_attempts))
             else:
                 break
         context, before = self._client.info.max_model_len, self.info.max_model_len
-        if context < before:  # it takes the longest that fits the memory, and a live request may be longer than that
+        if context < before:  # less memory is free now, and a live request may be longer
             await self._client.close()
-            raise EngineStartError(f"the engine came back with a context of {context} tokens instead of {before}")
+            raise EngineStartError(f"the engine restarted with a context of {context} tokens instead of {before}")
 
     async def _load(self) -> None:
-        """Load the engine of the client. Raises EngineStartError, then nothing is left of it."""
+        """Load the engine of `_client`. Raises EngineStartError; then nothing of it is left."""
         try:
             async with asyncio.timeout(self._load_limit_s):
                 await self._client.start()
@@ -262,7 +262,7 @@ class Supervisor:
             raise EngineStartError(f"the engine did not load within {self._load_limit_s:g} s") from None
 
     def _resume(self, live: _Live) -> Request:
-        """Return the request for what is left of it."""
+        """Return the request that continues after the tokens so far."""
         token_ids = (*live.request.generated_token_ids, *live.token_ids)
         return replace(
             live.request,
@@ -277,7 +277,7 @@ class Supervisor:
             self._client.abort(known)
 
     def _end(self, death: EngineDiedError) -> None:
-        """Answer nothing any more; the first cause is the one that is told."""
+        """End all streams and take no more requests; only the first cause is kept."""
         self._is_ready = False
         self._death = self._death or death
         for stream in {live.stream for live in self._live.values()}:
@@ -286,10 +286,10 @@ class Supervisor:
 
     def _dead(self) -> EngineDiedError:
         if self._death is None:
-            return EngineDiedError("the engine has not been started", "load")
+            return EngineDiedError("the engine has not been started", DeathKind.LOAD)
         return EngineDiedError(str(self._death), self._death.kind)
 
 
 def _delay_s(num_attempts: int) -> float:
-    """Return how long to wait after so many attempts that did not help."""
-    return min(_FIRST_DELAY_S * 2.0 ** min(num_attempts, 16), _MAX_DELAY_S)  # a power that cannot overflow
+    """Return how long to wait after num_attempts failures."""
+    return min(_FIRST_DELAY_S * 2.0 ** min(num_attempts, 16), _MAX_DELAY_S)  # the power cannot overflow

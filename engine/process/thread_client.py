@@ -1,6 +1,6 @@
-"""The engine in a thread of this process: for debugging and tests, where a second process would be in the way.
+"""The engine in a thread of this process, for debugging and tests.
 
-It shares the interpreter with its caller, so a slow step slows the event loop, and a crash takes everything along.
+It shares the interpreter with its caller: a slow step slows the event loop, and a crash ends the whole process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import Command, EngineFactory, Message, Shutdown, serve
 
 
 class ThreadClient(LoopClient):
-    """An EngineClient whose engine runs in a thread; `close` waits for the load or step under way, as threads do."""
+    """An EngineClient whose engine runs in a thread. `close` waits for the current load or step to end."""
 
     def __init__(self, factory: EngineFactory) -> None:
         super().__init__(factory)
@@ -34,15 +35,15 @@ class ThreadClient(LoopClient):
 
     def _run(self) -> None:
         channel = _QueueChannel(self._inbox, lambda message: self._post(self._receive, message))
-        with contextlib.suppress(ConnectionError):  # no event loop, no client
+        with contextlib.suppress(ConnectionError):  # the event loop is closed
             try:
                 serve(self._factory, channel)
             finally:
                 self._post(self._joined, "the engine's thread ended")
 
     def _joined(self, cause: str) -> None:
-        self._thread.join()  # it ends with the call that brought us here
-        self._ended(cause, "exited")
+        self._thread.join()  # it ends after posting this call
+        self._ended(cause, DeathKind.EXITED)
 
 
 class _QueueChannel:

@@ -5,16 +5,15 @@ The order, for a row whose raw logits are z over the vocabulary:
    frequency and presence (z -= f*count + p*(count > 0), ids of the completion);
 2. logit_bias is added;
 3. temperature: z /= T; below 1e-6, or with top_k 1, the token is argmax and the lowest id wins a tie;
-4. top-k, then top-p (Holtzman et al. 2020) of the k's mass, then min-p (Nguyen et al. 2024) of the likeliest's; each
-   keeps every token as probable as the last one it admits, so equals stay together;
+4. top-k, then top-p (Holtzman et al. 2020) of the mass of these k, then min-p (Nguyen et al. 2024) of the largest
+   probability; each also keeps all tokens as probable as the last one it keeps, so equals stay together;
 5. inverse CDF: the first id whose cumulative probability, ids ascending, exceeds u = noise.uniform(...).
-Logprobs are of the raw logits. Every row's result depends on that row alone. Called by ModelRunner with fp32 logits.
+Logprobs are of the raw logits. The result of a row depends only on that row. ModelRunner calls it with fp32 logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,28 +22,28 @@ from torch import Tensor
 
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.noise import uniform
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 
 _MIN_TEMPERATURE = 1e-6
 _NUM_CANDIDATES = 1024
-"""How many of the likeliest tokens are sorted first: they nearly always hold top_p of the mass, and sorting a whole
-vocabulary of 50,000 takes milliseconds a row."""
+"""This many of the likeliest tokens are sorted first. They nearly always hold top_p of the mass, and sorting a whole
+vocabulary of 50,000 takes milliseconds for each row."""
 
 
 class SamplingPosition(NamedTuple):
-    """Where a token is sampled: after the known tokens of a sequence and after `draft`, which is taken for known."""
+    """Where a token is sampled: after the known tokens of a sequence, treating the tokens of `draft` as accepted."""
 
-    sequence: Sequence
+    sequence: SequenceState
     draft: tuple[int, ...] = ()
 
     @property
     def request(self) -> Request:
-        """Whose parameters and seed hold."""
+        """The request, for its parameters and seed."""
         return self.sequence.request
 
     @property
     def num_before(self) -> int:
-        """How many tokens stand before it in prompt and completion."""
+        """How many tokens precede this position in prompt and completion."""
         return len(self.sequence.token_ids) + len(self.draft)
 
     def tokens_from(self, start: int) -> list[int]:
@@ -53,7 +52,7 @@ class SamplingPosition(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One entry per row: the token id (None where the logits were not finite) and its logprobs where asked for."""
+    """One entry per row: the token id (None if the logits were not finite) and its logprobs if requested."""
 
     token_ids: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -66,10 +65,10 @@ class SampledTokens(NamedTuple):
             yield SampledTokens(self.token_ids[rows], self.logprobs[rows])
 
 
-def sample(logits: Tensor, positions: Rows[SamplingPosition]) -> SampledTokens:
-    """Choose the token at each position from fp32 logits [rows, vocab]; rows past the positions are ignored.
+def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledTokens:
+    """Choose the token at each position from fp32 logits [rows, vocab]; later rows are padding.
 
-    Mutates nothing. It waits for the device once; logprobs and filters make it wait once more each.
+    Mutates nothing. It waits for the device once, and once more for logprobs and for filters.
     """
     raw = logits[: len(positions)]
     scores = _adjust(raw, positions)
@@ -83,7 +82,7 @@ def sample(logits: Tensor, positions: Rows[SamplingPosition]) -> SampledTokens:
         chosen[drawing] = drawn
     finite = torch.isfinite(best_scores)
     logprobs = _reported_logprobs(raw, chosen, positions)
-    ids = torch.where(finite, chosen, -1).tolist()  # the sync of a step
+    ids = torch.where(finite, chosen, -1).tolist()  # a step waits for the device here
     return SampledTokens(
         token_ids=tuple(token if token >= 0 else None for token in ids),
         logprobs=tuple(entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)),
@@ -95,11 +94,11 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Rows[int]) -> list[TokenLogprobs]:
-    """Return for each row of fp32 logits [rows, vocab] its token's logprob (int64 ids [rows]) and the num_top best."""
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Return the logprob of the token (int64 [rows]) and the num_top best of each row of fp32 logits [rows, vocab]."""
     logprobs = logits.log_softmax(-1)
     own_R1 = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > own_R1).sum(-1, dtype=torch.int32) + 1  # in int64 it takes twice as long
+    ranks = (logprobs > own_R1).sum(-1, dtype=torch.int32) + 1  # int64 takes twice as long
     rows = zip(logprobs, token_ids.tolist(), own_R1[:, 0].tolist(), ranks.tolist(), num_top, strict=True)
     return [TokenLogprobs(token_id, own, rank, _best_of_row(row, k)) for row, token_id, own, rank, k in rows]
 
@@ -113,8 +112,10 @@ def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
 
 
-def _reported_logprobs(raw: Tensor, chosen: Tensor, positions: Rows[SamplingPosition]) -> list[TokenLogprobs | None]:
-    """Return one entry per row: the chosen token's logprobs where its request asked for them."""
+def _reported_logprobs(
+    raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]
+) -> list[TokenLogprobs | None]:
+    """Return one entry per row: the logprobs of the chosen token, None if its request asks for none."""
     reported: list[TokenLogprobs | None] = [None] * len(positions)
     asking = {i: k for i, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
     if asking:
@@ -124,8 +125,8 @@ def _reported_logprobs(raw: Tensor, chosen: Tensor, positions: Rows[SamplingPosi
     return reported
 
 
-def _adjust(raw: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
-    """Return the logits after penalties and bias; `raw` itself where no row asks for any."""
+def _adjust(raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """Return the logits after penalties and bias; `raw` itself if no row needs any."""
     scores = raw
     for row, position in enumerate(positions):
         params = position.request.params
@@ -160,13 +161,13 @@ def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:
         scores_V[torch.from_numpy(unique).to(device)] -= torch.from_numpy(penalty_U).to(device, scores_V.dtype)
 
 
-def _draw(scores: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
+def _draw(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise."""
     device = scores.device
     params = [position.request.params for position in positions]
     noise = [uniform(p.request.seed, p.request.choice_index, p.num_before) for p in positions]
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
-    # The largest score becomes 0 first, so that a small temperature cannot overflow; softmax does not see the shift.
+    # Shift the largest score to 0, so that a small temperature cannot overflow; softmax ignores the shift.
     probs = ((scores - scores.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)
     filtered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
     if filtered:
@@ -176,14 +177,14 @@ def _draw(scores: Tensor, positions: Rows[SamplingPosition]) -> Tensor:
     cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     target = torch.tensor(noise, dtype=torch.float64, device=device)[:, None] * total
-    # u * total may round up to total, which no entry exceeds; the largest number below it still lies inside.
+    # u * total may round up to total, which no entry exceeds. Limit it to the largest number below total.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    # A row that is not finite finds no entry at all; its token is dropped, but the index must stay in range.
+    # A row that is not finite matches no entry. Its token is dropped, but the index must stay in range.
     return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=scores.shape[1] - 1)
 
 
 def _floors(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Return the smallest probability each row keeps, [rows, 1], after top-k, top-p and min-p."""
+    """Return the smallest probability that each row keeps, [rows, 1], after top-k, top-p and min-p."""
     vocab_size, device = probs.shape[1], probs.device
     top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
     limited_k = max((p.top_k for p in params if p.top_k), default=1)

@@ -1,6 +1,6 @@
-"""Which request is to blame when a step raises or an engine dies.
+"""Decides which request is to blame when a step raises or an engine dies.
 
-Scheduler applies it to the sequences of a step, Supervisor to the requests of an engine. Knows neither; torch-free.
+Scheduler uses it for the sequences of a step, Supervisor for the requests of an engine. It knows neither. Torch-free.
 
 | state     | which request is in it             | a step with it raises | the engine dies with it   | CLEARING_STEPS |
 |-----------|------------------------------------|-----------------------|---------------------------|----------------|
@@ -12,28 +12,28 @@ Scheduler applies it to the sequences of a step, Supervisor to the requests of a
 | convicted | ends with FinishReason.ERROR       | -                     | -                         | -              |
 
 A dash: the request is not computed in that state. A failure is a step that raised or an engine that died, by a signal,
-an exception or a hang. The engine dies with a request that had a seat or, as nobody knows who had, that may have had
-one: the first max_num_seqs in order of service. While there is a suspect, only the one on trial is computed.
+an exception or a hang. When an engine dies, nobody knows which requests held its running slots. Supervisor counts the
+first max_num_seqs in order of service. While there is a suspect, only the one on trial is computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SUSPICIOUS_FAILURES = 2  # the first failure is most likely no request's fault; the second one may be somebody's
-CLEARING_STEPS = 2  # steps with a token that clear a request: one computes its known tokens, one decodes
-DEATHS_ON_TRIAL = 2  # one may be chance: an engine that was killed from outside
+SUSPICIOUS_FAILURES = 2  # the first failure is probably no request's fault; the second may be
+CLEARING_STEPS = 2  # steps that give a request a token and clear it: one computes its known tokens, one decodes
+DEATHS_ON_TRIAL = 2  # tolerate one more death, so that an external kill is not blamed on a request
 MAX_CONVICTIONS_IN_A_ROW = 5
-"""So many convictions without a token in between show that the engine dies with everything, and Supervisor gives up.
+"""After this many convictions without a token between them, the engine itself is at fault, and Supervisor gives up.
 
-A client that retries sends the same poison three times. Up to here 12 engines die: 4 for the first conviction, 2 for
-each other one.
+Fewer would not do: a client that retries sends the same fatal request three times. By then 12 engines have died: 4 for
+the first conviction, 2 for each other.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """One request's part in failures since it was last cleared. num_clean_steps counts those of one engine."""
+    """One request's part in failures since it was last cleared. num_clean_steps counts only steps of one engine."""
 
     num_failures: int = 0
     num_deaths_on_trial: int = 0
@@ -46,17 +46,17 @@ class Blame:
         return self.num_failures >= SUSPICIOUS_FAILURES
 
     def step_raised(self, *, alone: bool) -> Blame:
-        """Return the blame after a step that raised, with this request alone or with others."""
+        """Return the blame after a step with this request raised; `alone`: it was the only one."""
         is_convicted = alone and self.is_suspect
         return Blame(self.num_failures + 1, self.num_deaths_on_trial, is_convicted=is_convicted)
 
     def engine_died(self, *, on_trial: bool) -> Blame:
-        """Return the blame after the death of an engine that may have computed this request."""
+        """Return the blame after an engine died that may have computed this request."""
         num_deaths = self.num_deaths_on_trial + on_trial
         return Blame(self.num_failures + 1, num_deaths, is_convicted=num_deaths >= DEATHS_ON_TRIAL)
 
     def engine_died_elsewhere(self) -> Blame:
-        """Return the blame after the death of an engine that did not compute this request."""
+        """Return the blame after an engine died that did not compute this request."""
         return replace(self, num_clean_steps=0)
 
     def step_gave_token(self) -> Blame:

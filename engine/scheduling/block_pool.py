@@ -1,7 +1,7 @@
-"""Who holds which block of the KV cache, and which blocks hold a prefix worth finding again.
+"""Which blocks of the KV cache are in use, and which hold a prefix that can be found again.
 
-Knows block numbers and token ids; no tensors, requests or order of service. Only Scheduler calls it.
-Every operation costs O(1) for each block it is asked about, whatever the size of the pool.
+It knows block numbers and token ids; no tensors, requests or order of service. Scheduler and SequenceBlocks call it.
+Every operation costs O(1) for each block in its arguments, for any size of the pool.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-Prefix = int | str
-"""The exact tokens up to some block's end: a number given out once, or, before the first block, the cache_salt."""
+PrefixId = int | str
+"""Identifies a token prefix that ends with a block; the cache_salt stands for the empty prefix."""
 
 
 class BlockPool:
     """Reference counts, the prefix cache and its eviction.
 
     A block is in exactly one state: held (it has references), cached (it has none, but its content can be found) or
-    blank (neither). New blocks are taken from the blank ones, then from the cached ones, least recently used first.
+    blank (neither). New blocks come from the blank ones, then from the cached ones, least recently used first.
 
-    The prefix cache maps (Prefix before a block, its token ids) to the block. The content of each findable block has a
-    Prefix of its own, which stands in the keys of the blocks that follow: a chain whose every link is confirmed by
-    comparing token ids, back to the salt. By induction a match holds exactly the tokens asked for, and no collision of
-    hashes, by accident or design, can make two prefixes share a block. A Prefix is never given out twice, so a
-    block whose predecessor was evicted is at worst not found again, never found wrongly.
+    The prefix cache maps (PrefixId before a block, its token ids) to the block. A findable block has its own PrefixId,
+    which is part of the keys of the blocks after it. So blocks form chains, back to the salt, and each link compares
+    token ids. By induction a match holds exactly the tokens asked for. No collision of hashes, by accident or design,
+    can make two prefixes share a block. A PrefixId is used only once. So a block whose predecessor was evicted may not
+    be found again, but is never found for other tokens.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -33,14 +33,14 @@ class BlockPool:
         self._num_references = [0] * num_blocks
         self._blank = list(reversed(range(num_blocks)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._findable: dict[tuple[Prefix, tuple[int, ...]], int] = {}
-        self._keys: list[tuple[Prefix, tuple[int, ...]] | None] = [None] * num_blocks  # None: not findable
-        self._prefixes: list[Prefix] = [""] * num_blocks  # meaningful from `register` until the block is reused
+        self._findable: dict[tuple[PrefixId, tuple[int, ...]], int] = {}
+        self._keys: list[tuple[PrefixId, tuple[int, ...]] | None] = [None] * num_blocks  # None: not findable
+        self._prefixes: list[PrefixId] = [""] * num_blocks  # meaningful from `register` until the block is reused
         self._num_prefixes = 0
 
     @property
     def num_free(self) -> int:
-        """How many blocks `allocate` could give out now: the blank and the cached ones."""
+        """How many blocks `allocate` could return now: the blank and the cached ones."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -54,12 +54,12 @@ class BlockPool:
         return len(self._cached)
 
     def match(self, token_ids: Sequence[int], cache_salt: str) -> list[int]:
-        """Return the blocks that hold the longest known prefix of token_ids; takes no references.
+        """Return the blocks that hold the longest cached prefix of token_ids; takes no references.
 
-        Never covers the last token: it has to be computed for its logits, and a shared block is never written to.
+        The prefix never includes the last token: its logits must be computed, and a shared block is never written to.
         """
         block_ids: list[int] = []
-        prefix: Prefix = cache_salt
+        prefix: PrefixId = cache_salt
         for start in range(0, len(token_ids) - self.block_size, self.block_size):
             block_id = self._findable.get((prefix, tuple(token_ids[start : start + self.block_size])))
             if block_id is None:
@@ -69,9 +69,9 @@ class BlockPool:
         return block_ids
 
     def allocate(self, num_new: int, matched: Sequence[int] = ()) -> list[int] | None:
-        """Return `matched`, then num_new blocks of undefined content, having taken one reference to each.
+        """Take one reference to each block of `matched` and to num_new others; return them in this order.
 
-        None, and nothing is changed, when too few blocks are free.
+        The content of the others is undefined. If too few blocks are free, return None and change nothing.
         """
         num_revived = sum(self._num_references[block_id] == 0 for block_id in matched)
         if num_new + num_revived > self.num_free:
@@ -83,9 +83,9 @@ class BlockPool:
         return [*matched, *(self._take_free() for _ in range(num_new))]
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference to each block of a sequence, in the sequence's order.
+        """Drop one reference to each of these blocks, which are in the order of their sequence.
 
-        The tail is freed first, so that it is evicted first: a block is of use only with those before it.
+        The tail is freed first, so that it is evicted first: a block is useless without those before it.
         """
         for block_id in reversed(block_ids):
             assert self._num_references[block_id] > 0, f"block {block_id} was freed more often than taken"
@@ -97,10 +97,10 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def register(self, block_ids: Sequence[int], index: int, token_ids: Sequence[int], cache_salt: str) -> bool:
-        """Make block_ids[index] findable: the tokens of the sequence that holds block_ids fill it.
+        """Make block_ids[index] findable; block_ids and token_ids are those of one sequence.
 
-        The blocks before it have been matched or registered. False if nothing was changed for `match`: caching is off,
-        or another block with this content is findable already.
+        The blocks before it must be matched or registered. False if `match` finds nothing new: caching is off, or
+        another block with this content is already findable.
         """
         if not self.enable_prefix_caching:
             return False
@@ -118,7 +118,7 @@ class BlockPool:
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Make the blocks unfindable, because their content cannot be trusted; references stay as they are."""
+        """Make the blocks unfindable, because their content cannot be trusted. References are unchanged."""
         for block_id in block_ids:
             if self._keys[block_id] is None:
                 continue
@@ -128,7 +128,7 @@ class BlockPool:
                 self._blank.append(block_id)
 
     def check_invariants(self, owners: Iterable[Sequence[int]]) -> None:
-        """Assert everything the class promises, given the blocks of every sequence that holds any. O(blocks)."""
+        """Assert all invariants; `owners` are the blocks of every sequence that holds any. O(blocks)."""
         references = Counter(block_id for block_ids in owners for block_id in block_ids)
         assert self._num_references == [references[block_id] for block_id in range(self.num_blocks)]
         states = [*references, *self._blank, *self._cached]
@@ -137,7 +137,7 @@ class BlockPool:
         assert all(self._keys[block_id] is not None for block_id in self._cached)
         keys = {key: block_id for block_id, key in enumerate(self._keys) if key is not None}
         assert keys == self._findable
-        assert len({self._prefixes[block_id] for block_id in keys.values()}) == len(keys), "a Prefix was given twice"
+        assert len({self._prefixes[block_id] for block_id in keys.values()}) == len(keys), "a PrefixId was given twice"
         for (previous, token_ids), block_id in keys.items():
             assert len(token_ids) == self.block_size
             prefix = self._prefixes[block_id]

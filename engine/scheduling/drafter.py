@@ -1,8 +1,8 @@
-"""Drafts: guesses at the next tokens of a sequence, all of which one step verifies.
+"""Drafts: guesses at the next tokens of a sequence. One step verifies a whole draft.
 
-A wrong guess costs time and never a token: Scheduler has the step sample behind every token of a draft, as it would
-have without it, and keeps what agrees. `PromptLookup` guesses from the sequence itself; a drafter with a model would
-stand beside it. Torch-free; Scheduler calls it.
+A wrong guess costs time and never changes a token: verifying a draft gives exactly the tokens that plain decoding
+gives. `PromptLookup` guesses from the sequence itself; a drafter with a model would stand beside it. Torch-free;
+Scheduler calls it.
 """
 
 from __future__ import annotations
@@ -10,25 +10,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
+
+MAX_DRAFTING_STEP_TOKENS = 12
+"""Up to this many tokens a step takes only as long as reading its weights, so verifying a draft is nearly free
+(bench/speculation.py). With more, drafts would delay the step for all sequences."""
 
 MIN_NGRAM = 2
-"""A single token recurs all the time and says little about what follows."""
+"""A single token recurs too often to predict what follows."""
 MAX_NGRAM = 8
-"""Longer ones single out no better place, and each length costs an index entry a token."""
+"""Longer n-grams find no better place, and each n costs one index entry for each token."""
 
 INDEXED_AT_ONCE = 4096
-"""Tokens; some milliseconds, for which everybody's step waits."""
+"""Tokens. Indexing them takes some milliseconds, by which the step of all sequences is delayed."""
 
 
 class Drafter(Protocol):
     """Guesses what follows the known tokens of a sequence."""
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Return at most `most` (at least 1) token ids of the model's vocabulary, none where there is no guess."""
+    max_step_tokens: int
+    """A step with drafts computes at most this many tokens, drafts included."""
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for a sequence that has ended; it may never have been drafted for."""
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        """Return 0 to max_tokens token ids of the model's vocabulary; max_tokens is at least 1."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop the state of a sequence that has ended, if there is any."""
 
 
 @dataclass(slots=True)
@@ -42,21 +49,22 @@ class _Index:
 class PromptLookup:
     """Guesses that what followed the last n tokens before follows again (prompt lookup decoding, Saxena 2023).
 
-    n is `longest`, or the nearest below, down to MIN_NGRAM, with which the last n tokens of prompt and completion
-    stand earlier among them; the latest such place counts. A draft that reaches the end of the known tokens goes on
-    with itself, as a copy in LZ77 does, so that a loop is guessed as a loop.
+    n is the largest in [MIN_NGRAM, max_ngram] for which the last n tokens of prompt and completion occur earlier among
+    them. The latest such place counts. A draft that reaches the end of the known tokens continues with its own first
+    tokens, as a copy in LZ77 does: a loop is guessed as a loop.
 
-    A draft costs O(longest) for each token that is new since the last one, of which it enters INDEXED_AT_ONCE at most:
-    there are no guesses until a longer prompt is known by so many a step. The index takes some
-    hundred bytes a token and length, small against the token's keys and values, and goes with its sequence.
+    A draft costs O(max_ngram) for each token that is not indexed yet. One call indexes at most INDEXED_AT_ONCE tokens;
+    until all are indexed there are no guesses. The index takes some hundred bytes for each token and n, little beside
+    the token's keys and values. `forget` drops it.
     """
 
-    def __init__(self, longest: int) -> None:
-        assert MIN_NGRAM <= longest <= MAX_NGRAM
-        self._lengths = range(longest, MIN_NGRAM - 1, -1)
-        self._indices: dict[Sequence, _Index] = {}
+    def __init__(self, max_ngram: int, max_step_tokens: int = MAX_DRAFTING_STEP_TOKENS) -> None:
+        assert MIN_NGRAM <= max_ngram <= MAX_NGRAM
+        self.max_step_tokens = max_step_tokens
+        self._lengths = range(max_ngram, MIN_NGRAM - 1, -1)
+        self._indices: dict[SequenceState, _Index] = {}
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         token_ids = sequence.token_ids
         index = self._indices.setdefault(sequence, _Index())
         self._extend(index, token_ids)
@@ -66,14 +74,14 @@ class PromptLookup:
             end = index.ends.get(tuple(token_ids[-n:]))
             if end is not None:
                 period = len(token_ids) - end
-                return tuple(token_ids[end + i % period] for i in range(most))
+                return tuple(token_ids[end + i % period] for i in range(max_tokens))
         return ()
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         self._indices.pop(sequence, None)
 
     def _extend(self, index: _Index, token_ids: list[int]) -> None:
-        """Enter the n-grams that end before the last token; the last ones themselves are what is looked for."""
+        """Index the n-grams that end before the last token; those that end with it are looked up."""
         num_known = min(len(token_ids), index.num_known + INDEXED_AT_ONCE)
         for end in range(index.num_known, num_known):
             for n in self._lengths:

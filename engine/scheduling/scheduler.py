@@ -1,9 +1,9 @@
-"""Which sequence computes how many tokens in the next step: one rule, no phases.
+"""Decides how many tokens of which sequence the next step computes: one rule, no phases.
 
-Every sequence has tokens known and tokens computed; a step lets the second catch up with the first within a budget of
-tokens. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay are all that one rule. What
-is left of a step may verify drafts: guesses at the tokens after the known ones.
-Torch-free and synchronous: Engine calls `schedule`, computes, and answers with `update` or `abandon`.
+A sequence has known tokens, of which the first num_computed are computed. Each step computes more of them, within a
+budget of tokens for the whole step. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay
+all follow this rule. What is left of the budget verifies drafts: guesses at the tokens after the known ones.
+Torch-free and synchronous: Engine calls `schedule`, computes, and then calls `update` or `abandon`.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.schedule import Progress, ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import Sequence, SequenceStatus
-
-DRAFTING_STEP_TOKENS = 12
-"""A step with drafts computes no more tokens than these: up to here a step takes as long as its weights take to read,
-so that verifying is nearly free (bench/speculation.py), and beyond it drafts would delay the step for everybody."""
+from gptserve.engine.scheduling.sequence import (
+    Progress,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceState,
+    SequenceStatus,
+)
+from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 _in_order_of_service = attrgetter("order")
 
 
 class Scheduler:
-    """Sequences waiting and running, both in order of service: lower priority value, then earlier arrival.
+    """Holds waiting and running sequences, both in order of service: lower priority value, then earlier arrival.
 
-    - Running sequences go first, in order, each as far as the budget allows; what is left admits waiting ones, in
-      order, while there are seats. The first that cannot be admitted holds back the rest: nobody is overtaken.
-    - Admission takes the blocks of all tokens known at once, so that only growth by sampled tokens can lack one.
-    - A running sequence that lacks a block preempts the last in order, itself if need be, and nobody is admitted in
-      that step. The preempted one gives up its blocks and waits, in its old place, to be computed again; the last in
-      order is never one that this step has already scheduled.
-    - Priority decides the order of admission, of the budget and of preemption: a long prompt of higher priority can
-      take whole steps from sequences that decode. A waiting sequence takes no seat or block away from a running one,
-      whatever their priorities.
+    - Running sequences come first, in order, each as far as the budget allows. The rest of the budget goes to waiting
+      ones, in order, while there are running slots. The first that cannot be admitted holds back the rest.
+    - Admission allocates the blocks of all known tokens at once. After that only sampled tokens need new blocks.
+    - A running sequence that lacks a block preempts the last one in order, or itself if it is the last. Then this step
+      admits nobody. The preempted sequence gives up its blocks and waits, in its old place, to be recomputed. The last
+      one in order is never already scheduled in this step.
+    - Priority orders admission, budget and preemption. A long prompt of higher priority can take whole steps from
+      sequences that decode. But a waiting sequence never takes a running slot or a block from a running one.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
-      progress and every sequence ends, with exactly one FinishReason.
-    - A step that failed is computed again from the start of its sequences, with all of them. While there are suspects
-      (engine/scheduling/blame.py), the first in order is computed alone, and preempts whom it must.
-    - Drafts come last and take what nobody else wants: budget, up to DRAFTING_STEP_TOKENS, shared evenly by those that
-      sample, and free blocks, of which those that hold only rejected tokens are given back at the end of the step.
+      progress, and every sequence ends with exactly one FinishReason.
+    - After a failed step its sequences are recomputed from the start. While there are suspects (scheduling/blame.py),
+      only the first of them in order is computed; it preempts others as needed.
+    - Drafts come last and use only what is left: budget, up to Drafter.max_step_tokens, shared evenly by the sequences
+      that need sampling, and free blocks. Blocks with only rejected tokens are freed at the end of the step.
 
-    Blocks of known tokens are registered for sharing by the step that will fill them, so equal prompts admitted
-    together are computed once; `abandon` takes that back when the step failed. A block with drafted tokens in it is
-    registered when the last of them is accepted.
+    Blocks of known tokens are registered for sharing before the step that fills them, so that equal prompts admitted
+    together are computed once. If the step fails, `abandon` takes that back. A block with draft tokens is registered
+    when all its tokens are accepted.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Scheduler:
                 f"got {pool.num_blocks} * {pool.block_size} = {pool.num_blocks * pool.block_size}"
             )
         self._pool = pool
+        self._blocks = SequenceBlocks(pool)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -76,13 +78,12 @@ class Scheduler:
         self._drafter = drafter
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
-        self._waiting: list[Sequence] = []  # both sorted by order of service
-        self._running: list[Sequence] = []
-        self._live: dict[str, Sequence] = {}
-        self._suspects: set[Sequence] = set()
+        self._waiting: list[SequenceState] = []  # both in order of service
+        self._running: list[SequenceState] = []
+        self._live: dict[str, SequenceState] = {}
+        self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
-        self._new_blocks: list[int] = []  # registered by the latest step, which has yet to fill them
-        self._drafts: dict[Sequence, tuple[int, ...]] = {}  # of the step under way
+        self._drafts: dict[SequenceState, tuple[int, ...]] = {}  # of the step under way
         self.num_preemptions = 0
         self.num_prefix_queried_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -91,25 +92,25 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """How many sequences hold a seat."""
+        """How many sequences hold a running slot."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """How many sequences wait for their first or next seat."""
+        """How many sequences wait for a running slot, for the first time or again."""
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would return a batch with something in it."""
+        """Whether `schedule` would return a batch that is not empty."""
         return bool(self._live)
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a request that has passed Request.check and whose id no live request has."""
+    def add(self, request: Request) -> SequenceState:
+        """Queue a request. It has passed Request.check and no live request has its id."""
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
-        sequence = Sequence(request, self._num_arrivals, known, self._clock(), blame=request.blame)
+        sequence = SequenceState(request, self._num_arrivals, known, self._clock(), blame=request.blame)
         self._num_arrivals += 1
         if sequence.blame.is_suspect:
             self._suspects.add(sequence)
@@ -117,19 +118,19 @@ class Scheduler:
         insort(self._waiting, sequence, key=_in_order_of_service)
         return sequence
 
-    def abort(self, request_id: str) -> Sequence | None:
-        """End a request and free its blocks at once; None if no such request lives. Allowed while a step runs."""
+    def abort(self, request_id: str) -> SequenceState | None:
+        """End a request and free its blocks at once; None if no live request has this id. Allowed during a step."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence, FinishReason.ABORT)
         return sequence
 
     def schedule(self) -> ScheduledBatch:
-        """Choose what the next step computes and give it blocks; empty only if there is no work.
+        """Choose what the next step computes and allocate its blocks; empty only if there is no work.
 
-        To be followed by `update`, or `abandon`, before the next call.
+        Call `update` or `abandon` before the next `schedule`.
         """
-        self._new_blocks.clear()
+        self._blocks.begin_step()
         self._drafts.clear()
         items: list[ScheduledSequence] = []
         if self._suspects:
@@ -138,16 +139,16 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(items, self._max_num_batched_tokens)
         if self.num_preemptions == num_preemptions:
-            budget = self._admit(items, budget)
+            budget = self._schedule_waiting(items, budget)
         if self._drafter is not None:
             num_scheduled = self._max_num_batched_tokens - budget
-            self._add_drafts(items, self._drafter, min(budget, DRAFTING_STEP_TOKENS - num_scheduled))
+            self._add_drafts(items, self._drafter, min(budget, self._drafter.max_step_tokens - num_scheduled))
         return ScheduledBatch(tuple(items))
 
-    def expire_waiting(self) -> list[Sequence]:
-        """End the sequences that have waited for max_queue_time_s and return them; to be called after `schedule`.
+    def expire_waiting(self) -> list[SequenceState]:
+        """End and return the sequences that have waited for max_queue_time_s; call it after `schedule`.
 
-        One that has begun has been admitted once and never ends so.
+        A sequence that may have run before is never among them.
         """
         if self._max_queue_time_s is None:
             return []
@@ -160,28 +161,28 @@ class Scheduler:
         return expired
 
     def update(self, batch: ScheduledBatch, sampled: Iterable[tuple[int | None, ...]]) -> list[Progress]:
-        """Take in what a step computed: for each item of the batch that samples, in their order, its sampled tokens.
+        """Accept the results of a step: the sampled tokens of each item that needs sampling, in order.
 
-        The first comes after the known tokens, and one after each token of the draft. None stands for a row whose
-        logits were unusable: a sequence that comes to it fails, and nobody new shares its blocks. Items whose sequence
-        was aborted while the step ran are passed over.
+        They are the token after the known ones, then the token after each draft token. None stands for unusable logits:
+        if a sequence needs that token, it fails and its blocks are no longer shared. Sequences that were aborted during
+        the step are skipped.
         """
-        sampling = [item for item in batch.items if item.samples]
+        sampling = [item for item in batch.items if item.needs_sampling]
         for item in batch.items:
             item.sequence.num_computed += item.num_tokens - len(item.draft)
         return [
-            self._take_in(item, token_ids)
+            self._accept(item, token_ids)
             for item, token_ids in zip(sampling, sampled, strict=True)
             if item.sequence.status is SequenceStatus.RUNNING
         ]
 
-    def abandon(self, batch: ScheduledBatch) -> Sequence | None:
-        """Take back a step that raised: its sequences start again, as it may have stored anything.
+    def abandon(self, batch: ScheduledBatch) -> SequenceState | None:
+        """Undo a step that raised: its sequences are recomputed, as the step may have stored anything.
 
-        One that is convicted ends instead and is returned. The blocks the step was to fill are forgotten; what earlier
-        steps stored stays valid and shared.
+        A convicted sequence ends instead and is returned. Blocks that the step was to fill are forgotten. Blocks that
+        earlier steps filled stay valid and shared.
         """
-        self._pool.forget(self._new_blocks)
+        self._blocks.forget_unfilled()
         failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
         for sequence in failed:
             sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
@@ -195,7 +196,7 @@ class Scheduler:
         return None
 
     def check_invariants(self) -> None:
-        """Assert everything this class and its pool promise. O(blocks + tokens)."""
+        """Assert all invariants of this class and its pool. O(blocks + tokens)."""
         self._pool.check_invariants([sequence.block_ids for sequence in self._running])
         everyone = [*self._running, *self._waiting]
         assert len(everyone) == len(self._live)
@@ -214,191 +215,158 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
             draft = self._drafts.get(sequence, ())
-            assert len(sequence.block_ids) <= self._num_blocks_of(sequence, len(draft))
-            assert not draft or len(sequence.block_ids) == self._num_blocks_of(sequence, len(draft))
+            assert len(sequence.block_ids) <= self._blocks.num_needed(sequence, len(draft))
+            assert not draft or len(sequence.block_ids) == self._blocks.num_needed(sequence, len(draft))
         for sequence, draft in self._drafts.items():
             assert 0 < len(draft) < self._num_tokens_left(sequence), "the token after the draft must still be wanted"
         assert self._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule the running sequences and return the budget left."""
-        for sequence in self._running:  # preemption may shorten the list meanwhile, at its end only
-            if budget == 0 or not self._grow(sequence):
+        for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end
+            if budget == 0 or not self._make_room(sequence):
                 break
             budget -= self._schedule_tokens(sequence, items, budget)
         return budget
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Give a running sequence blocks for all its tokens, preempting as needed; False if it preempted itself."""
-        while not self._fill(sequence):
+    def _make_room(self, sequence: SequenceState) -> bool:
+        """Give a running sequence the blocks it lacks, preempting others if needed; False if it preempted itself."""
+        while not self._blocks.grow(sequence):
             last = self._running.pop()
             self._preempt(last)
             if last is sequence:
                 return False
         return True
 
-    def _fill(self, sequence: Sequence) -> bool:
-        """Give a running sequence blocks for all its tokens; False, and it is as before, if too few are free."""
-        new = self._pool.allocate(max(0, self._num_blocks_of(sequence) - len(sequence.block_ids)))
-        sequence.block_ids += new or ()
-        return new is not None
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_ids)
-        sequence.block_ids.clear()
+    def _preempt(self, sequence: SequenceState) -> None:
+        self._blocks.free(sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         insort(self._waiting, sequence, key=_in_order_of_service)
         self.num_preemptions += 1
 
-    def _schedule_alone(self, suspect: Sequence, items: list[ScheduledSequence]) -> None:
-        """Schedule nothing but a suspect, whatever seat and blocks it has to take from others."""
-        while not (self._seat(suspect) if suspect.status is SequenceStatus.WAITING else self._fill(suspect)):
+    def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
+        """Schedule only this suspect; preempt others, last in order first, until it has a running slot and blocks."""
+        while not (self._admit(suspect) if suspect.status is SequenceStatus.WAITING else self._blocks.grow(suspect)):
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
             self._running.remove(last)
             self._preempt(last)
         self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
 
-    def _admit(self, items: list[ScheduledSequence], budget: int) -> int:
-        """Seat and schedule waiting sequences and return the budget left."""
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Admit and schedule waiting sequences and return the budget left."""
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
-            if not self._seat(sequence):
+            if not self._admit(sequence):
                 break
             budget -= self._schedule_tokens(sequence, items, budget)
         return budget
 
-    def _seat(self, sequence: Sequence) -> bool:
-        """Let a waiting sequence run, with blocks for all its tokens; False if there is no seat or too few blocks."""
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give a waiting sequence a running slot and blocks for all its tokens; False if either is lacking."""
         if len(self._running) == self._max_num_seqs:
             return False
-        wants_match = self._wants_match(sequence)
-        matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if wants_match else []
-        block_ids = self._pool.allocate(self._num_blocks_of(sequence) - len(matched), matched)
-        if block_ids is None:
+        use_cache = self._can_use_cache(sequence)
+        if not self._blocks.allocate(sequence, use_cache=use_cache):
             return False
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_in_order_of_service)
         sequence.status = SequenceStatus.RUNNING
-        sequence.block_ids = block_ids
-        sequence.num_computed = len(matched) * self._pool.block_size
-        if wants_match and sequence.num_preemptions == 0:
+        if use_cache and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_prefix_queried_tokens += sequence.num_prompt_tokens
             self.num_prefix_hit_tokens += sequence.num_cached_tokens
         return True
 
-    def _wants_match(self, sequence: Sequence) -> bool:
-        """Whether prefix hits are of use: not as long as the logits of the prompt's own tokens are still wanted."""
+    def _can_use_cache(self, sequence: SequenceState) -> bool:
+        """Whether prefix hits are allowed: not while the logits of prompt tokens are still to be reported."""
         wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
         return self._pool.enable_prefix_caching and not wants_prompt_logits
 
-    def _schedule_tokens(self, sequence: Sequence, items: list[ScheduledSequence], budget: int) -> int:
-        """Schedule what the budget allows of a sequence that has its blocks; return how many tokens that is."""
+    def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: int) -> int:
+        """Schedule tokens of a sequence that has its blocks, within the budget; return how many."""
         num_tokens = min(sequence.num_uncomputed, budget)
         items.append(ScheduledSequence(sequence, num_tokens))
-        self._register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
+        self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
         return num_tokens
 
-    def _register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that the known tokens at positions start to end - 1 complete."""
-        block_size = self._pool.block_size
-        for index in range(start // block_size, end // block_size):
-            if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
-                self._new_blocks.append(sequence.block_ids[index])
-
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
-        """Let the items that sample verify drafts, `room` tokens at most, which nobody else has a use for."""
-        sampling = [index for index, item in enumerate(items) if item.samples]
+        """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
+        sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
-            most = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)
-            if most <= 0:
+            max_tokens = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)
+            if max_tokens <= 0:
                 continue
-            draft = drafter.draft(sequence, most)
-            draft = draft[: self._reserve(sequence, len(draft))]
+            draft = drafter.draft(sequence, max_tokens)
+            draft = draft[: self._blocks.reserve(sequence, len(draft))]
             if draft:
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
                 self._drafts[sequence] = draft
                 room -= len(draft)
 
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> int:
-        """Give a sequence blocks for tokens after its known ones while any are free; return how many they can hold."""
-        num_missing = self._num_blocks_of(sequence, num_tokens) - len(sequence.block_ids)
-        new = self._pool.allocate(min(num_missing, self._pool.num_free))
-        assert new is not None, "no more was asked for than is free"
-        sequence.block_ids += new
-        return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
-
-    def _take_in(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
-        """Append what was sampled, up to the first token that the draft did not foresee or that ends the sequence."""
+    def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
+        """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence = item.sequence
         if sampled[0] is None:
-            self._pool.forget(sequence.block_ids)
+            self._blocks.forget(sequence)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
         sequence.blame = sequence.blame.step_gave_token()
         if not sequence.blame.is_suspect:
             self._suspects.discard(sequence)
-        taken: list[int] = []
+        accepted: list[int] = []
         reason = None
-        for token_id, foreseen in zip(sampled, (*item.draft, None), strict=True):
+        for token_id, drafted in zip(sampled, (*item.draft, None), strict=True):
             if token_id is None:
-                break  # the next step comes to it again, and to it first
+                break  # the next step computes it again, as its first token
             sequence.token_ids.append(token_id)
-            taken.append(token_id)
+            accepted.append(token_id)
             reason = self._finish_reason(sequence)
-            if reason is not None or token_id != foreseen:
+            if reason is not None or token_id != drafted:
                 break
         if item.draft:
-            self._settle(item, taken)
+            self._rollback(item, accepted)
         if reason is not None:
             self._end(sequence, reason)
-        return Progress(sequence, tuple(taken), reason, taken[-1] if reason is FinishReason.STOP else None)
+        return Progress(sequence, tuple(accepted), reason, accepted[-1] if reason is FinishReason.STOP else None)
 
-    def _settle(self, item: ScheduledSequence, taken: list[int]) -> None:
-        """Count as computed what was accepted of a draft, and give back the blocks of what was not."""
+    def _rollback(self, item: ScheduledSequence, accepted: list[int]) -> None:
+        """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
         del self._drafts[sequence]
         self.num_draft_tokens += len(item.draft)
-        self.num_accepted_tokens += sum(map(eq, taken, item.draft))
+        self.num_accepted_tokens += sum(map(eq, accepted, item.draft))
         sequence.num_computed = len(sequence.token_ids) - 1
-        self._register(sequence, num_before, sequence.num_computed)
-        num_blocks = self._num_blocks_of(sequence)
-        self._pool.free(sequence.block_ids[num_blocks:])
-        del sequence.block_ids[num_blocks:]
+        self._blocks.register(sequence, num_before, sequence.num_computed)
+        self._blocks.trim(sequence)
 
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        """Return why the newest token ends a sequence, if it does; a stop counts before a limit."""
+    def _finish_reason(self, sequence: SequenceState) -> FinishReason | None:
+        """Return why the newest token ends a sequence, None if it does not; STOP precedes LENGTH."""
         token_id, params = sequence.token_ids[-1], sequence.request.params
         is_eos = token_id in self._eos_token_ids and not params.ignore_eos
         if is_eos or token_id in params.stop_token_ids:
             return FinishReason.STOP
         return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
 
-    def _has_begun(self, sequence: Sequence) -> bool:
-        """Whether a sequence that waits had a seat before: here, or maybe in an engine that is gone."""
+    def _has_begun(self, sequence: SequenceState) -> bool:
+        """Whether a waiting sequence may have run before, in this engine or in one that died."""
         return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
 
-    def _num_tokens_left(self, sequence: Sequence) -> int:
-        """How many tokens a sequence may still be given."""
+    def _num_tokens_left(self, sequence: SequenceState) -> int:
+        """How many more tokens a sequence may get."""
         left = sequence.request.params.max_tokens - sequence.num_generated
         return min(left, self._max_model_len - len(sequence.token_ids))
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
         queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
         queue.remove(sequence)
         del self._live[sequence.request.request_id]
         self._suspects.discard(sequence)
-        self._pool.free(sequence.block_ids)
-        sequence.block_ids.clear()
+        self._blocks.free(sequence)
         self._drafts.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.forget(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-
-    def _num_blocks_of(self, sequence: Sequence, num_more: int = 0) -> int:
-        """How many blocks all known tokens of a sequence take, and num_more after them."""
-        return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)

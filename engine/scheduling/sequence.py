@@ -1,6 +1,6 @@
-"""A request while it is being computed: its tokens, and which of them have keys and values in which blocks.
+"""A request while it is computed, what the next step computes of it, and what the step gave it.
 
-Knows neither the pool nor the tensors. Scheduler makes and mutates it; batch and sampler read it.
+Knows neither the pool nor the tensors. Scheduler makes and changes all of it; ModelRunner reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. Preempted means WAITING again."""
+    """A preempted sequence is WAITING again."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -21,13 +21,13 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One request's tokens known (prompt, then generated) and computed.
+class SequenceState:
+    """A live request: its known tokens (prompt, then generated) and how many of them are computed.
 
-    Invariants while it lives: token_ids only grows; num_computed < len(token_ids), as the newest token is sampled but
-    not computed; position p lies in block_ids[p // block_size]. A waiting sequence has no blocks and nothing computed.
-    num_cached_tokens is how many prompt tokens the prefix cache held when the sequence was first admitted. queued_at is
-    when it arrived, by the scheduler's clock.
+    Invariants: token_ids only grows. num_computed < len(token_ids): the newest token is not computed yet. The keys and
+    values of position p are in block_ids[p // block_size]. A waiting sequence has no blocks and num_computed is 0.
+    num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
+    queued_at is its arrival on the scheduler's clock, in seconds.
     """
 
     request: Request
@@ -61,3 +61,49 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Sort key of service: the smaller is admitted and computed first, and preempted last."""
         return self.request.priority, self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute positions [num_computed, num_computed + num_tokens); the last len(draft) are draft tokens.
+
+    A draft guesses the tokens after all known ones. All positions have blocks.
+    """
+
+    sequence: SequenceState
+    num_tokens: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def needs_sampling(self) -> bool:
+        """Whether the newest known token is computed, so that its logits give the next one; valid until `update`."""
+        return self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """What one step computes, each sequence at most once.
+
+    A sequence may read blocks that another one fills in the same step: each layer stores all keys and values of the
+    step before it computes attention.
+    """
+
+    items: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are computed."""
+        return sum(item.num_tokens for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The tokens that a step gave a sequence; none if it ended with ERROR.
+
+    finish_reason is set if the sequence ended. stop_token_id is the last token if that one ended it.
+    """
+
+    sequence: SequenceState
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptserve.engine.model.host_memory import available_memory_bytes
-from gptserve.engine.model.memory import cache_capacity, kv_bytes_per_token, parameter_counts
+from gptserve.engine.model.memory import (
+    available_memory_bytes,
+    cache_capacity,
+    kv_bytes_per_token,
+    parameter_counts,
+)
 from gptserve.weights.config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

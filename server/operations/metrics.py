@@ -21,7 +21,7 @@ TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
 
-RESTART_KINDS: tuple[DeathKind, ...] = ("killed", "exited", "raised", "stalled", "load")
+RESTART_KINDS = tuple(kind for kind in DeathKind if kind is not DeathKind.CLOSED)
 
 
 class Metrics:

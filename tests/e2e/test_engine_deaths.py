@@ -109,7 +109,7 @@ def test_32_clients_notice_nothing(launch: Launch, gate: EngineGate, number: sig
     async def signal_the_engine(client: httpx.AsyncClient) -> None:
         gate.shut_to_new()
         server.engine().send_signal(number)
-        line = await asyncio.to_thread(server.wait_for_line, "starting another one for")
+        line = await asyncio.to_thread(server.wait_for_line, "restarting it for")
         assert int(line.split(" live requests")[0].split()[-1]) > len(BODIES) // 2, "it died too late"
         assert (await client.get("/ready")).json()["error"]["code"] == "engine_restarting"
         assert (await client.get("/health")).status_code == 200
@@ -122,7 +122,7 @@ def test_32_clients_notice_nothing(launch: Launch, gate: EngineGate, number: sig
         kind = "stalled" if number == signal.SIGSTOP else "killed"
         assert f'kind="{kind}",model_name="storyteller"}} 1.0' in client.get("/metrics").text
         assert client.get("/ready").status_code == 200
-    server.wait_for_line("an engine runs again")
+    server.wait_for_line("the engine is ready again")
     cause = "the engine made no step for 5 s" if number == signal.SIGSTOP else f"was killed by signal {number.value}"
     assert cause in "".join(server.lines)
     assert all(
@@ -145,5 +145,5 @@ def test_a_poison_gets_status_500_and_its_31_neighbours_what_they_asked_for(laun
         response, found = asyncio.run(poisoned())
         assert found == undisturbed
         assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
-        assert "choice 0: the engine died whenever it had this request" in response.json()["error"]["message"]
+        assert "choice 0: the engine died each time it computed this request" in response.json()["error"]["message"]
         assert client.get("/ready").status_code == 200

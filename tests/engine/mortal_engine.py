@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.loop import StepEngine
-from gptserve.engine.scheduling.schedule import ScheduledBatch
+from gptserve.engine.scheduling.sequence import ScheduledBatch
 from tests.engine import held_engine
 from tests.engine.fake_step_engine import count, count_hang
 

@@ -11,7 +11,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.request import Request, SamplingParams, TokenOutput
 
-Outputs = dict[str, list[TokenOutput]]
+OutputsById = dict[str, list[TokenOutput]]
 
 
 def make_config(folder: Path, **options: Any) -> EngineConfig:
@@ -29,9 +29,9 @@ def make_request(request_id: str, prompt: Sequence[int], *, seed: int = 0, **par
     return Request(request_id, tuple(prompt), SamplingParams(**{"ignore_eos": True, **params}), seed)
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> Outputs:
+def run(engine: Engine, requests: Sequence[Request]) -> OutputsById:
     """Add all requests at once and compute them to their end."""
-    outputs: Outputs = {request.request_id: [] for request in requests}
+    outputs: OutputsById = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
     while engine.has_work:

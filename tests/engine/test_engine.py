@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-import gptserve.engine.engine
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineStartError, InvalidRequestError
 from gptserve.engine.model.runner import ModelRunner, StepResult
@@ -25,11 +24,11 @@ from gptserve.engine.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from gptserve.engine.scheduling.schedule import ScheduledBatch
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from gptserve.engine.stats import EngineStats
 from tests.conftest import MakeGPT2
-from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
+from tests.engine.runs import make_config, make_engine, make_request, ragged_prompts, run, token_ids
 
 Result = tuple[list[int], list[TokenLogprobs]]
 Fails = Callable[[int, ScheduledBatch], bool]
@@ -314,19 +313,21 @@ def outcome(outputs: list[TokenOutput]) -> Outcome:
 class Oracle:
     """A drafter that knows what will come, and says so, or never, or only for a while."""
 
+    max_step_tokens = MAX_DRAFTING_STEP_TOKENS
+
     def __init__(self, truths: dict[str, list[int]], mood: str) -> None:
         self._truths, self._mood = truths, mood
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         start = sequence.num_generated
         truth = self._truths[sequence.request.request_id][start:]
         if self._mood == "the truth":
-            return tuple(truth[:most])
+            return tuple(truth[:max_tokens])
         if self._mood == "the truth for a while":
-            return (*truth[: (start * 7) % 5], 1, 0, 1, 0, 1, 0)[:most]
-        return tuple((token + 1) % 96 for token in truth)[:most]
+            return (*truth[: (start * 7) % 5], 1, 0, 1, 0, 1, 0)[:max_tokens]
+        return tuple((token + 1) % 96 for token in truth)[:max_tokens]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         pass
 
 
@@ -352,12 +353,10 @@ def test_a_drafter_changes_nothing_whatever_it_guesses(
     demanding_requests: list[Request],
     mood: str,
     options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = run(make_engine(tiny_gpt2), demanding_requests)
     oracle = Oracle({i: token_ids(outputs) for i, outputs in plain.items()}, mood)
-    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda longest: oracle)
-    drafting = make_engine(tiny_gpt2, speculative_ngram=2, block_size=4, **options)
+    drafting = Engine(make_config(tiny_gpt2, block_size=4, **options), drafter=oracle)
     outputs = run(drafting, demanding_requests)
     assert {i: outcome(o) for i, o in outputs.items()} == {i: outcome(o) for i, o in plain.items()}
     stats, num_tokens = drafting.stats, sum(len(token_ids(o)) for o in plain.values())
@@ -375,7 +374,7 @@ def test_a_drafter_changes_nothing_whatever_it_guesses(
 
 
 def test_logits_that_are_not_finite_end_a_request_where_they_would_have_without_a_draft(
-    make_gpt2: MakeGPT2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_gpt2: MakeGPT2, tmp_path: Path
 ) -> None:
     folder = make_gpt2()
     tensors = load_file(folder / "model.safetensors")
@@ -386,8 +385,7 @@ def test_logits_that_are_not_finite_end_a_request_where_they_would_have_without_
     plain = run(make_engine(tmp_path), requests)
     assert [o[-1].finish_reason for o in plain.values()] == [FinishReason.LENGTH, *[FinishReason.ERROR] * 3]
     oracle = Oracle({i: [*token_ids(outputs), 0, 0, 0] for i, outputs in plain.items()}, "the truth")
-    monkeypatch.setattr(gptserve.engine.engine, "PromptLookup", lambda longest: oracle)
-    drafting = make_engine(tmp_path, speculative_ngram=2)
+    drafting = Engine(make_config(tmp_path), drafter=oracle)
     assert {i: outcome(o) for i, o in run(drafting, requests).items()} == {i: outcome(o) for i, o in plain.items()}
     assert drafting.stats.num_accepted_tokens > 10
     assert drafting.stats.num_used_blocks == 0
@@ -408,14 +406,12 @@ class FailingRunner:
 
 
 @pytest.fixture
-def make_failing(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """Make an engine whose runs fail when `fails` says so; the first run is the engine's own proof."""
+def make_failing(tiny_gpt2: Path) -> Callable[..., Engine]:
+    """Make an engine whose runs fail when `fails` says so; the first run is the engine's warm-up."""
 
     def make(error: BaseException, fails: Fails, **options: Any) -> Engine:
-        with monkeypatch.context() as patch:
-            make_runner = lambda *args: FailingRunner(ModelRunner(*args), error, fails)  # noqa: E731 - a patch
-            patch.setattr(gptserve.engine.engine, "ModelRunner", make_runner)
-            return make_engine(tiny_gpt2, **options)
+        config = make_config(tiny_gpt2, **options)
+        return Engine(config, runner=FailingRunner(ModelRunner(config), error, fails))
 
     return make
 

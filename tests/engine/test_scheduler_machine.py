@@ -27,11 +27,9 @@ from hypothesis.stateful import (
 
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
-from gptserve.engine.scheduling.sequence import Sequence as LiveSequence
-from gptserve.engine.scheduling.sequence import SequenceStatus
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
+from gptserve.engine.scheduling.scheduler import Scheduler
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState, SequenceStatus
 
 STOP, EOS = 2, 3
 QUEUE_LIMIT_S = 30.0  # steps, by this machine's clock
@@ -72,19 +70,21 @@ def complete_alone(request: Request, max_model_len: int) -> tuple[list[int], Fin
 class FickleDrafter:
     """Guesses the truth, its opposite, or the one now and the other then, and as many tokens as it likes."""
 
+    max_step_tokens = MAX_DRAFTING_STEP_TOKENS
+
     def __init__(self, mood: str, max_model_len: int) -> None:
         self._mood = mood
         self._max_model_len = max_model_len
 
-    def draft(self, sequence: LiveSequence, most: int) -> tuple[int, ...]:
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         token_ids = sequence.token_ids
         truth = complete_alone(sequence.request, self._max_model_len)[0][len(token_ids) :]
-        whim = crc32(bytes([*token_ids, most]))
-        num_true = {"true": most, "false": 0, "fickle": whim % 4}[self._mood]
+        whim = crc32(bytes([*token_ids, max_tokens]))
+        num_true = {"true": max_tokens, "false": 0, "fickle": whim % 4}[self._mood]
         guess = [*truth[:num_true], *(1 - (token == 1) for token in truth[num_true:]), 0, 1, 0, 1]
-        return tuple(guess[: min(most, whim // 4 % 8)])
+        return tuple(guess[: min(max_tokens, whim // 4 % 8)])
 
-    def forget(self, sequence: LiveSequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         assert sequence.finish_reason is None
 
 
@@ -95,10 +95,10 @@ class ShadowCache:
         self._block_size = block_size
         self.cells: dict[tuple[int, int], Prefix | None] = {}
 
-    def cell(self, sequence: LiveSequence, position: int) -> tuple[int, int]:
+    def cell(self, sequence: SequenceState, position: int) -> tuple[int, int]:
         return sequence.block_ids[position // self._block_size], position % self._block_size
 
-    def cells_of(self, sequence: LiveSequence, start: int, end: int) -> set[tuple[int, int]]:
+    def cells_of(self, sequence: SequenceState, start: int, end: int) -> set[tuple[int, int]]:
         return {self.cell(sequence, position) for position in range(start, end)}
 
     def forward(self, batch: ScheduledBatch) -> list[list[int | None]]:
@@ -117,7 +117,7 @@ class ShadowCache:
                 assert content == own, f"attends to foreign content at position {position}: {content} instead of {own}"
                 if position >= num_known - 1:
                     token_ids.append(next_token(item.sequence.request, own[1]))
-            assert bool(token_ids) == item.samples
+            assert bool(token_ids) == item.needs_sampling
             if token_ids:
                 sampled.append(token_ids)
         return sampled
@@ -142,9 +142,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler_class = scheduler_class
         self.seen = seen
         self.check_internals = check_internals
-        self.sequences: list[LiveSequence] = []
-        self.num_failures: Counter[LiveSequence] = Counter()  # without two steps with a token in between
-        self.num_clean_steps: Counter[LiveSequence] = Counter()
+        self.sequences: list[SequenceState] = []
+        self.num_failures: Counter[SequenceState] = Counter()  # without two steps with a token in between
+        self.num_clean_steps: Counter[SequenceState] = Counter()
         self.ended: dict[str, FinishReason] = {}
         self.is_whole = False  # no step was broken off by a failed check
 
@@ -316,9 +316,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for item in batch.items:
             assert item.num_tokens > 0
             num_known_after = item.sequence.num_computed + item.num_tokens - len(item.draft)
-            assert item.samples == (num_known_after == len(item.sequence.token_ids))
-            assert item.samples or not item.draft
-            assert not item.draft or batch.num_tokens <= DRAFTING_STEP_TOKENS, "drafts make a step long"
+            assert item.needs_sampling == (num_known_after == len(item.sequence.token_ids))
+            assert item.needs_sampling or not item.draft
+            assert not item.draft or batch.num_tokens <= MAX_DRAFTING_STEP_TOKENS, "drafts make a step long"
         preempted = {s for s in running if s.status is SequenceStatus.WAITING}
         for sequence, (num_computed, num_preemptions) in before.items():
             is_preempted = sequence in preempted
@@ -339,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         twin._drafter = None
         return [(item.sequence.request.request_id, item.num_tokens) for item in twin.schedule().items]
 
-    def check_order(self, batch: ScheduledBatch, running: set[LiveSequence], preempted: set[LiveSequence]) -> None:
+    def check_order(self, batch: ScheduledBatch, running: set[SequenceState], preempted: set[SequenceState]) -> None:
         new = [item.sequence for item in batch.items if item.sequence not in running]
         waiting = [s for s in self.sequences if s.status is SequenceStatus.WAITING]
         if preempted:
@@ -354,10 +354,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         filled = {s.block_ids[0] for s in new if s.num_computed == 0}
         self.seen["shared at once"] += sum(s.num_computed > 0 and s.block_ids[0] in filled for s in new)
 
-    def place(self, sequence: LiveSequence) -> tuple[int, int]:
+    def place(self, sequence: SequenceState) -> tuple[int, int]:
         return sequence.request.priority, int(sequence.request.request_id)
 
-    def check_nothing_in_use_is_overwritten(self, batch: ScheduledBatch, running: list[LiveSequence]) -> None:
+    def check_nothing_in_use_is_overwritten(self, batch: ScheduledBatch, running: list[SequenceState]) -> None:
         in_use = set().union(*(self.shadow.cells_of(s, 0, s.num_computed) for s in running))
         for item in batch.items:
             cells = self.cells_to_fill(item)
@@ -365,7 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_use |= cells
 
     def update(self, batch: ScheduledBatch, sampled: list[list[int | None]], bad_row: int | None) -> None:
-        sampling = [item for item in batch.items if item.samples]
+        sampling = [item for item in batch.items if item.needs_sampling]
         live = [index for index, item in enumerate(sampling) if item.sequence.status is SequenceStatus.RUNNING]
         if bad_row is not None and live:
             index = live[bad_row % len(live)]
@@ -420,13 +420,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         start = item.sequence.num_computed
         return self.shadow.cells_of(item.sequence, start, start + item.num_tokens)
 
-    def abort_one(self, sequence: LiveSequence) -> None:
+    def abort_one(self, sequence: SequenceState) -> None:
         ended_before = sequence.status is SequenceStatus.FINISHED
         assert self.scheduler.abort(sequence.request.request_id) is (None if ended_before else sequence)
         if not ended_before:
             self.take_end(sequence, FinishReason.ABORT)
 
-    def take_end(self, sequence: LiveSequence, reason: FinishReason) -> None:
+    def take_end(self, sequence: SequenceState, reason: FinishReason) -> None:
         """Record an end, and check it and the tokens against the request computed alone."""
         request_id = sequence.request.request_id
         assert request_id not in self.ended, "a request ended twice"
@@ -497,7 +497,7 @@ class NeverForgets(BlockPool):
 class LosesPreempted(Scheduler):
     """Forgets to queue what it preempts."""
 
-    def _preempt(self, sequence: LiveSequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         super()._preempt(sequence)
         self._waiting.remove(sequence)
 
@@ -515,7 +515,7 @@ class TriesNobodyAlone(Scheduler):
 class ServesTheLastFirst(Scheduler):
     """Lets newcomers overtake."""
 
-    def add(self, request: Request) -> LiveSequence:
+    def add(self, request: Request) -> SequenceState:
         sequence = super().add(request)
         sequence.arrival = -sequence.arrival
         self._waiting.sort(key=lambda waiting: waiting.order)
@@ -530,18 +530,18 @@ class SharesDrafts(Scheduler):
         for item in items:
             sequence, num_known = item.sequence, len(item.sequence.token_ids)
             sequence.token_ids += item.draft
-            self._register(sequence, num_known, num_known + len(item.draft))
+            self._blocks.register(sequence, num_known, num_known + len(item.draft))
             del sequence.token_ids[num_known:]
 
 
 class DraftsFirst(Scheduler):
     """Lets drafts take the budget before anybody is admitted."""
 
-    def _admit(self, items: list[ScheduledSequence], budget: int) -> int:
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: int) -> int:
         num_before = sum(item.num_tokens for item in items)
         if self._drafter is not None:
             self._add_drafts(items, self._drafter, budget)
-        return super()._admit(items, budget - sum(item.num_tokens for item in items) + num_before)
+        return super()._schedule_waiting(items, budget - sum(item.num_tokens for item in items) + num_before)
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         if not self._drafts:

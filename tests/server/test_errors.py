@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptserve.engine.errors import EngineDiedError, InvalidRequestError, QueueFullError
+from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidRequestError, QueueFullError
 from gptserve.server.errors import ApiError, show, to_api_error
 from gptserve.weights.errors import TokenizerError
 
@@ -14,7 +14,7 @@ from gptserve.weights.errors import TokenizerError
         (TokenizerError("m"), 400, "invalid_request_error", "invalid_value", {}),
         (QueueFullError("m", retry_after_s=3), 429, "rate_limit_error", "queue_full", {"retry-after": "3"}),
         (EngineDiedError("m"), 503, "server_error", "engine_unavailable", {"retry-after": "5"}),
-        (EngineDiedError("m", "closed"), 503, "server_error", "draining", {"retry-after": "5"}),
+        (EngineDiedError("m", DeathKind.CLOSED), 503, "server_error", "draining", {"retry-after": "5"}),
         (ApiError(418, "m", code="c"), 418, "invalid_request_error", "c", {}),
         (KeyError("secret"), 500, "server_error", "internal_error", {}),
     ],

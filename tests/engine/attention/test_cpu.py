@@ -30,7 +30,7 @@ Step = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceTensors:
     query_LHD: Tensor
     key_LGD: Tensor
     value_LGD: Tensor
@@ -133,7 +133,9 @@ def test_slopes_are_as_exact_far_out_as_near(backend: CpuAttention, dtype: torch
     """Where the window holds the same tokens again and again, at distances alike, so must the bits be."""
     spec = replace(with_features(_spec(), FEATURES), window=24)
     period = _sequences(spec, dtype)[0]
-    sequence = Sequence(*(x[:16].repeat(400, 1, 1) for x in (period.query_LHD, period.key_LGD, period.value_LGD)))
+    sequence = SequenceTensors(
+        *(x[:16].repeat(400, 1, 1) for x in (period.query_LHD, period.key_LGD, period.value_LGD))
+    )
     (out_LHD,) = _run(backend, [sequence], spec, [[(0, 6400)]])
     assert torch.equal(out_LHD[32:], out_LHD[32:48].repeat(398, 1, 1))
     assert not torch.equal(out_LHD[16:32], out_LHD[32:48]), "the first rows see less"
@@ -144,7 +146,7 @@ def test_huge_scores_select_one_value_exactly(backend: CpuAttention, dtype: torc
     spec = replace(_spec(), scale=1.0)
     for sign in (1, -1):  # the latest position, or the first, leads by 1920: every other weight is exactly 0
         sequences = [
-            Sequence(torch.full_like(s.query_LHD, 30), sign * _ramp(s.key_LGD), s.value_LGD)
+            SequenceTensors(torch.full_like(s.query_LHD, 30), sign * _ramp(s.key_LGD), s.value_LGD)
             for s in _sequences(spec, dtype)
         ]
         for sequence, out_LHD in zip(sequences, _run(backend, sequences, spec, _whole()), strict=True):
@@ -317,11 +319,12 @@ def _spec(num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64) -> Att
     return AttentionSpec(num_heads, num_kv_heads, head_size, head_size**-0.5)
 
 
-def _sequences(spec: AttentionSpec, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> list[Sequence]:
+def _sequences(spec: AttentionSpec, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> list[SequenceTensors]:
     generator = torch.Generator().manual_seed(0)
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     return [
-        Sequence(*(torch.randn(n, h, spec.head_size, generator=generator).to(dtype) for h in heads)) for n in lengths
+        SequenceTensors(*(torch.randn(n, h, spec.head_size, generator=generator).to(dtype) for h in heads))
+        for n in lengths
     ]
 
 
@@ -340,7 +343,7 @@ def _chunks(size: int) -> list[Step]:
 
 def _run(
     backend: CpuAttention,
-    sequences: list[Sequence],
+    sequences: list[SequenceTensors],
     spec: AttentionSpec,
     steps: list[Step],
     block_size: int = 16,
@@ -405,5 +408,5 @@ def _check_against_oracle(backend: CpuAttention, dtype: torch.dtype, spec: Atten
         torch.testing.assert_close(out_LHD.double(), _oracle(sequence, spec), rtol=rtol, atol=1e-5)
 
 
-def _oracle(sequence: Sequence, spec: AttentionSpec) -> Tensor:
+def _oracle(sequence: SequenceTensors, spec: AttentionSpec) -> Tensor:
     return dense_attention(sequence.query_LHD, sequence.key_LGD, sequence.value_LGD, spec)

@@ -6,13 +6,14 @@ import torch
 
 from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 
 
 def scheduled(tokens: list[int], num_computed: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
     request = Request("r", tuple(tokens), SamplingParams(), seed=0)
-    sequence = Sequence(request=request, arrival=0, token_ids=tokens, num_computed=num_computed, block_ids=block_ids)
+    sequence = SequenceState(
+        request=request, arrival=0, token_ids=tokens, num_computed=num_computed, block_ids=block_ids
+    )
     return ScheduledSequence(sequence, num_tokens)
 
 

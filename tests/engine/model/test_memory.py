@@ -1,16 +1,44 @@
-"""The sizes of published models, from their config.json alone."""
+"""The sizes of published models, what fits into how much memory, and how much of it is free."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptserve.engine.model.memory import CacheCapacity, cache_capacity, kv_bytes_per_token, parameter_counts
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.memory import (
+    CacheCapacity,
+    available_memory_bytes,
+    cache_capacity,
+    kv_bytes_per_token,
+    parameter_counts,
+    plan_cache,
+)
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import RawConfig
 from tests.weights.families.known import KNOWN, gpt2, llama3
+
+MODEL = ModelConfig(
+    model_type="test",
+    vocab_size=10,
+    hidden_size=64,
+    num_layers=3,
+    max_position=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    attention_scales=(0.25,) * 3,
+    attention_windows=(None,) * 3,
+    ffn_size=256,
+)
+BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # both of keys and values, layers, KV heads, head size, tokens, bytes
+FREE = 100_000 * BLOCK_BYTES
+GIB = 2**30
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
@@ -61,3 +89,102 @@ def test_capacity_counts_whole_blocks_and_sequences_of_whole_blocks() -> None:
 
 def test_nothing_fits_into_less_than_nothing() -> None:
     assert cache_capacity(read(gpt2(768, 12, 12)), -1, 2, 16, max_model_len=1024) == CacheCapacity(0, 0, 0)
+
+
+def plan(budget_bytes: int = FREE, **options: Any) -> tuple[int, int]:
+    """Return the number of blocks and the longest sequence."""
+    return plan_cache(EngineConfig(model_dir=Path(), **options), MODEL, 4, FREE, budget_bytes)
+
+
+def test_bytes_are_turned_into_whole_blocks() -> None:
+    assert plan(kv_cache_bytes=20 * BLOCK_BYTES + 1) == (20, 128)
+
+
+def test_what_is_asked_for_is_taken_exactly_however_few_sequences_there_are() -> None:
+    assert plan(kv_cache_bytes=1000 * BLOCK_BYTES, max_num_seqs=1) == (1000, 128)
+    assert plan(num_blocks=1000, max_num_seqs=1) == (1000, 128)
+
+
+def test_a_number_of_blocks_is_taken_as_given() -> None:
+    assert plan(num_blocks=9, kv_cache_bytes=1) == (9, 128)
+
+
+def test_by_default_there_are_two_contexts_for_each_sequence_if_they_fit_the_budget() -> None:
+    assert plan(max_num_seqs=3) == (2 * 3 * 8, 128)
+    assert plan(max_num_seqs=64, budget_bytes=40 * BLOCK_BYTES) == (40, 128)
+    with pytest.raises(InvalidConfigurationError, match="too small"):
+        plan(budget_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"kv_cache_bytes": FREE + 1}, "kv_cache_bytes"), ({"num_blocks": 100_001}, "num_blocks 100001")],
+)
+def test_more_than_is_free_is_refused_with_both_numbers(options: dict[str, Any], asked: str) -> None:
+    wanted = options.get("kv_cache_bytes", 100_001 * BLOCK_BYTES)
+    with pytest.raises(InvalidConfigurationError) as caught:
+        plan(**options)
+    assert str(caught.value) == (
+        f"{asked} asks for {wanted:,} bytes of KV cache, but only {FREE:,} bytes of memory are free"
+    )
+    assert plan(kv_cache_bytes=FREE) == (100_000, 128)
+
+
+def test_a_context_that_does_not_fit_is_shortened_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert plan(kv_cache_bytes=8 * BLOCK_BYTES) == (8, 128)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert plan(kv_cache_bytes=7 * BLOCK_BYTES) == (7, 112)
+    assert "max_model_len is 112 tokens instead of the model's context of 128, because " in caplog.text
+    assert plan(num_blocks=1) == (1, 16)
+    with pytest.raises(InvalidConfigurationError, match="too small for one sequence"):
+        plan(kv_cache_bytes=1)
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_the_way_out() -> None:
+    with pytest.raises(InvalidConfigurationError) as caught:
+        plan(max_model_len=128, kv_cache_bytes=7 * BLOCK_BYTES)
+    assert str(caught.value) == (
+        f"the KV cache is too small for one sequence of max_model_len 128: {7 * BLOCK_BYTES:,} bytes hold 7 blocks, "
+        f"8 blocks of 16 tokens ({8 * BLOCK_BYTES:,} bytes) are needed; lower max_model_len to 112 or give the cache "
+        "more memory"
+    )
+    assert plan(max_model_len=112, kv_cache_bytes=7 * BLOCK_BYTES) == (7, 112)
+    with pytest.raises(InvalidConfigurationError, match=r"are needed; give the cache more memory$"):
+        plan(max_model_len=128, kv_cache_bytes=1)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    return tmp_path
+
+
+def limit(root: Path, maximum: str, current: int, inactive_file: int) -> None:
+    group = root / "sys/fs/cgroup"
+    (group / "memory.max").write_text(f"{maximum}\n")
+    (group / "memory.current").write_text(f"{current}\n")
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
+
+
+def test_without_a_limit_it_is_the_machines(root: Path) -> None:
+    assert available_memory_bytes(root) == 8 * GIB
+    limit(root, "max", 3 * GIB, 0)
+    assert available_memory_bytes(root) == 8 * GIB
+
+
+def test_a_container_has_what_its_limit_leaves_and_its_file_cache(root: Path) -> None:
+    limit(root, str(4 * GIB), 3 * GIB, GIB)
+    assert available_memory_bytes(root) == 2 * GIB
+    limit(root, str(64 * GIB), 3 * GIB, 0)
+    assert available_memory_bytes(root) == 8 * GIB
+
+
+def test_this_machine_has_some() -> None:
+    assert available_memory_bytes() > 0
+
+
+def test_elsewhere_it_is_half_of_what_there_is(tmp_path: Path) -> None:
+    assert available_memory_bytes(tmp_path) > 0

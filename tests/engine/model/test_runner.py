@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model.kv_cache import plan_cache
+from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.request import EngineInfo
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, run, token_ids
@@ -125,25 +126,25 @@ def torch_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torch_threads")
-@pytest.mark.parametrize(("asked", "most"), [(None, 2), (1, 1), (3, 3)])
+@pytest.mark.parametrize(("asked", "max_threads"), [(None, 2), (1, 1), (3, 3)])
 def test_threads_are_as_many_as_cpus_may_be_used_unless_told(
-    tiny_gpt2: Path, asked: int | None, most: int, caplog: pytest.LogCaptureFixture
+    tiny_gpt2: Path, asked: int | None, max_threads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         make_engine(tiny_gpt2, num_threads=asked)
-    assert f"threads: at most {most} a step, on 2 usable CPUs" in caplog.text
-    assert torch.get_num_threads() == most
+    assert f"threads: at most {max_threads} a step, on 2 usable CPUs" in caplog.text
+    assert torch.get_num_threads() == max_threads
 
 
 @pytest.mark.usefixtures("torch_threads")
 def test_attention_scratch_of_all_threads_is_kept_free(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def planning(*arguments: Any, scratch_bytes: int) -> tuple[int, int]:
+    def asking(config: EngineConfig, device: torch.device, scratch_bytes: int) -> tuple[int, int]:
         asked.append(scratch_bytes)
-        return plan_cache(*arguments, scratch_bytes=scratch_bytes)
+        return cache_memory_bytes(config, device, scratch_bytes)
 
-    monkeypatch.setattr("gptserve.engine.model.runner.plan_cache", planning)
+    monkeypatch.setattr("gptserve.engine.model.runner.cache_memory_bytes", asking)
     for num_threads in (1, 2):
         make_engine(tiny_gpt2, num_threads=num_threads)
     assert asked[1] == 2 * asked[0]
@@ -174,12 +175,12 @@ def test_without_onednn_the_loss_of_exactness_is_told(
     with caplog.at_level(logging.INFO):
         assert make_engine(tiny_gpt2).info.batch_invariant
     assert "oneDNN" not in caplog.text
-    assert "an answer's bits do not depend on what is computed beside it" in caplog.text
+    assert "batch_invariant=yes" in caplog.text
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with caplog.at_level(logging.INFO):
         engine = make_engine(tiny_gpt2)
-    assert "torch has no oneDNN here" in caplog.text
-    assert "an answer's bits may depend on what is computed beside it" in caplog.text
+    assert "this torch has no oneDNN" in caplog.text
+    assert "batch_invariant=no" in caplog.text
     assert not engine.info.batch_invariant
     assert len(token_ids(run(engine, [make_request("r", [1, 2], max_tokens=3)])["r"])) == 3
 
@@ -189,7 +190,6 @@ def test_a_head_size_the_kernel_cannot_compute_takes_the_reference(make_gpt2: Ma
 
 
 def test_progress_ends_at_the_whole_models_bytes(tiny_gpt2: Path) -> None:
-    from gptserve.engine.config import EngineConfig
     from gptserve.engine.model.runner import ModelRunner
 
     seen: list[tuple[int, int]] = []

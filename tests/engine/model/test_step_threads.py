@@ -12,8 +12,7 @@ from transformers import GptOssConfig
 
 from gptserve.engine.model.step_threads import WORK_PER_THREAD, StepThreads, StepWork
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling.schedule import ScheduledBatch, ScheduledSequence
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.config import Experts
 from gptserve.weights.families import load_config
 
@@ -58,7 +57,7 @@ def batch_of(num_sequences: int, num_tokens: int, num_computed: int, **params: o
     for i in range(num_sequences):
         token_ids = [0] * (num_computed + num_tokens)
         request = Request(str(i), tuple(token_ids), SamplingParams(**options), seed=0)  # type: ignore[arg-type]
-        sequence = Sequence(request, i, token_ids, num_computed=num_computed)
+        sequence = SequenceState(request, i, token_ids, num_computed=num_computed)
         items.append(ScheduledSequence(sequence, num_tokens))
     return ScheduledBatch(tuple(items))
 

@@ -155,16 +155,14 @@ def test_full_queue_takes_all_requests_of_a_submit_or_none(make_client: MakeClie
     async def test() -> None:
         async with started(make_client(max_num_seqs=2, max_num_queued_reqs=1)) as client:
             stream = client.submit([make_request("a", ENDLESS), make_request("b", ENDLESS)])
-            with pytest.raises(
-                QueueFullError, match="at most 3 requests may run or wait, 2 do and 2 more came"
-            ) as full:
+            with pytest.raises(QueueFullError, match="at most 3 requests may run or wait, 2 do, got 2 more") as full:
                 client.submit([make_request("c"), make_request("d")])
             assert full.value.retry_after_s >= 1
             third = client.submit([make_request("c", ENDLESS)])
             with pytest.raises(QueueFullError):
                 client.submit([make_request("d")])
             stream.abort(["a"])
-            assert len(await collect(client.submit([make_request("d")]))) == 1  # its seat was free at once
+            assert len(await collect(client.submit([make_request("d")]))) == 1  # its running slot was free at once
             third.abort()
             stream.abort()
 
@@ -240,7 +238,7 @@ def test_200_clients_that_hang_up_leave_nothing_in_client_or_engine(make_client:
                     await asyncio.sleep(0)
             await until_idle(client)
             full = [make_request(str(number)) for number in range(600)]
-            assert len(await collect(client.submit(full))) == 600  # every seat is free
+            assert len(await collect(client.submit(full))) == 600  # every running slot is free
 
     run(test())
 

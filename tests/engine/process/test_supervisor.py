@@ -110,7 +110,7 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(
             for request, begun, ended in zip(requests, first, rest, strict=True):
                 begin = [token for output in begun for token in output.token_ids]
                 assert begin + ended[request.request_id] == expected(request)
-            assert dict(client.restarts) == {"killed": 1}
+            assert dict(client.restarts) == {DeathKind.KILLED: 1}
             assert client.stats.num_running == 0
 
     run(test())
@@ -119,11 +119,11 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(
 @pytest.mark.parametrize(
     ("what", "when", "place", "kind"),
     [
-        (fake.KILL, 0, 0, "killed"),
-        pytest.param(fake.KILL, 20, 7, "killed", marks=pytest.mark.slow),
-        (fake.EXIT, 0, 3, "exited"),
-        pytest.param(fake.RAISE, 20, 0, "raised", marks=pytest.mark.slow),
-        (fake.HANG, 20, 3, "stalled"),
+        (fake.KILL, 0, 0, DeathKind.KILLED),
+        pytest.param(fake.KILL, 20, 7, DeathKind.KILLED, marks=pytest.mark.slow),
+        (fake.EXIT, 0, 3, DeathKind.EXITED),
+        pytest.param(fake.RAISE, 20, 0, DeathKind.RAISED, marks=pytest.mark.slow),
+        (fake.HANG, 20, 3, DeathKind.STALLED),
     ],
 )
 def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
@@ -140,7 +140,9 @@ def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
             assert rest == [{request.request_id: expected(request)} for request in requests]
             assert token_ids(outputs) == expected(make_request("poison", when)) if when else len(outputs) == 1
             assert outputs[-1].finish_reason is FinishReason.ERROR
-            assert "the engine died whenever it had this request; the last time: the engine" in str(outputs[-1].error)
+            assert "the engine died each time it computed this request; the last time: the engine" in str(
+                outputs[-1].error
+            )
             assert dict(client.restarts) == {kind: 4}
             assert client.is_alive
 
@@ -149,7 +151,7 @@ def test_a_poison_fails_alone_wherever_it_stands_and_whatever_it_does(
 
 def hangs(client: EngineClient, tally: str) -> bool:
     """Say whether the engine stands in a step that never ends, and has not been replaced for it."""
-    return fake.num_hangs(tally) > client.restarts["stalled"]
+    return fake.num_hangs(tally) > client.restarts[DeathKind.STALLED]
 
 
 def test_a_poison_that_dies_only_of_decoding_fails_alone_too(make_supervisor: MakeSupervisor) -> None:
@@ -162,7 +164,7 @@ def test_a_poison_that_dies_only_of_decoding_fails_alone_too(make_supervisor: Ma
             assert rest == {"good": expected(make_request("good", LONG))}
             assert token_ids(outputs) == expected(poison)[:4], "each engine makes one out of what it is given"
             assert outputs[-1].finish_reason is FinishReason.ERROR
-            assert dict(client.restarts) == {"killed": 4}
+            assert dict(client.restarts) == {DeathKind.KILLED: 4}
 
     run(test())
 
@@ -191,7 +193,8 @@ def test_an_engine_that_dies_with_everything_is_given_up(
         monkeypatch.setattr("gptserve.engine.process.supervisor._FIRST_DELAY_S", 0.0)
         async with started(make_supervisor()) as client:
             streams = [client.submit([make_request(f"{n}", first=fake.KILL)]) for n in range(64)]
-            cause = r"the engine process was killed by signal 9 .*; engines died with 5 requests in a row, each alone"
+            in_a_row = "5 requests in a row, each computed alone"
+            cause = rf"the engine process was killed by signal 9 .*; engines died with {in_a_row}"
             for stream in streams[:5]:
                 [output] = await all_outputs(stream)
                 assert output.finish_reason is FinishReason.ERROR
@@ -230,9 +233,9 @@ def test_nobody_is_blamed_for_the_deaths_of_another_on_trial(
         async with started(make_supervisor()) as client:
 
             async def die() -> None:
-                number = client.restarts["killed"] + 1
+                number = client.restarts[DeathKind.KILLED] + 1
                 kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)
+                await until(lambda: client.restarts[DeathKind.KILLED] == number and client.is_ready)
 
             first = client.submit([make_request("first", 1, first=fake.WAIT)])
             await die()
@@ -256,7 +259,7 @@ def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervi
             stream = client.submit([request])
             for number in (1, 2, 3):
                 kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+                await until(lambda: client.restarts[DeathKind.KILLED] == number and client.is_ready)  # noqa: B023 - awaited here
             gate.open()
             assert await collect(stream) == {"waits": expected(request)}
 
@@ -306,7 +309,7 @@ def test_loads_that_fail_are_tried_again(make_supervisor: MakeSupervisor, hold: 
             kill_engine()
             hold.open()
             assert [*begun, *(await collect(stream))["a"]] == expected(request)
-            assert dict(client.restarts) == {"killed": 1, "load": 2}
+            assert dict(client.restarts) == {DeathKind.KILLED: 1, DeathKind.LOAD: 2}
 
     run(test())
 
@@ -338,8 +341,8 @@ def test_a_lack_of_descriptors_uses_up_no_restart_and_is_logged_once(
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert client.is_alive
             assert [*begun, *(await collect(stream))["a"]] == expected(request)
-            assert dict(client.restarts) == {"killed": 1}
-        assert caplog.text.count("Too many open files; trying again until it works") == 1
+            assert dict(client.restarts) == {DeathKind.KILLED: 1}
+        assert caplog.text.count("Too many open files; retrying until it works") == 1
 
     run(test())
 
@@ -368,18 +371,18 @@ def test_what_the_system_lacks_for_now_is_told_apart(
     [
         (
             {"max_restarts": 2, "failing_loads": range(2, 9)},
-            "load 3 was told to fail; 2 restarts in a row were of no use",
+            "load 3 was told to fail; 2 restarts in a row failed",
         ),
         (
             {"max_restarts": 1, "load_limit_s": 3.0, "loading": "waits after the first"},
-            "the engine did not load within 3 s; 1 restarts in a row were of no use",
+            "the engine did not load within 3 s; 1 restarts in a row failed",
         ),
         ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
         (
             {"max_restarts": 1, "cramped_loads": (2,)},
-            "the engine came back with a context of [0-9]+ tokens instead of [0-9]+; 1 restarts in a row .*",
+            "the engine restarted with a context of [0-9]+ tokens instead of [0-9]+; 1 restarts in a row .*",
         ),
-        ({"changed_loads": (2,)}, "the engine came back with other weights or on other hardware"),
+        ({"changed_loads": (2,)}, "the engine restarted with other weights or on other hardware"),
     ],
 )
 def test_what_no_restart_helps_ends_every_stream_with_the_cause(
@@ -420,7 +423,7 @@ def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: 
             await collect(client.submit([make_request("a", 100)]))
             for number in range(1, 3):
                 kill_engine()
-                await until(lambda: client.restarts["killed"] == number and client.is_ready)  # noqa: B023 - awaited here
+                await until(lambda: client.restarts[DeathKind.KILLED] == number and client.is_ready)  # noqa: B023 - awaited here
             await collect(client.submit([make_request("b", 100)]))
             assert client.stats.num_steps == 200
 
@@ -434,9 +437,9 @@ def test_engines_that_hang_again_and_again_are_given_up_however_long_each_was_wa
         supervisor = make_supervisor(max_restarts=1, stall_limit_s=1.5 * LIMIT_S)
         async with started(supervisor) as client, hurried(lambda: hangs(client, tally)):
             stream = client.submit([make_request("a", first=fake.HANG)])
-            with pytest.raises(EngineDiedError, match="1 restarts in a row were of no use"):
+            with pytest.raises(EngineDiedError, match="1 restarts in a row failed"):
                 await collect(stream)
-            assert dict(client.restarts) == {"stalled": 1}
+            assert dict(client.restarts) == {DeathKind.STALLED: 1}
 
     run_hurried(test())
 
@@ -501,13 +504,15 @@ def supervise_real(
 @pytest.mark.parametrize(
     ("deaths", "kinds"),
     [
-        ({1: ("kill", 20)}, {"killed": 1}),
-        pytest.param({1: ("segfault", 20)}, {"killed": 1}, marks=pytest.mark.slow),
-        pytest.param({1: ("kill", 3), 2: ("kill", 30)}, {"killed": 2}, marks=pytest.mark.slow),
-        pytest.param({1: ("kill", 30), 2: ("segfault", 2)}, {"killed": 2}, marks=pytest.mark.slow),
-        pytest.param({1: ("kill", 20), 2: ("kill", 0)}, {"killed": 1, "load": 1}, marks=pytest.mark.slow),
-        pytest.param({1: ("no memory", 20)}, {"raised": 1}, marks=pytest.mark.slow),
-        ({1: ("hang", 20)}, {"stalled": 1}),
+        ({1: ("kill", 20)}, {DeathKind.KILLED: 1}),
+        pytest.param({1: ("segfault", 20)}, {DeathKind.KILLED: 1}, marks=pytest.mark.slow),
+        pytest.param({1: ("kill", 3), 2: ("kill", 30)}, {DeathKind.KILLED: 2}, marks=pytest.mark.slow),
+        pytest.param({1: ("kill", 30), 2: ("segfault", 2)}, {DeathKind.KILLED: 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {1: ("kill", 20), 2: ("kill", 0)}, {DeathKind.KILLED: 1, DeathKind.LOAD: 1}, marks=pytest.mark.slow
+        ),
+        pytest.param({1: ("no memory", 20)}, {DeathKind.RAISED: 1}, marks=pytest.mark.slow),
+        ({1: ("hang", 20)}, {DeathKind.STALLED: 1}),
     ],
     ids=["killed", "crashed", "twice", "again at once", "in the load", "out of memory", "hung"],
 )
@@ -546,7 +551,7 @@ def test_an_engine_that_dies_within_a_prompt_costs_none_of_its_logprobs_and_repe
             outputs = await asyncio.gather(*(all_outputs(client.submit([request])) for request in requests))
             for request, found in zip(requests, outputs, strict=True):
                 assert scored(found) == scored(alone[request.request_id])
-            assert dict(client.restarts) == {"killed": 2}
+            assert dict(client.restarts) == {DeathKind.KILLED: 2}
 
     run(test())
 
@@ -580,7 +585,7 @@ def test_what_only_waited_while_engines_died_is_no_suspect_and_goes_on_waiting(
                 r.request_id: undisturbed[r.request_id] for r in requests
             }
             begun = [output.request_id for output in outputs].index("2")
-            assert any(output.finish_reason for output in outputs[:begun]), "it took a seat that was taken"
-            assert dict(client.restarts) == {"killed": 2}
+            assert any(output.finish_reason for output in outputs[:begun]), "it took a running slot that was taken"
+            assert dict(client.restarts) == {DeathKind.KILLED: 2}
 
     run(test())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.sampler import SamplingPosition, is_greedy, sample, top_logprobs
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 
 VOCAB = 8
 
@@ -24,7 +24,7 @@ def position(
     **params: Any,
 ) -> SamplingPosition:
     request = Request("r", prompt, SamplingParams(**params), seed)
-    return SamplingPosition(Sequence(request=request, arrival=0, token_ids=[*prompt, *generated]), draft)
+    return SamplingPosition(SequenceState(request=request, arrival=0, token_ids=[*prompt, *generated]), draft)
 
 
 def draw(logits_V: Tensor, num_draws: int, **params: Any) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,29 +11,29 @@ from hypothesis import strategies as st
 
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.drafter import INDEXED_AT_ONCE, MAX_NGRAM, MIN_NGRAM, PromptLookup
-from gptserve.engine.scheduling.sequence import Sequence
+from gptserve.engine.scheduling.sequence import SequenceState
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 
-def sequence(token_ids: Tokens[int]) -> Sequence:
-    return Sequence(Request("r", tuple(token_ids), SamplingParams(), seed=0), 0, list(token_ids))
+def sequence(token_ids: Sequence[int]) -> SequenceState:
+    return SequenceState(Request("r", tuple(token_ids), SamplingParams(), seed=0), 0, list(token_ids))
 
 
-def search(token_ids: Tokens[int], longest: int, most: int) -> tuple[int, ...]:
+def search(token_ids: Sequence[int], max_ngram: int, max_tokens: int) -> tuple[int, ...]:
     """Guess by the definition: the longest n-gram, its latest earlier place, and token by token what follows there."""
-    for n in range(min(longest, len(token_ids) - 1), MIN_NGRAM - 1, -1):
+    for n in range(min(max_ngram, len(token_ids) - 1), MIN_NGRAM - 1, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):
             if token_ids[end - n : end] == token_ids[-n:]:
                 followed = list(token_ids)
-                for place in range(end, end + most):
+                for place in range(end, end + max_tokens):
                     followed.append(followed[place])
                 return tuple(followed[len(token_ids) :])
     return ()
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "longest", "expected"),
+    ("token_ids", "max_ngram", "expected"),
     [
         ([1, 2, 3, 4, 5, 1, 2], 2, (3, 4, 5)),
         ([1, 2, 3, 1, 2, 4, 9, 8, 1, 2], 2, (4, 9, 8)),  # the latest place
@@ -46,20 +46,20 @@ def search(token_ids: Tokens[int], longest: int, most: int) -> tuple[int, ...]:
     ],
 )
 def test_a_guess_is_what_followed_the_longest_ngram_the_last_time(
-    token_ids: list[int], longest: int, expected: tuple[int, ...]
+    token_ids: list[int], max_ngram: int, expected: tuple[int, ...]
 ) -> None:
-    assert PromptLookup(longest).draft(sequence(token_ids), 3) == expected
-    assert search(token_ids, longest, 3) == expected
+    assert PromptLookup(max_ngram).draft(sequence(token_ids), 3) == expected
+    assert search(token_ids, max_ngram, 3) == expected
 
 
 @given(TOKENS, st.lists(TOKENS, max_size=5), st.integers(MIN_NGRAM, MAX_NGRAM), st.integers(1, 8))
 def test_the_index_finds_what_a_search_finds_however_a_sequence_grows(
-    prompt: list[int], additions: list[list[int]], longest: int, most: int
+    prompt: list[int], additions: list[list[int]], max_ngram: int, max_tokens: int
 ) -> None:
-    drafter, growing = PromptLookup(longest), sequence(prompt)
+    drafter, growing = PromptLookup(max_ngram), sequence(prompt)
     for addition in [[], *additions]:
         growing.token_ids += addition
-        assert drafter.draft(growing, most) == search(growing.token_ids, longest, most)
+        assert drafter.draft(growing, max_tokens) == search(growing.token_ids, max_ngram, max_tokens)
 
 
 def test_sequences_are_looked_up_each_in_itself_until_they_are_forgotten() -> None:

@@ -12,9 +12,9 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.schedule import ScheduledBatch
-from gptserve.engine.scheduling.scheduler import DRAFTING_STEP_TOKENS, Scheduler
-from gptserve.engine.scheduling.sequence import Sequence, SequenceStatus
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
+from gptserve.engine.scheduling.scheduler import Scheduler
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState, SequenceStatus
 
 BLOCK_SIZE = 4
 EOS = 99
@@ -23,7 +23,7 @@ EOS = 99
 def make_scheduler(
     num_blocks: int = 64,
     *,
-    seats: int = 8,
+    max_num_seqs: int = 8,
     budget: int = 64,
     max_model_len: int = 32,
     caching: bool = True,
@@ -31,7 +31,7 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching),
-        max_num_seqs=seats,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
@@ -42,24 +42,26 @@ def make_scheduler(
 class Monomaniac:
     """A drafter that always guesses the same token, as often as it may."""
 
+    max_step_tokens = MAX_DRAFTING_STEP_TOKENS
+
     def __init__(self, guess: int) -> None:
         self._guess = guess
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        return (self._guess,) * most
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        return (self._guess,) * max_tokens
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         pass
 
 
 def add(
     scheduler: Scheduler, name: str, prompt: Iterable[int], *, priority: int = 0, salt: str = "", **params: Any
-) -> Sequence:
+) -> SequenceState:
     sampling = SamplingParams(**{"max_tokens": 16, **params})
     return scheduler.add(Request(name, tuple(prompt), sampling, seed=0, priority=priority, cache_salt=salt))
 
 
-def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[Sequence, Sequence]:
+def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[SequenceState, SequenceState]:
     """Fill a pool of 8 blocks with two sequences and compute their prompts; then the old one lacks a block."""
     old, young = add(scheduler, "old", range(16)), add(scheduler, "young", range(20, 35), **params)
     assert step(scheduler) == {"old": 16, "young": 15}
@@ -71,7 +73,7 @@ def step(scheduler: Scheduler, token_id: int = 7) -> dict[str, int]:
     batch = scheduler.schedule()
     scheduler.check_invariants()
     scheduled = tokens_by_name(batch)
-    scheduler.update(batch, [(token_id,) * (1 + len(item.draft)) for item in batch.items if item.samples])
+    scheduler.update(batch, [(token_id,) * (1 + len(item.draft)) for item in batch.items if item.needs_sampling])
     scheduler.check_invariants()
     return scheduled
 
@@ -98,8 +100,8 @@ def test_a_prompt_over_the_budget_is_computed_in_chunks_and_samples_only_at_its_
     samples = []
     for _ in range(4):
         batch = scheduler.schedule()
-        samples.append((batch.num_tokens, batch.items[0].samples))
-        scheduler.update(batch, [(7,)] if batch.items[0].samples else [])
+        samples.append((batch.num_tokens, batch.items[0].needs_sampling))
+        scheduler.update(batch, [(7,)] if batch.items[0].needs_sampling else [])
     assert samples == [(4, False), (4, False), (2, True), (1, True)]
 
 
@@ -117,7 +119,7 @@ def test_each_sampling_item_takes_exactly_one_token() -> None:
     add(scheduler, "whole", range(4))
     add(scheduler, "chunk", range(10, 20))
     batch = scheduler.schedule()
-    assert [item.samples for item in batch.items] == [True, False]
+    assert [item.needs_sampling for item in batch.items] == [True, False]
     with pytest.raises(ValueError, match="zip"):
         scheduler.update(batch, [(7,), (None,)])
 
@@ -136,7 +138,7 @@ def test_an_idle_scheduler_has_no_work() -> None:
 
 
 def test_seats_are_given_first_come_first_served() -> None:
-    scheduler = make_scheduler(seats=2)
+    scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
         add(scheduler, name, [1, 2])
     assert step(scheduler) == {"a": 2, "b": 2}
@@ -146,7 +148,7 @@ def test_seats_are_given_first_come_first_served() -> None:
 
 
 def test_lower_priority_values_are_admitted_first() -> None:
-    scheduler = make_scheduler(seats=2)
+    scheduler = make_scheduler(max_num_seqs=2)
     add(scheduler, "late", [1, 2], priority=1)
     add(scheduler, "soon", [1, 2], priority=0)
     add(scheduler, "first", [1, 2], priority=-1)
@@ -154,7 +156,7 @@ def test_lower_priority_values_are_admitted_first() -> None:
 
 
 def test_a_running_sequence_keeps_its_seat_whatever_waits() -> None:
-    scheduler = make_scheduler(seats=1)
+    scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, "running", [1, 2], priority=1)
     step(scheduler)
     add(scheduler, "urgent", [1, 2], priority=0)
@@ -283,7 +285,7 @@ def test_equal_prompts_admitted_in_one_step_are_computed_once() -> None:
 
 
 def test_a_block_is_shared_only_from_the_step_that_fills_it_on() -> None:
-    scheduler = make_scheduler(seats=2, budget=6)
+    scheduler = make_scheduler(max_num_seqs=2, budget=6)
     add(scheduler, "a", range(10))
     assert step(scheduler) == {"a": 6}
     add(scheduler, "b", range(10))
@@ -338,7 +340,7 @@ def test_without_prefix_caching_nothing_is_shared_or_counted() -> None:
 def test_a_draft_that_holds_gives_all_its_tokens_and_one_more() -> None:
     scheduler = make_scheduler(guess=7)
     sequence = add(scheduler, "a", range(4))
-    assert step(scheduler) == {"a": DRAFTING_STEP_TOKENS}
+    assert step(scheduler) == {"a": MAX_DRAFTING_STEP_TOKENS}
     assert sequence.token_ids == [*range(4), *[7] * 9]
     assert (sequence.num_computed, len(sequence.block_ids)) == (12, 3)
     assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (8, 8)
@@ -469,7 +471,7 @@ def test_the_context_ends_a_sequence_that_may_generate_more() -> None:
 
 
 def test_what_ends_frees_its_blocks_in_the_same_step() -> None:
-    scheduler = make_scheduler(8, seats=1)
+    scheduler = make_scheduler(8, max_num_seqs=1)
     add(scheduler, "a", range(30), max_tokens=1)
     add(scheduler, "b", range(40, 70))
     assert step(scheduler) == {"a": 30}
@@ -477,7 +479,7 @@ def test_what_ends_frees_its_blocks_in_the_same_step() -> None:
 
 
 def test_an_abort_frees_blocks_at_once_wherever_the_sequence_stands() -> None:
-    scheduler = make_scheduler(8, seats=1)
+    scheduler = make_scheduler(8, max_num_seqs=1)
     running, waiting = add(scheduler, "running", range(30)), add(scheduler, "waiting", range(40, 70))
     step(scheduler)
     assert scheduler.abort("waiting") is waiting
@@ -536,7 +538,7 @@ def test_an_unusable_row_fails_its_own_sequence_and_its_blocks_are_not_shared_ag
 
 
 def test_an_abandoned_step_is_computed_again_and_shares_nothing_it_was_to_fill() -> None:
-    scheduler = make_scheduler(budget=10, seats=3)
+    scheduler = make_scheduler(budget=10, max_num_seqs=3)
     add(scheduler, "done", range(4), max_tokens=1)
     step(scheduler)
     first, _ = add(scheduler, "first", range(10)), add(scheduler, "second", range(20, 30))
@@ -603,7 +605,7 @@ def test_a_sequence_that_is_not_admitted_in_time_ends_and_only_then() -> None:
     assert (running.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
     assert step(scheduler) == {"running": 1}
     scheduler.abort("running")
-    assert step(scheduler) == {"second": 1}, "the next in line takes the seat"
+    assert step(scheduler) == {"second": 1}, "the next in line takes the running slot"
 
 
 def test_a_preempted_sequence_waits_as_long_as_it_takes() -> None:
@@ -628,14 +630,14 @@ def test_a_sequence_begun_elsewhere_waits_as_long_as_it_takes() -> None:
 
 
 def test_without_a_limit_nobody_waits_too_long() -> None:
-    scheduler = make_scheduler(seats=1)
+    scheduler = make_scheduler(max_num_seqs=1)
     waiting = [add(scheduler, name, [1]) for name in "ab"]
     step(scheduler)
     assert scheduler.expire_waiting() == []
     assert waiting[1].status is SequenceStatus.WAITING
 
 
-def fail(scheduler: Scheduler) -> tuple[dict[str, int], Sequence | None]:
+def fail(scheduler: Scheduler) -> tuple[dict[str, int], SequenceState | None]:
     """Abandon a step; return what it was to compute and who was found guilty."""
     batch = scheduler.schedule()
     guilty = scheduler.abandon(batch)
@@ -698,7 +700,7 @@ def test_a_part_of_a_prompt_computed_in_between_does_not_clear_a_suspect() -> No
 
 
 def test_a_suspect_takes_seat_and_blocks_from_whoever_has_them() -> None:
-    scheduler = make_scheduler(num_blocks=9, seats=2, caching=False)
+    scheduler = make_scheduler(num_blocks=9, max_num_seqs=2, caching=False)
     add(scheduler, "old", range(16))
     add(scheduler, "young", range(20, 30))
     assert step(scheduler) == {"old": 16, "young": 10}

@@ -1,0 +1,79 @@
+"""Keeps the blocks of each sequence in step with its tokens.
+
+It joins SequenceState and BlockPool: it counts, allocates, registers and frees the blocks of one sequence at a time.
+Scheduler calls it and decides which sequence gets blocks.
+"""
+
+from __future__ import annotations
+
+from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.sequence import SequenceState
+
+
+class SequenceBlocks:
+    """Changes SequenceState.block_ids; `allocate` sets num_computed, too."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._unfilled: list[int] = []  # registered for the latest step, which has yet to fill them
+
+    def begin_step(self) -> None:
+        """Count the blocks registered so far as filled."""
+        self._unfilled.clear()
+
+    def num_needed(self, sequence: SequenceState, num_more: int = 0) -> int:
+        """Return how many blocks the known tokens of a sequence and num_more tokens after them take."""
+        return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)
+
+    def allocate(self, sequence: SequenceState, *, use_cache: bool) -> bool:
+        """Give a sequence without blocks all it needs; False, and nothing changes, if too few are free.
+
+        With use_cache the first ones are those of the longest cached prefix; its tokens count as computed.
+        """
+        matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if use_cache else []
+        block_ids = self._pool.allocate(self.num_needed(sequence) - len(matched), matched)
+        if block_ids is None:
+            return False
+        sequence.block_ids = block_ids
+        sequence.num_computed = len(matched) * self._pool.block_size
+        return True
+
+    def grow(self, sequence: SequenceState) -> bool:
+        """Give a running sequence the blocks it lacks; False, and nothing changes, if too few are free."""
+        new = self._pool.allocate(max(0, self.num_needed(sequence) - len(sequence.block_ids)))
+        sequence.block_ids += new or ()
+        return new is not None
+
+    def reserve(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Give a sequence free blocks for num_tokens after its known ones; return how many tokens fit."""
+        num_missing = self.num_needed(sequence, num_tokens) - len(sequence.block_ids)
+        new = self._pool.allocate(min(num_missing, self._pool.num_free))
+        assert new is not None, "no more was asked for than is free"
+        sequence.block_ids += new
+        return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
+
+    def trim(self, sequence: SequenceState) -> None:
+        """Free the blocks after the known tokens."""
+        num_blocks = self.num_needed(sequence)
+        self._pool.free(sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:]
+
+    def free(self, sequence: SequenceState) -> None:
+        """Free all blocks of a sequence."""
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids.clear()
+
+    def register(self, sequence: SequenceState, start: int, end: int) -> None:
+        """Make the blocks findable that known tokens at positions [start, end) complete."""
+        block_size = self._pool.block_size
+        for index in range(start // block_size, end // block_size):
+            if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
+                self._unfilled.append(sequence.block_ids[index])
+
+    def forget_unfilled(self) -> None:
+        """Make the blocks unfindable that the latest step, which failed, was to fill."""
+        self._pool.forget(self._unfilled)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Make the blocks of a sequence unfindable, because their content cannot be trusted."""
+        self._pool.forget(sequence.block_ids)
