@@ -1,7 +1,7 @@
 """The tensors of a model folder: checked against the family, then streamed one at a time from safetensors by mmap.
 
-Knows nothing of what the tensors are for, and never unpickles. Every fault of a file is a WeightsError with one
-sentence. Called by the engine's model runner.
+Does not know what the tensors mean, and never unpickles. Every fault of a file raises a WeightsError of one sentence.
+Called by the engine's model runner.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Checkpoint:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (canonical name, contiguous tensor of its own memory) in canonical order.
 
-        `progress` is called after each tensor with the bytes read so far and in all. In memory at any time: what the
-        caller keeps, the tensor being made and the part of a file it is made from.
+        Calls `progress` after each tensor with the bytes read so far and in all. Memory holds the tensors that the
+        caller keeps, the one being made, and the part of a file it is made from.
         """
         num_bytes_read = 0
         for name, source in self._sources.items():
@@ -92,10 +92,10 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of the weights: 64 hexadecimal digits, the same however the files are cut.
+        """A fingerprint of the weights: 64 hexadecimal digits, which do not depend on how the files are sharded.
 
-        It covers every tensor's name, dtype, shape and a fixed sample of its bytes, not all of them: a change confined
-        to bytes outside the samples is not seen. Training changes nearly every byte.
+        It covers every tensor's name, dtype and shape and a fixed sample of its bytes. It misses a change outside the
+        samples, but training changes nearly every byte.
         """
         digest = hashlib.sha256()
         parts = {part: self._stored[part] for source in self._sources.values() for part, _ in source.parts}
@@ -113,10 +113,10 @@ class Checkpoint:
         return digest.hexdigest()
 
     def _read(self, part: str, entry: int | None, dtype: torch.dtype) -> Tensor:
-        """Return a part, or that entry of it, in its stored dtype, or in `dtype` where it is packed."""
+        """Return a part, or one entry of it, in its stored dtype, or in `dtype` if it is packed."""
         tensors: list[Tensor] = []
         for stored in self._stored[part]:
-            # Opened for this tensor alone: it stays mapped until the values go, so pages never add up to whole files.
+            # Opened for this tensor alone and unmapped with its values: pages never add up to whole files.
             with _opened(stored.path) as file:
                 if entry is None:
                     tensors.append(file.get_tensor(stored.name))  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ class Checkpoint:
 
 
 def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]]:
-    """Return the tensors of all files by their names without the family's prefixes: one each, or an MXFP4 pair."""
+    """Return the tensors of all files, named without the family's prefixes; a packed one is blocks and scales."""
     found: dict[str, _Stored] = {}
     for path in _find_files(folder):
         for stored in _read_header(path):
@@ -184,7 +184,7 @@ def _find_shards(index_path: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> list[_Stored]:
-    """Return what a safetensors file holds. Offsets, sizes and types have been checked when this returns."""
+    """Return the tensors of a safetensors file, with offsets, sizes and types checked."""
     with _opened(path):
         pass
     try:
@@ -220,7 +220,7 @@ def _opened(path: Path) -> Iterator[safe_open]:
 def _check_tensors(
     folder: Path, family: Family, sources: Mapping[str, Source], found: Mapping[str, tuple[_Stored, ...]]
 ) -> None:
-    """Raise InvalidCheckpointError unless the files hold exactly what the configuration says, in readable dtypes."""
+    """Raise InvalidCheckpointError unless the files hold exactly the expected tensors, in readable dtypes."""
     expected = {name: shape for source in sources.values() for name, shape in source.parts}
     missing = [name for name in expected if name not in found]
     unexpected = [

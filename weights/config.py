@@ -1,7 +1,7 @@
 """The shape of a decoder, as data.
 
-`ModelConfig` is the one description every part agrees on: a family file makes it from config.json, the engine builds
-its only decoder from it. It knows nothing of files, devices or dtypes of computation.
+A family file makes a `ModelConfig` from config.json; the engine builds its only decoder from it. It knows nothing of
+files, devices or dtypes of computation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Activation = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu
 class Rotary:
     """Rotary position embedding (Su et al. 2021) of a head's first 2n dimensions, for n = len(inv_freqs).
 
-    At position p the pair (x[i], x[i + n]) turns by the angle p * inv_freqs[i]; the result is multiplied with `scale`.
+    At position p the pair (x[i], x[i + n]) turns by the angle p * inv_freqs[i]; the result is multiplied by `scale`.
     """
 
     inv_freqs: tuple[float, ...]
@@ -53,9 +53,9 @@ class ModelConfig:
     num_kv_heads: int
     head_size: int
     attention_scales: tuple[float, ...]
-    """What q.k is multiplied with, per layer."""
+    """Per layer: the factor of q.k."""
     attention_windows: tuple[int | None, ...]
-    """How many of the latest tokens a layer sees, itself included; None: all."""
+    """Per layer: how many of the latest tokens a token sees, itself included; None: all."""
     ffn_size: int
 
     qkv_bias: bool = True
@@ -65,30 +65,33 @@ class ModelConfig:
     qk_norm: Literal["head", "projection"] | None = None
     """An RMSNorm of queries and keys before their rotation: of each head alone, or of all heads as one vector."""
     attention_sinks: bool = False
-    """Each head has one more logit in its softmax, without a value."""
+    """The softmax of each head has one more logit, which has no value."""
     attention_softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
 
     position: Position | None = "learned"
-    """What is added to the embedding."""
+    """The kind of position embedding that is added to the token's; None: none."""
     position_offset: int = 0
-    """Position p has row p + offset of the sinusoids."""
+    """Sinusoidal: position p takes row p + offset."""
     rotaries: tuple[Rotary | None, ...] = ()
-    """Per layer; empty: none."""
+    """Per layer; empty: no layer has one."""
     alibi_slopes: tuple[float, ...] = ()
-    """Per head: the score of a key d tokens back is lowered by slope * d (Press et al. 2022); empty: none."""
+    """Per head: a key d tokens back has its score lowered by slope * d (Press et al. 2022); empty: no ALiBi."""
 
     activation: Activation = "gelu_tanh"
     gated_ffn: bool = False
     """act(gate) * up instead of act(up)."""
     ffn_limit: float | None = None
-    """The gate is clamped to at most this, the other half to [-limit, limit] and raised by 1 (gpt-oss)."""
+    """Clamps the gate to at most this, and the other half to [-limit, limit] before adding 1 (gpt-oss); None: off."""
     ffn_bias: bool = True
     experts: Experts | None = None
 
     norm: Norm = "layernorm"
     norm_placement: NormPlacement = "input"
-    """Of f in x + f(x): x + f(n(x)), x + n(f(x)), x + n'(f(n(x))) or n(x + f(x)); "sum" has no final norm."""
+    """Around a part f, with norms n and n':
+
+    input: x + f(n(x)); output: x + n(f(x)); both: x + n'(f(n(x))); sum: n(x + f(x)), and no final norm.
+    """
     norm_eps: float = 1e-5
     norm_weight: bool = True
     norm_bias: bool = True
@@ -96,12 +99,12 @@ class ModelConfig:
     """Added to each stored norm weight (Gemma)."""
     embed_norm: bool = False
     embed_size: int | None = None
-    """Width of the embedding and the head, where a projection leads from it to hidden_size and back (OPT-350m)."""
+    """Width of the embedding and the head, if projections join it to hidden_size (OPT-350m); None: hidden_size."""
     embed_scale: float = 1.0
     parallel_residual: bool = False
-    """x + attention(n(x)) + ffn(n'(x)) instead of one after the other."""
+    """x + attention(n(x)) + ffn(n'(x)), not one after the other."""
     shared_norm: bool = False
-    """n and n' of the parallel residual are one."""
+    """The parallel residual has one norm for both: n' is n."""
     tied_head: bool = True
     head_bias: bool = False
     logit_softcap: float | None = None

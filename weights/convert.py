@@ -1,7 +1,7 @@
-"""Pickled torch files to a folder of safetensors: the only place that unpickles, and only when a person asks for it.
+"""Converts pickled torch files to a folder of safetensors. No other code unpickles.
 
-Each file is read with torch's weights-only unpickler, which builds tensors and plain containers and nothing else, in a
-process of its own. Serving never comes here. `gptserve convert` calls `convert`.
+A process of its own reads each file with torch's weights-only unpickler, which builds only tensors and plain
+containers. `gptserve convert` calls `convert`; the server never does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ COMPANIONS = ("*.json", "*.jinja", "merges.txt")
 def convert(source: Path, target: Path, tokenizer: Path | None = None) -> None:
     """Write the model `source`, a torch file or a folder of them, as a new folder `target`.
 
-    A training checkpoint of nanoGPT carries its configuration; any other file needs config.json beside it. The JSON
-    files beside it are copied, and the tokenizer's from the folder `tokenizer` if given. The configuration and the
-    names, shapes and dtypes of all tensors are checked. Raises WeightsError, and then leaves no folder.
+    A training checkpoint of nanoGPT holds its configuration; any other file needs config.json beside it. Copies the
+    JSON files beside the source, and those of the folder `tokenizer` if given. Checks the configuration and the names,
+    shapes and dtypes of all tensors. Raises WeightsError, and then leaves no folder.
     """
     files = _find_files(source)
     if target.exists():
@@ -74,7 +74,7 @@ def _copy_companions(folder: Path, target: Path) -> None:
 
 
 def _convert_file(source: Path, target: Path) -> dict[str, Any]:
-    """Convert in another process, so that its memory is given back and a hostile file can only end that process."""
+    """Convert in another process, which gives its memory back; a hostile file can only end that process."""
     command = [sys.executable, "-m", "gptserve.weights.convert", str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -85,7 +85,7 @@ def _convert_file(source: Path, target: Path) -> dict[str, Any]:
 
 
 def main(source: str, target: str) -> None:
-    """Convert one file; write the names of its tensors, and the configuration it carries, to stdout as JSON."""
+    """Convert one file; write the names of its tensors, and its configuration if it has one, to stdout as JSON."""
     import torch
     from safetensors.torch import save_file
 

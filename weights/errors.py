@@ -1,4 +1,4 @@
-"""What can be wrong with a model on disk. Every message is one sentence a user can act on."""
+"""The errors of a model on disk. Every message is one sentence that a user can act on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenizerError(WeightsError):
 
 
 class ChatTemplateError(WeightsError):
-    """The chat template cannot be read or is not valid, or refuses a conversation."""
+    """The chat template cannot be read, is not valid or refuses a conversation."""
 
 
 def shown(value: object) -> str:

@@ -1,6 +1,6 @@
 """Reads one JSON object from a file that may be missing, broken or hostile.
 
-Every fault ends in the error class the caller names, with one sentence. Knows nothing of what the object means.
+Every fault raises the error class that the caller names, with one sentence. Does not know what the object means.
 Called by the configuration, the tokenizer files and the checkpoint index.
 """
 

@@ -1,7 +1,7 @@
 """MXFP4: 4-bit floats in groups of 32 that share a power of two (OCP Microscaling Formats 1.0, section 5.3).
 
-gpt-oss stores a tensor [..., in, out] as two: NAME_blocks, uint8 [..., out, in / 32, 16], two values a byte, the lower
-half first, and NAME_scales, uint8 [..., out, in / 32], the exponents plus 127. Called by the checkpoint only.
+gpt-oss stores a tensor [..., in, out] as two. NAME_blocks, uint8 [..., out, in / 32, 16], has two values a byte, the
+lower half first. NAME_scales, uint8 [..., out, in / 32], has the exponents plus 127. Called by the checkpoint only.
 """
 
 from __future__ import annotations

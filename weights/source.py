@@ -1,8 +1,8 @@
 """Where a model comes from: the embedded one, a folder, or a hub id fetched into the hub cache.
 
-Of what the files say it asks only whether such a model is served at all. huggingface_hub reads its own settings
-(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and is imported only when a hub id is asked for. Called by the command
-line, the server and engine.LLM.
+Checks only that a model of this kind is supported, not the rest of its files. huggingface_hub reads its own settings
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and is imported only for a hub id. Called by the command line, the
+server and engine.LLM.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", re.ASCII)
 def resolve_model(model: str | None, revision: str | None = None) -> Path:
     """Return the folder of the model, downloading a hub id first; None and EMBEDDED_MODEL are the embedded model.
 
-    An existing folder wins over the embedded model and over a hub id of the same name. A model that cannot be served is
-    refused here, before its tokenizer and its weights are looked at. Raises a WeightsError.
+    An existing folder takes precedence over the embedded model and a hub id of the same name. Raises a WeightsError for
+    a model that cannot be served, before its tokenizer and weights are read.
     """
     folder = _local_folder(model, revision)
     if folder is None:
@@ -46,7 +46,7 @@ def resolve_model(model: str | None, revision: str | None = None) -> Path:
 
 
 def resolve_config(model: str | None, revision: str | None = None) -> Path:
-    """Return a folder with the model's config.json; of a hub id nothing else need be downloaded.
+    """Return a folder with the model's config.json; for a hub id, download little else.
 
     Raises ModelNotFoundError or UnsupportedModelError.
     """
@@ -100,7 +100,7 @@ def _as_folder(model: str | None) -> Path:
 
 
 def require_safetensors(file_names: Iterable[str], where: str) -> None:
-    """Raise a WeightsError unless safetensors are among the names; it says which other format is there, if one is."""
+    """Raise a WeightsError unless a name ends in .safetensors; it names the other format, if there is one."""
     names = sorted(file_names)
     if any(name.endswith(".safetensors") for name in names):
         return
@@ -143,18 +143,18 @@ def _fetch_model(repo_id: str, revision: str | None) -> Path:
 
 
 def _fetch(repo_id: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    """Download what matches `files` of a hub model into the cache and return its folder there."""
+    """Download the files of a hub model that match `files` into the cache; return its folder there."""
     options = {"revision": revision, "allow_patterns": list(files), "ignore_patterns": list(HUB_IGNORED)}
     return Path(_ask_hub(repo_id, revision, lambda hub: hub.snapshot_download(repo_id, **options)))
 
 
 def _ask_hub(repo_id: str, revision: str | None, call: Callable[[Any], T]) -> T:
-    """Return what `call` gets from huggingface_hub, imported here and not before; raise ModelNotFoundError."""
+    """Return the result of `call` on huggingface_hub, imported only here. Raises ModelNotFoundError."""
     import huggingface_hub
 
     try:
         return call(huggingface_hub)
-    except Exception as fault:  # the library's own, its HTTP client's and the disk's: to a user they are one kind
+    except Exception as fault:  # from the library, its HTTP client or the disk: one kind to a user
         raise ModelNotFoundError(_why_not_fetched(repo_id, revision, fault)) from fault
 
 
@@ -164,7 +164,7 @@ def _why_not_fetched(repo_id: str, revision: str | None, fault: Exception) -> st
     if isinstance(fault, errors.GatedRepoError):
         return f"hub model {repo_id} is gated: ask for access on its page, then set HF_TOKEN"
     if isinstance(fault, errors.RepositoryNotFoundError):
-        return f"{repo_id} is no folder here, and no hub model of that name exists or HF_TOKEN does not open it"
+        return f"{repo_id} is not a folder here, and the hub has no such model, or HF_TOKEN does not give access to it"
     if isinstance(fault, errors.RevisionNotFoundError):
         return f"hub model {repo_id} has no revision {shown(revision)}"
     at_revision = "" if revision is None else f" at revision {shown(revision)}"

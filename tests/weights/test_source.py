@@ -126,7 +126,7 @@ def test_fetched_model_is_there_offline_and_without_the_hub(hub: Hub, resolve: R
 @pytest.mark.parametrize(
     ("model", "revision", "error", "message"),
     [
-        ("someone/none", None, "ModelNotFoundError", "no hub model of that name exists or HF_TOKEN does not open it"),
+        ("someone/none", None, "ModelNotFoundError", "the hub has no such model, or HF_TOKEN does not give access"),
         ("someone/gated", None, "ModelNotFoundError", "is gated: ask for access on its page, then set HF_TOKEN"),
         ("someone/good", "v9", "ModelNotFoundError", "hub model someone/good has no revision 'v9'"),
         ("someone/empty", None, "ModelNotFoundError", "hub model someone/empty holds no *.safetensors file"),

@@ -212,4 +212,4 @@ FAMILIES: Mapping[str, Callable[[], Tokenizer]] = {
     "gemma": gemma,
     "xglm": xglm,
 }
-BY_LIBRARY = {"gpt1", "llama2", "mistral", "gemma", "xglm"}
+BY_LIBRARY = {"gpt1", "llama2", "mistral", "gemma", "xglm", "gpt_bigcode", "bloom"}

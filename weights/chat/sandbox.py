@@ -1,10 +1,9 @@
-"""The Jinja that chat templates are written for, in a sandbox.
+"""Renders chat templates: the Jinja of `transformers`, in a sandbox.
 
-A template comes with the model and is as trusted as its weights to do its work, but not with this process: it reaches
-no file, no module and no attribute that begins with an underscore, and changes nothing it is given. That it ends is
-seen to at every turn of a loop, every call and every sum, product or join, so that neither a mistake in it nor the
-conversation of a client can hold the server; what a filter or a method does by itself is not bounded. Equal to
-`transformers` in what it renders. Called by chat.py, which imports it, and so Jinja, when a template is first rendered.
+A template comes with the model and may be faulty or hostile. It cannot reach files, modules or attributes that begin
+with an underscore, and cannot change its arguments. Every turn of a loop, every call and every sum, product or join
+checks limits of time and size, so that neither a template nor a client's conversation can hold up the server. One
+filter or method by itself is not bounded. template.py imports this, and so Jinja, when a template is first rendered.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def call(self, context: Context, function: object, /, *args: object, **kwargs: object) -> object:
-        """Call for the template."""
+        """Call a function for the template."""
         self._check_time()
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """Compute a sum, a product or a power for the template, if it cannot be enormous."""
+        """Compute a sum, a product or a power for the template, unless it may be enormous."""
         sizes = [len(value) if isinstance(value, Sized) else value for value in (left, right)]
         if operator != "+":
             _check_size(math.prod(abs(size) for size in sizes if isinstance(size, int | float)))
@@ -71,7 +70,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             _check_size(sum(size for size in sizes if isinstance(size, int)))
         return super().call_binop(context, operator, left, right)
 
-    @pass_context  # or a loop over constants would be run while compiling
+    @pass_context  # without it, Jinja would run a loop over constants while compiling
     def _count(self, _context: Context, items: Iterable[object]) -> Iterator[object]:
         for item in items:
             self._check_time()
@@ -89,7 +88,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """{% generation %}…{% endgeneration %}: marks what the assistant said for training, and is nothing here."""
+    """{% generation %}…{% endgeneration %}: marks the assistant's text for training; ignored here."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -99,7 +98,7 @@ class GenerationTag(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Puts the checks where no hook of the environment's is: into loops and joins (`~`)."""
+    """Adds the checks to loops and joins (`~`), for which the environment has no hook."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2 finds it by the node's name
         node.iter = _filter("counted", node.iter)
@@ -119,7 +118,7 @@ def _check_size(size: float) -> None:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
-    """Return JSON that is for a model and not for a web page: nothing is escaped for HTML."""
+    """Return JSON without escapes for HTML: a model reads it, not a web page."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
 

@@ -1,8 +1,8 @@
-"""Chat templates: the Jinja that comes with a model and makes the text of a prompt out of a conversation.
+"""Chat templates: the Jinja that comes with a model and turns a conversation into the text of a prompt.
 
-The text is that of `transformers`' apply_chat_template; like there, text in a message that spells a special token means
-that token once it is encoded, so what strangers wrote can end a message. Nothing of a message is ever read as Jinja.
-Knows no tokenizer. Called by the server.
+The text equals that of `transformers`' apply_chat_template. As there, a special token spelled out in a message becomes
+that token when encoded, so untrusted text can end a message. Messages are never read as Jinja. Knows no tokenizer.
+Called by the server.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For a model that only continues text: lines of "User: …" and "Assistant: …". The client says where an answer ends,
-with a stop of "\\nUser:"."""
+"""For a model that only continues text: lines of "User: …" and "Assistant: …". Clients end an answer by the stop
+"\\nUser:"."""
 
-_FINAL = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; ends with a blank to see whether the template trims
+_FINAL = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; it ends in a blank, to see whether the template trims
 
 
 class ChatTemplate:
-    """A template and the special tokens it may name; compiled when it is first rendered. Safe to share by threads."""
+    """A template and the special tokens it may name. Compiled when first rendered; threads may share it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._source = source
@@ -84,10 +84,10 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate | None:
-    """Return the template of a model folder, or the one `chosen`: a Jinja file, or "plain". None: there is none.
+    """Return the template of a model folder, or the one `chosen`: a Jinja file, or "plain". None if there is none.
 
-    chat_template.jinja wins over chat_template in tokenizer_config.json; of several there, the one named "default"
-    counts. Raises TokenizerError or ChatTemplateError.
+    chat_template.jinja takes precedence over chat_template in tokenizer_config.json; of several there, "default" does.
+    Raises TokenizerError or ChatTemplateError.
     """
     path = folder / "tokenizer_config.json"
     config = read_json_object(path, TokenizerError) if path.exists() else {}
@@ -129,7 +129,7 @@ def _special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str
 
 
 def _with_reasoning(message: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy with reasoning_content under the name that gpt-oss's template reads, too."""
+    """Return a copy that has reasoning_content also as "thinking", which gpt-oss's template reads."""
     return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else {**message}
 
 
@@ -143,6 +143,6 @@ def _cut_after(final: str, text: str) -> str:
 
 
 def _cause(fault: Exception) -> str:
-    """Return what went wrong; Jinja's own errors and the template's are sentences already."""
+    """Return the cause as text, with its type unless it is from Jinja or the template, whose errors are sentences."""
     text = str(fault)
     return text if type(fault).__module__.startswith("jinja2") else f"{type(fault).__name__}: {text}"

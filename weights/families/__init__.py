@@ -1,4 +1,4 @@
-"""The families that are known, and the way from a folder to its ModelConfig.
+"""The known families, and the way from a folder to its ModelConfig.
 
 A new family is one file that makes a Family, and one line in FAMILIES. Torch-free.
 """
@@ -69,11 +69,11 @@ WHY_REFUSED = (
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files that some tools write instead of a key."""
+"""Files by which some tools mark quantized weights, instead of a key of config.json."""
 
 
 def find_family(model_type: str) -> Family:
-    """Return the family; raise UnsupportedModelError, saying why, for any other model_type."""
+    """Return the family of a model_type; raise UnsupportedModelError with the reason if there is none."""
     family = FAMILIES.get(model_type)
     if family is not None:
         return family
@@ -85,9 +85,9 @@ def find_family(model_type: str) -> Family:
 
 
 def open_config(folder: Path) -> tuple[RawConfig, Family]:
-    """Return config.json and its family; of its other fields none is read.
+    """Return config.json and its family, without reading its other fields.
 
-    Raises InvalidConfigError, or UnsupportedModelError for a model or for weights of a kind that is not served.
+    Raises InvalidConfigError, or UnsupportedModelError for a kind of model or weights that is not supported.
     """
     raw = RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
     model_type = raw.text("model_type")

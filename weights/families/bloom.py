@@ -8,17 +8,31 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import Family, RawConfig, plain_config
+
+NAMES = {
+    "embed": "word_embeddings",
+    "embed_norm": "word_embeddings_layernorm",
+    "blocks.{}.attn_norm": "h.{}.input_layernorm",
+    "blocks.{}.qkv": "h.{}.self_attention.query_key_value",
+    "blocks.{}.attn_out": "h.{}.self_attention.dense",
+    "blocks.{}.ffn_norm": "h.{}.post_attention_layernorm",
+    "blocks.{}.ffn_up": "h.{}.mlp.dense_h_to_4h",
+    "blocks.{}.ffn_down": "h.{}.mlp.dense_4h_to_h",
+    "final_norm": "ln_f",
+    "head": "lm_head",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("apply_residual_connection_post_layernorm", False, "no published BLOOM has it")
     config = plain_config(
         raw,
-        # The largest one's file has the older names.
+        # The file of the largest BLOOM has the older names.
         width="hidden_size" if "hidden_size" in raw else "n_embed",
         layers="n_layer",
         heads="n_head" if "n_head" in raw else "num_attention_heads",
@@ -42,28 +56,10 @@ def _slopes(num_heads: int) -> tuple[float, ...]:
     return (*slopes, *(2 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)))
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn = config.hidden_size, config.ffn_size
-    order = layout.heads_together(config.num_heads, config.head_size)
-    sources = layout.table("embed", "word_embeddings", config.vocab_size, hidden)
-    sources |= layout.norm(config, "embed_norm", "word_embeddings_layernorm")
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"h.{layer}."
-        attention = f"{stored}self_attention."
-        qkv = [(f"{attention}query_key_value", 3 * hidden)]
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}input_layernorm")
-        sources |= layout.linear(f"{block}qkv", qkv, hidden, bias=True, row_order=order)
-        sources |= layout.linear(f"{block}attn_out", [(f"{attention}dense", hidden)], hidden, bias=True)
-        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}post_attention_layernorm")
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.dense_h_to_4h", ffn)], hidden, bias=True)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.dense_4h_to_h", hidden)], ffn, bias=True)
-    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
-
-
 BLOOM = Family(
     model_type="bloom",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.heads_together),
     prefixes=("transformer.",),
     ignored=re.compile(r"lm_head\.weight"),
 )

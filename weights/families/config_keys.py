@@ -1,7 +1,7 @@
-"""Which keys of config.json change nothing in inference; a key that nobody read and that is not one of them is refused.
+"""Lists the keys of config.json that do not affect inference, and refuses the unknown ones.
 
-A family reads what it computes by. Wrong numbers are worse than a refusal, so an unknown key may only have a value that
-usually means "off". Called by `load_config` once a family has read its configuration.
+A family reads every key that it computes with. Wrong numbers are worse than a refusal, so a key that was not read and
+is not listed may only have a value that usually means "off". Called by `load_config` after a family has read its keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = frozenset(
         # the tokenizer's
         *("model_max_length", "padding_side", "prefix", "tokenizer_class", "tokenizer_model_max_length"),
         *("tokenizer_name", "tokenizer_padding_side", "use_fast"),
-        # the context in other words: how long a text may be, not what is computed
+        # other names of the context: they limit a text's length and change no result
         *("initial_context_length", "max_seq_len", "max_seq_length", "max_sequence_length", "n_ctx", "seq_length"),
         # dtype, order of summation and kernel: rounding at most, and the softmax is always in fp32 here
         *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
@@ -33,7 +33,7 @@ NAMES = frozenset(
         *("masked_softmax_fusion", "offset_alibi", "pretraining_tp", "reorder_and_upcast_attn"),
         *("scale_attention_softmax_in_fp32", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "torch_dtype"),
         *("torchscript", "use_bfloat16", "use_flash_attention", "use_flash_attention_2", "use_flash_attn", "use_sdpa"),
-        # caches and what a call returns
+        # caches, and the form of a call's results
         *("cache_implementation", "inference_runner", "keys_to_ignore_at_inference", "max_batch_size"),
         *("output_attentions", "output_hidden_states", "output_past", "output_router_logits", "output_scores"),
         *("pad_key_length", "pre_allocate_kv_cache", "return_dict", "return_dict_in_generate", "use_cache"),
@@ -54,7 +54,7 @@ NAMES = frozenset(
     )
 )
 PATTERN = re.compile(r".*_token_ids?|.*dropout.*|.*pdrop|.*layerdrop|summary_.*|unsloth_.*")
-"""Ids of special tokens, what only training and classification use, and notes of other libraries."""
+"""Ids of special tokens, settings of training and classification, and notes of other libraries."""
 
 SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
     **dict.fromkeys(("d_model", "hidden_size", "n_embd", "n_embed"), lambda config: config.hidden_size),
@@ -68,11 +68,11 @@ SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
     "head_dim": lambda config: config.head_size,
     "experts_per_token": lambda config: config.experts and config.experts.num_active,
 }
-"""A size under another family's name, which must be the same."""
+"""Sizes that a file gives again under the name of another family: they must be equal."""
 
 
 def refuse_unread(raw: RawConfig, config: ModelConfig) -> None:
-    """Raise UnsupportedModelError, naming the keys, if one that nobody read may change what is computed."""
+    """Raise UnsupportedModelError, naming the keys, if one that was not read may change the results."""
     unknown = [
         f"`{name}` to {shown(value)}"
         for name, value in raw.unread().items()
@@ -96,5 +96,5 @@ def _changes_nothing(name: str, value: object, config: ModelConfig) -> bool:
 
 
 def _is_neutral(value: object) -> bool:
-    """Return whether a value usually means that something is off: a factor of 1 is one, true is none."""
+    """Return whether a value usually means "off". A factor of 1 does; true does not."""
     return value is None or value is False or value in ("", [], {}) or (value in (0, 1) and value is not True)

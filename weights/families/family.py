@@ -1,12 +1,21 @@
-"""What a family is: config.json to ModelConfig, and the file's tensors to canonical ones.
+"""A family turns config.json into a ModelConfig, and the tensors of a file into canonical ones.
 
-Canonical names, linear weights being [out, in] (H heads, G KV heads, D head size), each only where ModelConfig has it:
-embed.weight [vocab, embed], embed_in, embed_norm; position.weight [max_position, hidden]; for block i `blocks.{i}.` and
-attn_norm, attn_output_norm, ffn_norm, ffn_output_norm; qkv [(H + 2G) * D, hidden], all query heads, then all key heads,
-then all value heads; q_norm, k_norm; sinks [H]; attn_out [hidden, H * D]; ffn_up [ffn, hidden] or, gated,
-[2 * ffn, hidden], all gates first; ffn_down [hidden, ffn]; then final_norm, embed_out, head [vocab, embed].
-Experts have their own router [experts, hidden], and `experts.{e}.` before ffn_up and ffn_down.
-Torch-free: the server reads configurations too. layout.py makes Sources.
+Torch-free, because the server reads configurations too. layout.py makes the Sources. These are the canonical tensors,
+each present only where ModelConfig has it (H query heads, G key-value heads, D head size; linears are [out, in]):
+
+    embed.weight         [vocab, embed]
+    position.weight      [max_position, hidden]
+    embed_in, embed_out  [hidden, embed] and [embed, hidden]
+    embed_norm, final_norm
+    head                 [vocab, embed]
+    blocks.{i}.
+        attn_norm, attn_output_norm, ffn_norm, ffn_output_norm, q_norm, k_norm
+        qkv              [(H + 2G) * D, hidden]: all query heads, then all key heads, then all value heads
+        sinks            [H]
+        attn_out         [hidden, H * D]
+        ffn_up           [ffn, hidden]; gated: [2 * ffn, hidden], all gates first
+        ffn_down         [hidden, ffn]
+        router           [experts, hidden]; ffn_up and ffn_down are then those of each experts.{e}.
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 
 MAX_SIZE = 2**31 - 1
-# Far above any model: a file that lies cannot fill memory before its checkpoint contradicts it.
+# Far above any model. They keep a wrong file from filling memory before its checkpoint is compared.
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**20
 
@@ -45,11 +54,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How one canonical tensor is made: each part transposed if asked, joined along rows, rows put in order.
+    """The steps to one canonical tensor: transpose each part if asked, join the parts along rows, reorder the rows.
 
-    parts are (name in the file, shape in the file). entry, where given, takes that entry of each part's first
-    dimension: an expert of those stored as one tensor. row_order, where given, names for each canonical row the joined
-    row it is: a fused projection whose heads are interleaved is a permutation of the canonical one.
+    parts are (name in the file, shape in the file). entry, if given, selects that entry of each part's first dimension:
+    one expert of all that are stored as one tensor. row_order, if given, lists the joined row for each canonical row:
+    a fused projection may be stored with its heads interleaved.
     """
 
     parts: tuple[tuple[str, Shape], ...]
@@ -72,9 +81,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One lineage of models on disk. A tensor in no source must match `ignored` entirely.
+    """One lineage of models on disk. A tensor that no source uses must fully match `ignored`.
 
-    prefixes may stand before any name in the file, as the libraries that write them disagree about it.
+    Any name in the file may begin with one of `prefixes`: libraries differ in which they write.
     """
 
     model_type: str
@@ -89,9 +98,9 @@ class Family:
 def plain_config(
     raw: RawConfig, *, width: str, layers: str, heads: str, context: str, default_context: int | None = None
 ) -> ModelConfig:
-    """Return GPT-2's choices with the sizes that stand under these names; a family replaces those in which it differs.
+    """Return GPT-2's choices with the sizes under these names; a family replaces the fields in which it differs.
 
-    Every query head has its own key head, scores are scaled by 1 / sqrt(head size), layers see everything, the
+    Every query head has its own key head, scores are scaled by 1 / sqrt(head size), no layer has a window, and the
     feed-forward is four times as wide as the model.
     """
     hidden_size, head_size = raw.size(width, limit=MAX_WIDTH), raw.share(width, heads)
@@ -122,7 +131,7 @@ def read_windows(raw: RawConfig, config: ModelConfig, default: tuple[bool, ...])
 class RawConfig:
     """The fields of a JSON configuration; null means absent. Readers raise InvalidConfigError naming the field.
 
-    It remembers which fields were read: one that was not may change what is computed.
+    It remembers the fields that were read: any other may change the results.
     """
 
     def __init__(self, values: Mapping[str, object], file_name: str = "config.json") -> None:
@@ -132,14 +141,14 @@ class RawConfig:
         self._sections: dict[str, RawConfig] = {}
 
     def unread(self) -> dict[str, object]:
-        """Return the fields that nobody read, by name; those of a section that was read as "section: name"."""
+        """Return the fields that were not read, by name; those inside a section as "section: name"."""
         fields = {name: value for name, value in self._values.items() if name not in self._read}
         for section_name, section in self._sections.items():
             fields |= {f"{section_name}: {name}": value for name, value in section.unread().items()}
         return fields
 
     def skip(self, *names: str) -> None:
-        """Count fields as read that change nothing here, because of what other fields say."""
+        """Count fields as read that have no effect, given the values of others."""
         self._read.update(names)
 
     def size(self, name: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
@@ -161,7 +170,7 @@ class RawConfig:
         return float(value)
 
     def share(self, name: str, divisor: str) -> int:
-        """Return the width `name` divided by the size `divisor`, which must leave no rest."""
+        """Return the width `name` divided by the size `divisor`, which must divide it."""
         size, num = self.size(name, limit=MAX_WIDTH), self.size(divisor)
         if size % num:
             raise self.error(name, f"a multiple of {divisor} ({num})")
@@ -179,11 +188,11 @@ class RawConfig:
         return None if self._get(name) is None else self.positive(name, default=1.0)
 
     def value(self, name: str) -> object:
-        """Return what stands there, or None."""
+        """Return the value, or None where it is absent."""
         return self._get(name)
 
     def section(self, name: str) -> RawConfig:
-        """Return the fields of an object inside this one; of an absent one, no fields."""
+        """Return the fields of an object inside this one; none where it is absent."""
         value = self._get(name)
         if value is None:
             value = {}
@@ -235,7 +244,7 @@ class RawConfig:
         return value
 
     def choice(self, name: str, choices: Mapping[str, T], *, default: str) -> T:
-        """Return what `choices` says for the string."""
+        """Return the entry of `choices` for the string."""
         value = self._get(name)
         if value is None:
             value = default

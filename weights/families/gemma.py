@@ -10,17 +10,19 @@ from dataclasses import replace
 from functools import partial
 
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import layout
 from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, read_windows
-from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.families.llama import ATTENTION, EMBED, END, FFN, IGNORED, read_llama_config
 from gptserve.weights.families.rotary import read_rotary, usable_context
 
 NORMS = {
-    "attn_norm": "input_layernorm",
-    "attn_output_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_output_norm": "post_feedforward_layernorm",
+    "blocks.{}.attn_norm": "layers.{}.input_layernorm",
+    "blocks.{}.attn_output_norm": "layers.{}.post_attention_layernorm",
+    "blocks.{}.ffn_norm": "layers.{}.pre_feedforward_layernorm",
+    "blocks.{}.ffn_output_norm": "layers.{}.post_feedforward_layernorm",
 }
-PATTERN = 6  # Gemma 3: every sixth layer sees everything
+NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
+PATTERN = 6  # Gemma 3: every sixth layer has no window
 
 
 def _read_gemma2(raw: RawConfig) -> ModelConfig:
@@ -55,7 +57,7 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
 
 
 def _read_shared(raw: RawConfig) -> ModelConfig:
-    raw.forbid("use_bidirectional_attention", False, "a model that reads both ways cannot continue a text")
+    raw.forbid("use_bidirectional_attention", False, "bidirectional attention cannot continue a text")
     config = read_llama_config(raw)
     scale = raw.positive("query_pre_attn_scalar", default=256.0) ** -0.5
     return replace(
@@ -71,6 +73,6 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
     )
 
 
-_sources = partial(llama_sources, norms=NORMS)
+_sources = partial(layout.decoder, names=NAMES)
 GEMMA2 = Family("gemma2", _read_gemma2, _sources, prefixes=("model.",), ignored=IGNORED)
 GEMMA3 = Family("gemma3_text", _read_gemma3, _sources, prefixes=("model.",), ignored=IGNORED)

@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
+
+NAMES = {
+    "embed": "wte",
+    "position": "wpe",
+    "blocks.{}.attn_norm": "h.{}.ln_1",
+    "blocks.{}.qkv": "h.{}.attn.c_attn",
+    "blocks.{}.attn_out": "h.{}.attn.c_proj",
+    "blocks.{}.ffn_norm": "h.{}.ln_2",
+    "blocks.{}.ffn_up": "h.{}.mlp.c_fc",
+    "blocks.{}.ffn_down": "h.{}.mlp.c_proj",
+    "final_norm": "ln_f",
+    "head": "lm_head",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -29,25 +43,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn = config.hidden_size, config.ffn_size
-    sources = layout.table("embed", "wte", config.vocab_size, hidden)
-    sources |= layout.table("position", "wpe", config.max_position, hidden)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"h.{layer}."
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
-        sources |= layout.conv1d(f"{block}qkv", f"{stored}attn.c_attn", hidden, 3 * hidden)
-        sources |= layout.conv1d(f"{block}attn_out", f"{stored}attn.c_proj", hidden, hidden)
-        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
-        sources |= layout.conv1d(f"{block}ffn_up", f"{stored}mlp.c_fc", hidden, ffn)
-        sources |= layout.conv1d(f"{block}ffn_down", f"{stored}mlp.c_proj", ffn, hidden)
-    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
-
-
 GPT2 = Family(
     model_type="gpt2",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES, transpose=True),
     prefixes=("transformer.",),
     # Causal masks that old files carry, and the head's second copy of a tied embedding.
     ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight"),

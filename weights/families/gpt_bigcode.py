@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
+from gptserve.weights.families.gpt2 import NAMES
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -28,27 +30,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn, heads = config.hidden_size, config.ffn_size, config.num_heads
-    order = layout.heads_together(heads, config.head_size) if config.num_kv_heads == heads else None
-    sources = layout.table("embed", "wte", config.vocab_size, hidden)
-    sources |= layout.table("position", "wpe", config.max_position, hidden)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"h.{layer}."
-        qkv = [(f"{stored}attn.c_attn", config.qkv_size)]
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
-        sources |= layout.linear(f"{block}qkv", qkv, hidden, bias=True, row_order=order)
-        sources |= layout.linear(f"{block}attn_out", [(f"{stored}attn.c_proj", hidden)], hidden, bias=True)
-        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.c_fc", ffn)], hidden, bias=True)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.c_proj", hidden)], ffn, bias=True)
-    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
-
-
 GPT_BIGCODE = Family(
     model_type="gpt_bigcode",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.heads_together),
     prefixes=("transformer.",),
     ignored=re.compile(r"h\.\d+\.attn\.bias|lm_head\.weight"),
 )

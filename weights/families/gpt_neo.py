@@ -1,4 +1,4 @@
-"""GPT-Neo, GPT-3's architecture: every other layer sees a window only, and scores are not scaled.
+"""GPT-Neo, after GPT-3: every other layer has a window, and scores are not scaled.
 
 Black et al., "GPT-Neo" (2021), after Brown et al., "Language Models are Few-Shot Learners" (2020), section 2.1.
 """
@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
 
 KINDS = ("global", "local")
+NAMES: layout.Names = {
+    "embed": "wte",
+    "position": "wpe",
+    "blocks.{}.attn_norm": "h.{}.ln_1",
+    "blocks.{}.qkv": ("h.{}.attn.attention.q_proj", "h.{}.attn.attention.k_proj", "h.{}.attn.attention.v_proj"),
+    "blocks.{}.attn_out": "h.{}.attn.attention.out_proj",
+    "blocks.{}.ffn_norm": "h.{}.ln_2",
+    "blocks.{}.ffn_up": "h.{}.mlp.c_fc",
+    "blocks.{}.ffn_down": "h.{}.mlp.c_proj",
+    "final_norm": "ln_f",
+    "head": "lm_head",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -58,26 +71,10 @@ def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
     return tuple(map(str, expanded))
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn = config.hidden_size, config.ffn_size
-    sources = layout.table("embed", "wte", config.vocab_size, hidden)
-    sources |= layout.table("position", "wpe", config.max_position, hidden)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"h.{layer}."
-        attention = f"{stored}attn.attention."
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
-        sources |= layout.linear(f"{block}qkv", layout.split_qkv(config, attention), hidden, bias=False)
-        sources |= layout.linear(f"{block}attn_out", [(f"{attention}out_proj", hidden)], hidden, bias=True)
-        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}ln_2")
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.c_fc", ffn)], hidden, bias=True)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.c_proj", hidden)], ffn, bias=True)
-    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
-
-
 GPT_NEO = Family(
     model_type="gpt_neo",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES),
     prefixes=("transformer.",),
     ignored=re.compile(r"h\.\d+\.attn\.attention\.(bias|masked_bias)|lm_head\.weight"),
 )

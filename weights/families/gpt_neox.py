@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: partly rotary heads, stored head by head, and a parallel residual with two norms.
+"""GPT-NeoX and Pythia: partly rotary heads, projections stored head by head, a parallel residual with two norms.
 
 Black et al., "GPT-NeoX-20B: An Open-Source Autoregressive Language Model" (2022).
 """
@@ -7,11 +7,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
 from gptserve.weights.families.rotary import read_rotary, usable_context
+
+NAMES = {
+    "embed": "embed_in",
+    "blocks.{}.attn_norm": "layers.{}.input_layernorm",
+    "blocks.{}.qkv": "layers.{}.attention.query_key_value",
+    "blocks.{}.attn_out": "layers.{}.attention.dense",
+    "blocks.{}.ffn_norm": "layers.{}.post_attention_layernorm",
+    "blocks.{}.ffn_up": "layers.{}.mlp.dense_h_to_4h",
+    "blocks.{}.ffn_down": "layers.{}.mlp.dense_4h_to_h",
+    "final_norm": "final_layer_norm",
+    "head": "embed_out",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -40,26 +53,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn, bias = config.hidden_size, config.ffn_size, config.qkv_bias
-    order = layout.heads_together(config.num_heads, config.head_size)
-    sources = layout.table("embed", "embed_in", config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"layers.{layer}."
-        qkv = [(f"{stored}attention.query_key_value", 3 * hidden)]
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}input_layernorm")
-        sources |= layout.linear(f"{block}qkv", qkv, hidden, bias=bias, row_order=order)
-        sources |= layout.linear(f"{block}attn_out", [(f"{stored}attention.dense", hidden)], hidden, bias=bias)
-        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}post_attention_layernorm")
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.dense_h_to_4h", ffn)], hidden, bias=True)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.dense_4h_to_h", hidden)], ffn, bias=True)
-    return sources | layout.norm(config, "final_norm", "final_layer_norm") | layout.head(config, "embed_out")
-
-
 GPT_NEOX = Family(
     model_type="gpt_neox",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.heads_together),
     prefixes=("gpt_neox.",),
     ignored=re.compile(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|embed_out\.weight"),
 )

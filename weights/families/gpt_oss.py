@@ -10,8 +10,9 @@ from dataclasses import replace
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import Family, RawConfig, Source, read_windows
-from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.families.llama import ATTENTION, EMBED, END, IGNORED, NORMS, read_llama_config
 
+NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END}
 MAX_TENSORS = 2**16  # of experts, over all layers
 
 
@@ -38,7 +39,7 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
     hidden, ffn, experts = config.hidden_size, config.ffn_size, config.experts
     assert experts is not None
     gates_first = (*range(0, 2 * ffn, 2), *range(1, 2 * ffn, 2))
-    sources = llama_sources(config, ffn=False)
+    sources = layout.decoder(config, NAMES)
     for layer in range(config.num_layers):
         block, stored = f"blocks.{layer}.", f"layers.{layer}."
         sources[f"{block}sinks"] = Source(((f"{stored}self_attn.sinks", (config.num_heads,)),))

@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
 from gptserve.weights.families.rotary import read_rotary, usable_context
+
+NAMES: layout.Names = {
+    "embed": "wte",
+    "blocks.{}.attn_norm": "h.{}.ln_1",
+    "blocks.{}.qkv": ("h.{}.attn.q_proj", "h.{}.attn.k_proj", "h.{}.attn.v_proj"),
+    "blocks.{}.attn_out": "h.{}.attn.out_proj",
+    "blocks.{}.ffn_up": "h.{}.mlp.fc_in",
+    "blocks.{}.ffn_down": "h.{}.mlp.fc_out",
+    "final_norm": "ln_f",
+    "head": "lm_head",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("rotary", True, "no published GPT-J has learned positions")
-    raw.forbid("scale_attn_weights", True, "scores are scaled")
+    raw.forbid("scale_attn_weights", True, "unscaled scores are not supported")
     config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
     rotated = raw.size("rotary_dim", default=64, limit=config.head_size)
     return replace(
@@ -36,27 +48,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn = config.hidden_size, config.ffn_size
-    rotary = config.rotaries[0]
-    assert rotary is not None
-    order = layout.halves_apart(config, 2 * len(rotary.inv_freqs))
-    sources = layout.table("embed", "wte", config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"h.{layer}."
-        parts = layout.split_qkv(config, f"{stored}attn.")
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}ln_1")
-        sources |= layout.linear(f"{block}qkv", parts, hidden, bias=False, row_order=order)
-        sources |= layout.linear(f"{block}attn_out", [(f"{stored}attn.out_proj", hidden)], hidden, bias=False)
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.fc_in", ffn)], hidden, bias=True)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.fc_out", hidden)], ffn, bias=True)
-    return sources | layout.norm(config, "final_norm", "ln_f") | layout.head(config, "lm_head")
-
-
 GPTJ = Family(
     model_type="gptj",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.halves_apart),
     prefixes=("transformer.",),
     ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|h\.\d+\.attn\.embed_positions|lm_head\.weight"),
 )

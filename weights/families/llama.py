@@ -1,20 +1,37 @@
 """Llama 1 to 3 and all that share its files' layout: RMSNorm, a gated feed-forward, grouped queries, rotary positions.
 
-Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023). `read_llama_config` and `llama_sources`
-are the base of the families that differ from it in a few fields.
+Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023). Families that differ in a few fields
+or names build on `read_llama_config` and on these tables.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig, Source
+from gptserve.weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig
 from gptserve.weights.families.rotary import read_rotary, usable_context
 
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+EMBED = {"embed": "embed_tokens"}
+NORMS = {
+    "blocks.{}.attn_norm": "layers.{}.input_layernorm",
+    "blocks.{}.ffn_norm": "layers.{}.post_attention_layernorm",
+}
+ATTENTION: layout.Names = {
+    "blocks.{}.qkv": ("layers.{}.self_attn.q_proj", "layers.{}.self_attn.k_proj", "layers.{}.self_attn.v_proj"),
+    "blocks.{}.q_norm": "layers.{}.self_attn.q_norm",
+    "blocks.{}.k_norm": "layers.{}.self_attn.k_norm",
+    "blocks.{}.attn_out": "layers.{}.self_attn.o_proj",
+}
+FFN: layout.Names = {
+    "blocks.{}.ffn_up": ("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"),
+    "blocks.{}.ffn_down": "layers.{}.mlp.down_proj",
+}
+END = {"final_norm": "norm", "head": "lm_head"}
+NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
+llama_sources = partial(layout.decoder, names=NAMES)
 IGNORED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight")
 
 
@@ -52,38 +69,6 @@ def read_llama_config(raw: RawConfig) -> ModelConfig:
         norm_bias=False,
         tied_head=raw.boolean("tie_word_embeddings", default=False),
     )
-
-
-def llama_sources(
-    config: ModelConfig, norms: Mapping[str, str] = NORMS, *, fused: bool = False, ffn: bool = True
-) -> dict[str, Source]:
-    """Return the layout's tensors; `norms` maps a block's norms to their names in the file.
-
-    fused: query, key and value are one tensor, gate and up another. ffn: False where the family adds its own.
-    """
-    hidden, attended = config.hidden_size, config.num_heads * config.head_size
-    sources = layout.table("embed", "embed_tokens", config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"layers.{layer}."
-        attention, mlp = f"{stored}self_attn.", f"{stored}mlp."
-        for name, its_name in norms.items():
-            sources |= layout.norm(config, f"{block}{name}", f"{stored}{its_name}")
-        qkv = [(f"{attention}qkv_proj", config.qkv_size)] if fused else layout.split_qkv(config, attention)
-        sources |= layout.linear(f"{block}qkv", qkv, hidden, bias=config.qkv_bias)
-        if config.qk_norm:
-            wholes = {"q": attended, "k": config.num_kv_heads * config.head_size}
-            for name, whole in wholes.items():
-                size = config.head_size if config.qk_norm == "head" else whole
-                sources |= layout.norm(config, f"{block}{name}_norm", f"{attention}{name}_norm", size)
-        sources |= layout.linear(
-            f"{block}attn_out", [(f"{attention}o_proj", hidden)], attended, bias=config.attn_out_bias
-        )
-        if ffn:
-            size = config.ffn_size
-            up = [(f"{mlp}gate_up_proj", 2 * size)] if fused else [(f"{mlp}gate_proj", size), (f"{mlp}up_proj", size)]
-            sources |= layout.linear(f"{block}ffn_up", up, hidden, bias=config.ffn_bias)
-            sources |= layout.linear(f"{block}ffn_down", [(f"{mlp}down_proj", hidden)], size, bias=config.ffn_bias)
-    return sources | layout.norm(config, "final_norm", "norm") | layout.head(config, "lm_head")
 
 
 LLAMA = Family(

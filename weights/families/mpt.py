@@ -8,20 +8,33 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import Family, RawConfig, plain_config
+
+NAMES = {
+    "embed": "wte",
+    "blocks.{}.attn_norm": "blocks.{}.norm_1",
+    "blocks.{}.qkv": "blocks.{}.attn.Wqkv",
+    "blocks.{}.attn_out": "blocks.{}.attn.out_proj",
+    "blocks.{}.ffn_norm": "blocks.{}.norm_2",
+    "blocks.{}.ffn_up": "blocks.{}.ffn.up_proj",
+    "blocks.{}.ffn_down": "blocks.{}.ffn.down_proj",
+    "final_norm": "norm_f",
+    "head": "lm_head",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     attention = raw.section("attn_config")
     if not attention.boolean("alibi", default=True):
-        raise UnsupportedModelError("config.json: attn_config: alibi must be true: its learned positions are not read")
+        raise UnsupportedModelError("config.json: attn_config: alibi must be true: learned positions are not supported")
     attention.forbid("prefix_lm", False, "a prompt is read from left to right")
-    attention.forbid("qk_ln", False, "queries and keys are not normalised in published models of the hub's format")
-    attention.forbid("attn_type", "multihead_attention", "one projection with as many key as query heads is read")
+    attention.forbid("qk_ln", False, "no published MPT normalises queries and keys")
+    attention.forbid("attn_type", "multihead_attention", "only as many key heads as query heads are supported")
     raw.forbid("no_bias", True, "the hub's format has no biases")
     raw.forbid("logit_scale", None, "no published MPT has it")
     raw.forbid("expansion_ratio", 4, "the hub's format has a feed-forward of four times the width")
@@ -47,30 +60,16 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 def _slopes(num_heads: int, steepest: int) -> tuple[float, ...]:
-    """Powers of two down to 2^-steepest; of a power of two of heads, every other one first, as many as there are."""
+    """Return powers of two down to 2^-steepest: every other one first, unless num_heads is a power of two."""
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = [2 ** (-steepest * (h + 1) / power) for h in range(power)]
     return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn = config.hidden_size, config.ffn_size
-    sources = layout.table("embed", "wte", config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        block = stored = f"blocks.{layer}."
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}norm_1")
-        sources |= layout.linear(f"{block}qkv", [(f"{stored}attn.Wqkv", 3 * hidden)], hidden, bias=False)
-        sources |= layout.linear(f"{block}attn_out", [(f"{stored}attn.out_proj", hidden)], hidden, bias=False)
-        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}norm_2")
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}ffn.up_proj", ffn)], hidden, bias=False)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}ffn.down_proj", hidden)], ffn, bias=False)
-    return sources | layout.norm(config, "final_norm", "norm_f") | layout.head(config, "lm_head")
-
-
 MPT = Family(
     model_type="mpt",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES),
     prefixes=("transformer.",),
     ignored=re.compile(r"lm_head\.weight"),
 )

@@ -1,17 +1,21 @@
 """nanochat: Llama's layout without norm weights or gate, queries and keys normalised, a capped head.
 
-Karpathy, "nanochat" (2025), in the hub's format. It turns its rotary pairs the other way round than Llama, and
-normalises them afterwards, which is the same as before: turning keeps lengths.
+Karpathy, "nanochat" (2025), in the hub's format. It rotates in the opposite direction to Llama. It normalises queries
+and keys after rotation, which is the same as before it: a rotation keeps lengths.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source
-from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig
+from gptserve.weights.families.llama import ATTENTION, EMBED, END, IGNORED, NORMS, read_llama_config
+
+FFN = {"blocks.{}.ffn_up": "layers.{}.mlp.fc1", "blocks.{}.ffn_down": "layers.{}.mlp.fc2"}
+NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END, **FFN}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -31,16 +35,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    sources = llama_sources(config, ffn=False)
-    for layer in range(config.num_layers):
-        block, mlp = f"blocks.{layer}.", f"layers.{layer}.mlp."
-        up, down = [(f"{mlp}fc1", config.ffn_size)], [(f"{mlp}fc2", config.hidden_size)]
-        sources |= layout.linear(f"{block}ffn_up", up, config.hidden_size, bias=False)
-        sources |= layout.linear(f"{block}ffn_down", down, config.ffn_size, bias=False)
-    return sources
-
-
 NANOCHAT = Family(
-    model_type="nanochat", read_config=_read_config, sources=_sources, prefixes=("model.",), ignored=IGNORED
+    model_type="nanochat",
+    read_config=_read_config,
+    sources=partial(layout.decoder, names=NAMES),
+    prefixes=("model.",),
+    ignored=IGNORED,
 )

@@ -9,10 +9,15 @@ from dataclasses import replace
 from functools import partial
 
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import layout
 from gptserve.weights.families.family import Family, RawConfig
-from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.families.llama import ATTENTION, EMBED, END, FFN, IGNORED, read_llama_config
 
-NORMS = {"attn_output_norm": "post_attention_layernorm", "ffn_output_norm": "post_feedforward_layernorm"}
+NORMS = {
+    "blocks.{}.attn_output_norm": "layers.{}.post_attention_layernorm",
+    "blocks.{}.ffn_output_norm": "layers.{}.post_feedforward_layernorm",
+}
+NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -22,7 +27,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 OLMO2 = Family(
     model_type="olmo2",
     read_config=_read_config,
-    sources=partial(llama_sources, norms=NORMS),
+    sources=partial(layout.decoder, names=NAMES),
     prefixes=("model.",),
     ignored=IGNORED,
 )

@@ -1,4 +1,4 @@
-"""OPT: ReLU, learned positions whose table begins with two unused rows, at 350M norms after each sum.
+"""OPT: ReLU, learned positions in a table that begins with two unused rows; the 350M model has norms after each sum.
 
 Zhang et al., "OPT: Open Pre-trained Transformer Language Models" (2022).
 """
@@ -13,6 +13,14 @@ from gptserve.weights.families import layout
 from gptserve.weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, Source, plain_config
 
 UNUSED_POSITIONS = 2
+BLOCKS: layout.Names = {
+    "blocks.{}.attn_norm": "layers.{}.self_attn_layer_norm",
+    "blocks.{}.qkv": ("layers.{}.self_attn.q_proj", "layers.{}.self_attn.k_proj", "layers.{}.self_attn.v_proj"),
+    "blocks.{}.attn_out": "layers.{}.self_attn.out_proj",
+    "blocks.{}.ffn_norm": "layers.{}.final_layer_norm",
+    "blocks.{}.ffn_up": "layers.{}.fc1",
+    "blocks.{}.ffn_down": "layers.{}.fc2",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -46,22 +54,14 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn, width = config.hidden_size, config.ffn_size, config.embed_size or config.hidden_size
+    hidden, width = config.hidden_size, config.embed_size or config.hidden_size
     num_stored = config.max_position + UNUSED_POSITIONS
     sources = layout.table("embed", "embed_tokens", config.vocab_size, width)
     positions = (("embed_positions.weight", (num_stored, hidden)),)
     sources["position.weight"] = Source(positions, row_order=tuple(range(UNUSED_POSITIONS, num_stored)))
     if config.embed_size:
         sources |= layout.linear("embed_in", [("project_in", hidden)], width, bias=False)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"layers.{layer}."
-        parts, out = layout.split_qkv(config, f"{stored}self_attn."), [(f"{stored}self_attn.out_proj", hidden)]
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}self_attn_layer_norm")
-        sources |= layout.linear(f"{block}qkv", parts, hidden, bias=config.qkv_bias)
-        sources |= layout.linear(f"{block}attn_out", out, hidden, bias=config.attn_out_bias)
-        sources |= layout.norm(config, f"{block}ffn_norm", f"{stored}final_layer_norm")
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}fc1", ffn)], hidden, bias=config.ffn_bias)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}fc2", hidden)], ffn, bias=config.ffn_bias)
+    sources |= layout.decoder(config, BLOCKS)
     if config.norm_placement == "input":
         sources |= layout.norm(config, "final_norm", "final_layer_norm")
     if config.embed_size:

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
 from gptserve.weights.families.rotary import read_rotary, usable_context
+
+NAMES: layout.Names = {
+    "embed": "embed_tokens",
+    "blocks.{}.attn_norm": "layers.{}.input_layernorm",
+    "blocks.{}.qkv": ("layers.{}.self_attn.q_proj", "layers.{}.self_attn.k_proj", "layers.{}.self_attn.v_proj"),
+    "blocks.{}.attn_out": "layers.{}.self_attn.dense",
+    "blocks.{}.ffn_up": "layers.{}.mlp.fc1",
+    "blocks.{}.ffn_down": "layers.{}.mlp.fc2",
+    "final_norm": "final_layernorm",
+    "head": "lm_head",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -40,24 +52,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, ffn = config.hidden_size, config.ffn_size
-    sources = layout.table("embed", "embed_tokens", config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"layers.{layer}."
-        out = [(f"{stored}self_attn.dense", hidden)]
-        sources |= layout.norm(config, f"{block}attn_norm", f"{stored}input_layernorm")
-        sources |= layout.linear(f"{block}qkv", layout.split_qkv(config, f"{stored}self_attn."), hidden, bias=True)
-        sources |= layout.linear(f"{block}attn_out", out, config.num_heads * config.head_size, bias=True)
-        sources |= layout.linear(f"{block}ffn_up", [(f"{stored}mlp.fc1", ffn)], hidden, bias=True)
-        sources |= layout.linear(f"{block}ffn_down", [(f"{stored}mlp.fc2", hidden)], ffn, bias=True)
-    return sources | layout.norm(config, "final_norm", "final_layernorm") | layout.head(config, "lm_head")
-
-
 PHI = Family(
     model_type="phi",
     read_config=_read_config,
-    sources=_sources,
+    sources=partial(layout.decoder, names=NAMES),
     prefixes=("model.",),
     ignored=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
 )

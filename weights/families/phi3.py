@@ -9,8 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import layout
 from gptserve.weights.families.family import Family, RawConfig, read_windows
-from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
+from gptserve.weights.families.llama import IGNORED, NAMES, read_llama_config
+
+FUSED = {"blocks.{}.qkv": "layers.{}.self_attn.qkv_proj", "blocks.{}.ffn_up": "layers.{}.mlp.gate_up_proj"}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -22,7 +25,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 PHI3 = Family(
     model_type="phi3",
     read_config=_read_config,
-    sources=partial(llama_sources, fused=True),
+    sources=partial(layout.decoder, names={**NAMES, **FUSED}),
     prefixes=("model.",),
     ignored=IGNORED,
 )

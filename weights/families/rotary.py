@@ -16,7 +16,7 @@ Frequencies = tuple[float, ...]
 
 _ORIGINAL = "original_max_position_embeddings"
 _UNUSED = ("finetuned", "mrope_section")
-"""How the model was made, and a text's share in positions of images, whose three numbers are one for text."""
+"""How the model was made, and the split of positions for images: text has one position in all three parts."""
 
 
 def read_rotary(
@@ -28,7 +28,7 @@ def read_rotary(
     theta: float = 10_000.0,
     fraction: float = 1.0,
 ) -> Rotary:
-    """Return what `rope_parameters`, or `rope_theta` and `rope_scaling` in older files, say.
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling` in older files.
 
     `scaling` replaces those sections; `theta` and `fraction` are the family's defaults. Raises InvalidConfigError or
     UnsupportedModelError.
@@ -55,11 +55,11 @@ def read_rotary(
 
 
 def usable_context(raw: RawConfig, max_position: int, scaling: RawConfig | None = None) -> int:
-    """Return the longest context that the frequencies are made for; `max_position` is what the file calls it.
+    """Return the longest context that the frequencies are made for; `max_position` is the file's own figure.
 
-    With LongRoPE it is the original one: beyond it every key turns by other frequencies, those already cached too.
-    With YaRN it is `factor` times the original one, as in vLLM: many files (Qwen2.5's and Qwen3's, as their cards ask
-    for it) keep the max_position_embeddings of the model before it was stretched.
+    LongRoPE: the original context. Beyond it all keys, cached ones too, need other frequencies.
+    YaRN: `factor` times the original context, as in vLLM. Many files (Qwen2.5 and Qwen3, as their cards tell users to
+    write them) keep the max_position_embeddings of the model before it was stretched.
     """
     scaling = scaling or _scaling(raw)
     original = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
@@ -78,7 +78,7 @@ def _scaling(raw: RawConfig) -> RawConfig:
     if "rope_parameters" not in raw:
         return raw.section("rope_scaling")
     section = raw.section("rope_parameters")
-    # transformers writes the one and still takes the other, so a file may have both.
+    # transformers writes rope_parameters and still reads rope_scaling, so a file may have both.
     parameters, older = raw.value("rope_parameters"), raw.value("rope_scaling")
     if isinstance(parameters, dict) and isinstance(older, dict) and not older.items() <= parameters.items():
         raise UnsupportedModelError(
@@ -93,19 +93,19 @@ def _kind(scaling: RawConfig) -> str:
 
 
 def _plain(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
-    """Nothing stretched. "dynamic" would stretch beyond max_position only, and nothing goes there."""
+    """No scaling. "dynamic" would only scale beyond max_position, which no sequence reaches."""
     scaling.skip("factor")
     return Rotary(plain)
 
 
 def _linear(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
-    """Position interpolation (Chen et al. 2023): every position divided by the factor."""
+    """Position interpolation (Chen et al. 2023): divide every position by the factor."""
     factor = scaling.positive("factor", default=1.0)
     return Rotary(tuple(f / factor for f in plain))
 
 
 def _llama3(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
-    """Llama 3.1: long waves are stretched, short ones left, those between blended."""
+    """Llama 3.1: stretch long waves, keep short ones, blend those between."""
     factor = scaling.positive("factor", default=8.0)
     low, high = scaling.positive("low_freq_factor", default=1.0), scaling.positive("high_freq_factor", default=4.0)
     if low >= high:
@@ -145,10 +145,7 @@ def _yarn_scale(factor: float, m: float = 1.0) -> float:
 
 
 def _longrope(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
-    """LongRoPE (Ding et al. 2024) within the original context.
-
-    Beyond it every key would turn by other frequencies, those already cached too: max_position must end there.
-    """
+    """LongRoPE (Ding et al. 2024) within the original context, where `usable_context` ends max_position."""
     short = scaling.numbers("short_factor", length=len(plain))
     scaling.skip("long_factor")
     factor = scaling.positive("factor", default=stretch)

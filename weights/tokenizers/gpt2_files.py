@@ -1,13 +1,11 @@
-"""GPT-2's older tokenizer files, vocab.json and merges.txt, as the tokenizer.json that they stand for.
+"""Reads GPT-2's older tokenizer files, vocab.json and merges.txt, and describes them as a tokenizer.json.
 
-What they leave to the code that reads them (how text is split, which tokens are special, what a prompt begins with) is
-taken from tokenizer_config.json as transformers' GPT2Tokenizer takes it. Files of another class are refused.
-Called by vocabulary.py only.
+tokenizer_config.json names the special tokens and what a prompt begins and ends with; it is read as transformers'
+GPT2Tokenizer reads it. Files of another class are refused. vocabulary.py calls this and checks the ids.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,34 +17,34 @@ HOW_TO_CONVERT = "let transformers write tokenizer.json: AutoTokenizer.from_pret
 CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "CodeGenTokenizerFast")
 DEFAULTS: Mapping[str, object] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 NAMES = (*DEFAULTS, "pad_token", "sep_token", "cls_token", "mask_token")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+FLAGS: Mapping[str, object] = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+Entry = dict[str, object]
+"""A token as tokenizer.json describes it in added_tokens."""
 
 
 def describe_gpt2_files(folder: Path) -> dict[str, object]:
     """Return the object of a tokenizer.json; raise TokenizerError for files that are not GPT-2's."""
-    vocab = read_json_object(folder / "vocab.json", TokenizerError)
-    merges = _merge_lines(folder / "merges.txt")
-    config = _configuration(folder)
-    path = folder / "tokenizer_config.json"
-    found = config.get("tokenizer_class")
-    if found not in CLASSES or any(line.endswith("</w>") for line in merges):
-        found = "those of GPT-1" if found in CLASSES else f"those of {shown(found)}"
-        raise TokenizerError(f"{folder}: vocab.json and merges.txt must be GPT-2's, got {found}; {HOW_TO_CONVERT}")
+    vocab, merges = read_json_object(folder / "vocab.json", TokenizerError), _merge_lines(folder / "merges.txt")
+    config, path = _configuration(folder), folder / "tokenizer_config.json"
+    kind = config.get("tokenizer_class")
+    if kind not in CLASSES or any(line.endswith("</w>") for line in merges):
+        found = "GPT-1" if kind in CLASSES else shown(kind)
+        raise TokenizerError(
+            f"{folder}: vocab.json and merges.txt must be GPT-2's, got those of {found}; {HOW_TO_CONVERT}"
+        )
     if config.get("add_prefix_space"):
         raise TokenizerError(f"{path}: add_prefix_space must be false, got {shown(config['add_prefix_space'])}")
     added = _added_tokens(config, vocab, path)
-    extra_path = folder / "added_tokens.json"
-    extra = read_json_object(extra_path, TokenizerError) if extra_path.exists() else {}
-    for text in extra.keys() - {entry["content"] for entry in added}:
-        raise TokenizerError(
-            f"{extra_path}: {shown(text)} must also be in tokenizer_config.json, which says how it is cut out"
-        )
+    for text in _read(folder / "added_tokens.json").keys() - added.keys():
+        raise TokenizerError(f"{folder}: {shown(text)} of added_tokens.json must also be in tokenizer_config.json")
     return {
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "post_processor": _template(config, vocab | {str(entry["content"]): entry["id"] for entry in added}, path),
-        "added_tokens": added,
+        "pre_tokenizer": BYTE_LEVEL,
+        "decoder": BYTE_LEVEL,
+        "post_processor": _template(config, vocab | {text: entry["id"] for text, entry in added.items()}, path),
+        "added_tokens": sorted(added.values(), key=lambda entry: str(entry["id"]).zfill(9)),
     }
 
 
@@ -59,59 +57,54 @@ def _merge_lines(path: Path) -> list[str]:
 
 
 def _configuration(folder: Path) -> dict[str, object]:
-    """Return tokenizer_config.json over GPT2Tokenizer's defaults; special_tokens_map.json counts for old ones only."""
-    config = dict(DEFAULTS)
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).exists() and "added_tokens_decoder" not in config:
-            config |= read_json_object(folder / name, TokenizerError)
-    return config
+    """Return tokenizer_config.json over the defaults, with special_tokens_map.json if it lists no added tokens."""
+    config = {**DEFAULTS, **_read(folder / "tokenizer_config.json")}
+    return config if "added_tokens_decoder" in config else config | _read(folder / "special_tokens_map.json")
 
 
-def _added_tokens(config: Mapping[str, object], vocab: Mapping[str, object], path: Path) -> list[dict[str, object]]:
-    """Return the entries of added_tokens: those with an id in the configuration, then the named ones in the vocabulary.
+def _read(path: Path) -> dict[str, object]:
+    return read_json_object(path, TokenizerError) if path.exists() else {}
 
-    A named token without any id is left out: the model has no such token.
-    """
-    decoder = config.get("added_tokens_decoder", {})
-    if not isinstance(decoder, dict):
-        raise TokenizerError(f"{path}: added_tokens_decoder must be an object, got {shown(decoder)}")
-    added: dict[str, dict[str, object]] = {}
+
+def _added_tokens(config: Mapping[str, object], vocab: Mapping[str, object], path: Path) -> dict[str, Entry]:
+    """Return the added tokens by their texts; a special token without any id is left out, as the model has none."""
+    decoder, extra = config.get("added_tokens_decoder", {}), config.get("additional_special_tokens") or []
+    if not isinstance(decoder, dict) or not isinstance(extra, list):
+        raise TokenizerError(f"{path}: added_tokens_decoder must be an object and additional_special_tokens a list")
+    added: dict[str, Entry] = {}
     for key, value in decoder.items():
         entry = _entry(value, path)
-        if not re.fullmatch("[0-9]{1,9}", key):  # fewer digits than int() refuses
-            raise TokenizerError(f"{path}: the id of an added token must be digits, got {shown(key)}")
-        added[str(entry["content"])] = {**entry, "id": int(key), "special": value.get("special", False)}
-    extra = config.get("additional_special_tokens") or []
-    if not isinstance(extra, list):
-        raise TokenizerError(f"{path}: additional_special_tokens must be a list, got {shown(extra)}")
-    for value in [*(config.get(name) for name in NAMES), *extra]:
-        if value is not None:
-            entry = _entry(value, path)
-            text = str(entry["content"])
-            if text in vocab and text not in added:
-                added[text] = {**entry, "id": vocab[text], "special": True}
-    return sorted(added.values(), key=lambda entry: str(entry["id"]).zfill(9))
+        is_id = key.isdecimal() and len(key) < 10  # int() refuses thousands of digits
+        added[str(entry["content"])] = entry | {"id": int(key) if is_id else key}
+    for value in (value for value in [*map(config.get, NAMES), *extra] if value is not None):
+        entry = _entry(value, path)
+        text = str(entry["content"])
+        if text in vocab:
+            added.setdefault(text, entry | {"id": vocab[text], "special": True})
+    return added
 
 
-def _entry(value: object, path: Path) -> dict[str, object]:
-    """Return a token of the configuration, a text or an object with content, with every flag of tokenizer.json."""
+def _entry(value: object, path: Path) -> Entry:
+    """Return a token, which is a text or an object with content, with all flags that tokenizer.json must have."""
     given = {"content": value} if isinstance(value, str) else value
     if not isinstance(given, dict) or not isinstance(given.get("content"), str):
         raise TokenizerError(f"{path}: a special token must be a string or have content, got {shown(value)}")
-    return {"content": given["content"], **{flag: given.get(flag, False) for flag in FLAGS}}
+    return {**FLAGS, **given}
 
 
-def _template(config: Mapping[str, object], ids: Mapping[str, object], path: Path) -> dict[str, object]:
+def _template(config: Mapping[str, object], ids: Mapping[str, object], path: Path) -> dict[str, object] | None:
     """Return the post-processor that add_bos_token and add_eos_token ask for."""
-    single: list[object] = [{"Sequence": {"id": "A", "type_id": 0}}]
     tokens: dict[str, object] = {}
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        if config.get(flag) and config.get(name) is not None:
+    ends: dict[str, list[object]] = {"bos_token": [], "eos_token": []}
+    for name, pieces in ends.items():
+        if config.get(f"add_{name}") and config.get(name) is not None:
             text = str(_entry(config[name], path)["content"])
             if text not in ids:
-                raise TokenizerError(f"{path}: {name} must be in the vocabulary as {flag} is true, got {shown(text)}")
+                raise TokenizerError(
+                    f"{path}: {name} must be in the vocabulary as add_{name} is true, got {shown(text)}"
+                )
             tokens[text] = {"id": text, "ids": [ids[text]], "tokens": [text]}
-            piece = {"SpecialToken": {"id": text, "type_id": 0}}
-            single = [piece, *single] if name == "bos_token" else [*single, piece]
+            pieces.append({"SpecialToken": {"id": text, "type_id": 0}})
+    single = [*ends["bos_token"], {"Sequence": {"id": "A", "type_id": 0}}, *ends["eos_token"]]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens} if tokens else None

@@ -1,7 +1,8 @@
-"""Every other tokenizer by the library `tokenizers`, which transformers itself encodes with.
+"""Encodes by the library `tokenizers`, as transformers does, what tiktoken_encoder.py does not recognise.
 
-Sentencepiece-style BPE and Unigram (Llama 1 and 2, Mistral, Gemma, XGLM), GPT-1, and byte-level BPE that tiktoken would
-not provably encode alike. Knows nothing of files. Called by tokenizer.py, and imports the library only then.
+These are sentencepiece-style BPE and Unigram (Llama 1 and 2, Mistral, Gemma, XGLM), GPT-1, and byte-level BPE with
+other rules than tiktoken's (BLOOM, StarCoder). Knows nothing of files. Called by tokenizer.py. The library is imported
+with the first encoder.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gptserve.weights.errors import TokenizerError, shown
-from gptserve.weights.tokenizers.vocabulary import Vocabulary
+from gptserve.weights.tokenizers.vocabulary import Vocabulary, byte_symbols
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 PREPEND = {"type": "Prepend", "prepend": "\u2581"}
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+NFC = {"type": "NFC"}
+SPLITTERS = ("ByteLevel", "Digits", "Split")
 
 
 class LibraryEncoder:
-    """Two instances: one finds special tokens, and one never does, so that no state changes between threads."""
+    """Holds the library's tokenizer twice: one finds special tokens, the other never does.
+
+    One instance would have to be switched between the two, and threads share it.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # U+2581, which stands for a space, may itself be in a text, in three bytes. Where spaces are dropped or an
-        # unknown token stands for any text, there is no bound.
+        # Three: U+2581 in a text has three bytes and becomes a space; NFC makes one character of three. There is no
+        # bound where spaces are dropped, or where an unknown token stands for any text.
         self.most_bytes_per_byte = 3 if _keeps_everything(vocabulary) else 2**31
         self._finding = _open(vocabulary.description, vocabulary.file_name)
         self._plain = _open(_without_special(vocabulary), vocabulary.file_name)
@@ -35,7 +41,7 @@ class LibraryEncoder:
         """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
         library = self._finding if special else self._plain
         try:
-            # Unlike `encode`, it lets other threads run meanwhile, and takes half the time without offsets.
+            # Unlike `encode`, this lets other threads run. Without offsets it takes half the time.
             ids: list[int] = library.encode_batch_fast([text], add_special_tokens=template)[0].ids
         except Exception as fault:  # the library raises no narrower one
             raise TokenizerError(f"text has no tokens: {shown(str(fault))}") from fault
@@ -57,24 +63,43 @@ def _open(description: Mapping[str, object], file_name: str) -> Library:
 
 
 def _keeps_everything(vocabulary: Vocabulary) -> bool:
-    """Return whether every byte of a text ends in a token's bytes: sentencepiece-style BPE with byte fallback."""
-    model, raw = vocabulary.description["model"], vocabulary.description.get("normalizer")
+    """Return whether every byte of a text is in some token: byte-level BPE, or BPE with byte fallback."""
+    raw, ids = vocabulary.description, vocabulary.ids
+    model, decoder = raw["model"], raw["decoder"]
     assert isinstance(model, dict)
-    steps = raw.get("normalizers") if isinstance(raw, dict) and raw.get("type") == "Sequence" else [raw]
+    assert isinstance(decoder, dict)
+    normalizers = _steps(raw.get("normalizer"), "normalizers")
+    if any(token.is_contextual for token in vocabulary.added):
+        return False
+    if decoder.get("type") == "ByteLevel":
+        splitters = [step for step in _steps(raw.get("pre_tokenizer"), "pretokenizers") if isinstance(step, dict)]
+        kinds = [step.get("type") for step in splitters]
+        return (
+            ids.keys() >= set(byte_symbols())
+            and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+            and normalizers in ([None], [NFC])
+            and "ByteLevel" in kinds
+            and all(kind in SPLITTERS for kind in kinds)
+            and all(step.get("behavior") != "Removed" for step in splitters)
+        )
     return (
         model.get("byte_fallback") is True
-        and all(f"<0x{byte:02X}>" in vocabulary.ids for byte in range(256))
-        and not any(token.is_contextual for token in vocabulary.added)
-        and isinstance(steps, list)
-        and all(step in (None, PREPEND, REPLACE) for step in steps)
+        and all(f"<0x{byte:02X}>" in ids for byte in range(256))
+        and all(step in (None, PREPEND, REPLACE) for step in normalizers)
     )
 
 
-def _without_special(vocabulary: Vocabulary) -> Mapping[str, object]:
-    """Return the description of a tokenizer that makes no special token of any text, and else the same tokens.
+def _steps(raw: object, name: str) -> list[object]:
+    """Return the parts of a "Sequence", or the one step that stands in its place."""
+    entries = raw.get(name) if isinstance(raw, dict) and raw.get("type") == "Sequence" else [raw]
+    return entries if isinstance(entries, list) else [entries]
 
-    The library alone does not promise that: it may put the text of a special token together from its parts. Behind a
-    space a token is out of reach: no splitting of these families leaves one in front of other characters.
+
+def _without_special(vocabulary: Vocabulary) -> Mapping[str, object]:
+    """Return the description of a tokenizer that never makes a special token, and else makes the same tokens.
+
+    The library alone may put a special token together from its parts. So its text gets a space in front: no splitting
+    of these families leaves a space before other characters, and no text reaches the token.
     """
     raw: dict[str, Any] = dict(vocabulary.description)
     special = {token.text for token in vocabulary.added if token.special and token.text in vocabulary.ids}

@@ -1,8 +1,8 @@
 """Text to token ids and back, for every tokenizer of the GPT lineage.
 
-The ids are those of `transformers` (its TokenizersBackend on tokenizer.json) for every text; a tokenizer for which that
-cannot be promised is refused when it is opened. Knows nothing of prompts, chats or the model. Torch-free; safe to share
-between threads. Called by the server and by engine.LLM.
+For every text the ids are those of `transformers` (its TokenizersBackend on tokenizer.json). Opening refuses a
+tokenizer for which this cannot be promised. Knows nothing of prompts, chats or the model. Torch-free; threads may share
+it. Called by the server and by engine.LLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptserve.weights.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 
 class Encoder(Protocol):
-    """What turns text into ids: TiktokenEncoder where that is exact, else LibraryEncoder."""
+    """Turns text into ids: TiktokenEncoder for the vocabularies it recognises, else LibraryEncoder."""
 
     @property
     def most_bytes_per_byte(self) -> int:
@@ -30,10 +30,10 @@ class Encoder(Protocol):
 
 
 class Tokenizer:
-    """Encodes, and gives the bytes of every token.
+    """Encodes text, and gives the bytes of every token.
 
     vocab_size is one more than the largest id; the model's may be larger. No token stands for more than max_token_bytes
-    of a text.
+    bytes of a text.
     """
 
     def __init__(self, vocabulary: Vocabulary, encoder: Encoder) -> None:
@@ -47,11 +47,11 @@ class Tokenizer:
     def open(cls, folder: Path) -> Tokenizer:
         """Open the tokenizer of a model folder; raise TokenizerError when its files are missing or broken."""
         vocabulary = load_vocabulary(folder)
-        return cls(vocabulary, TiktokenEncoder.prove(vocabulary) or LibraryEncoder(vocabulary))
+        return cls(vocabulary, TiktokenEncoder.recognise(vocabulary) or LibraryEncoder(vocabulary))
 
     @classmethod
     def of_model(cls, folder: Path) -> Tokenizer:
-        """Open the tokenizer of a model folder whose config.json says that the model knows all its ids."""
+        """Open the tokenizer of a model folder; raise TokenizerError also if the model lacks one of its ids."""
         limit = load_config(folder).vocab_size  # first: a model that is not served needs no tokenizer
         tokenizer = cls.open(folder)
         if tokenizer.vocab_size > limit:
@@ -71,8 +71,8 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of plain text as a model is prompted with it: with the tokens its template adds, such as BOS.
 
-        These are `tokenizer(text, split_special_tokens=True).input_ids` of transformers, but that a special token does
-        not come from plain text where transformers would put one together from its parts (Unigram, some merges) either.
+        These are `tokenizer(text, split_special_tokens=True).input_ids` of transformers, with one difference: where
+        transformers puts a special token together from its parts (Unigram, some merges), plain text stays plain.
         """
         return self._encoder.encode(_checked(text), template=True)
 
@@ -83,13 +83,13 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing.
 
-        It is the tokens' bytes one after another, so that a text can be continued: transformers drops the first space
-        of a sentencepiece-style text (Llama 2) and the last of GPT-1's, and may write other U+FFFD for broken bytes.
+        The text is the tokens' bytes one after another, so that it can be continued. transformers differs: it drops the
+        first space of a sentencepiece-style text (Llama 2) and the last of GPT-1's, and may write other U+FFFD.
         """
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes a token adds to the text; a model's vocabulary may have ids without any."""
+        """Return the bytes that a token adds to the text; none for an id without a token."""
         return self._bytes.get(token_id, b"")
 
 

@@ -1,7 +1,7 @@
-"""What a folder's tokenizer files say, checked before anything is built of it.
+"""Reads and checks a folder's tokenizer files.
 
-Reads tokenizer.json, or what `gpt2_files.py` makes of the older files, and says which bytes every token adds to a text.
-Knows nothing of how text becomes tokens: `tiktoken_encoder.py` and `library_encoder.py` do.
+Reads tokenizer.json, or what `gpt2_files.py` makes of the older files, and computes the bytes that every token adds to
+a text. Does not turn text into tokens: `tiktoken_encoder.py` and `library_encoder.py` do.
 Called by tokenizer.py only.
 """
 
@@ -19,9 +19,9 @@ from gptserve.weights.tokenizers.gpt2_files import HOW_TO_CONVERT, describe_gpt2
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is cut out of the text whole: a special one only when asked for, any other always.
+    """A token that is cut out of the text whole: a special one only on request, any other always.
 
-    A normalized one is looked for in normalized text. is_contextual: what stands around it matters, too.
+    normalized: it is looked for in normalized text. is_contextual: it also depends on the text around it.
     """
 
     token_id: int
@@ -35,15 +35,16 @@ class AddedToken:
 class Vocabulary:
     """Invariants: no two tokens share an id; every added token has the id that `tokenizers` gives it.
 
-    `description` is the whole tokenizer.json. `ids` are the model's tokens as the file writes them, `token_bytes` what
-    a token of either kind adds to a text; the space that decoders drop at a text's end is kept, for texts continue.
+    `description` is the whole tokenizer.json. `ids` are the model's tokens as the file writes them. `token_bytes` are
+    the bytes that each token, added ones too, adds to a text. Decoders drop a space at an end of the text; these bytes
+    keep it, because the text may continue.
     """
 
     file_name: str
     description: Mapping[str, object]
     ids: Mapping[str, int]
     merges: list[tuple[str, str]]
-    ignores_merges: bool  # a piece that is a token as a whole is that token, however it would be merged
+    ignores_merges: bool  # a piece that is a token as a whole becomes that token, whatever merging would give
     added: tuple[AddedToken, ...]
     token_bytes: dict[int, bytes]
 
@@ -59,9 +60,9 @@ def load_vocabulary(folder: Path) -> Vocabulary:
 
 
 def byte_symbols() -> list[str]:
-    """Return the characters that byte-level files write the 256 bytes with (GPT-2's `bytes_to_unicode`).
+    """Return the characters by which byte-level files write the 256 bytes (GPT-2's `bytes_to_unicode`).
 
-    A printable byte is itself and the others, in order, are the characters from U+0100 on.
+    A printable byte stands for itself; the others, in order, are the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

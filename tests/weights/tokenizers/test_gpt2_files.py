@@ -90,17 +90,21 @@ def test_files_of_gpt1_are_refused_with_a_way_out(tmp_path: Path) -> None:
             "must be GPT-2's, got those of 'Qwen2Tokenizer'",
         ),
         ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space must be false, got True"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "must be digits, got 'x'"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"x": {"content": "y"}}},
+            "id of an added token must be an integer of at least 0, got 'x'",
+        ),
         ("tokenizer_config.json", {"added_tokens_decoder": {"1": 7}}, "must be a string or have content, got 7"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "added_tokens_decoder must be an object"),
-        ("tokenizer_config.json", {"additional_special_tokens": "<s>"}, "additional_special_tokens must be a list"),
+        ("tokenizer_config.json", {"additional_special_tokens": "<s>"}, "additional_special_tokens a list"),
         ("tokenizer_config.json", {"bos_token": ["<s>"]}, r"must be a string or have content, got \['<s>'\]"),
         (
             "tokenizer_config.json",
             {"bos_token": "<none>", "add_bos_token": True},
             "bos_token must be in the vocabulary as add_bos_token is true, got '<none>'",
         ),
-        ("added_tokens.json", {"<new>": 500}, "'<new>' must also be in tokenizer_config.json"),
+        ("added_tokens.json", {"<new>": 500}, "'<new>' of added_tokens.json must also be in tokenizer_config.json"),
     ],
 )
 def test_what_is_unclear_is_refused_by_name(

@@ -117,7 +117,8 @@ def test_text_without_tokens_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_bounded"), [("llama2", True), ("mistral", True), ("gemma", True), ("xglm", False)]
+    ("name", "is_bounded"),
+    [("llama2", True), ("mistral", True), ("gemma", True), ("bloom", True), ("gpt_bigcode", True), ("xglm", False)],
 )
 def test_a_bound_is_given_where_no_text_is_dropped(name: str, is_bounded: bool, tmp_path: Path) -> None:
     tokenizer = opened(description(name), tmp_path)

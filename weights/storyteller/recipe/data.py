@@ -1,7 +1,7 @@
 """Turn stories into rows of token ids: the tokenizer's training, and packing.
 
-A row is as many whole stories as fit, each ended by the end-of-text token; what is left of the row is padding, which
-no loss counts. Half of the rows also begin with the end-of-text token, so that the model can start with or without it.
+A row is as many whole stories as fit, each ended by the end-of-text token, then padding, which the loss ignores.
+Half of the rows also begin with the end-of-text token, so that the model can start with or without it.
 It knows the generator and the `tokenizers` library, but no model. `train.py` and `evaluate.py` call it.
 """
 
@@ -56,7 +56,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> N
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write through a second file, so that a reader never meets half of it."""
+    """Write a second file and rename it, so that a reader never sees half of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

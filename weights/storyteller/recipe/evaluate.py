@@ -25,14 +25,14 @@ from gptserve.weights.storyteller.recipe.data import END_ID, END_OF_TEXT
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.storyteller.recipe.judge import name_fault, pronoun_fault
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 BAR = 0.95
 LONGEST = 400  # tokens; the generator's stories stay well below
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a story starts from; `hero` is the main character that it names, if any."""
+    """The start of a story; `hero` is the main character that it names, if any."""
 
     text: str
     hero: str | None

@@ -3,8 +3,7 @@
 A story is a plot of beats; each beat picks one sentence form out of `lexicon.json`, and each form has alternatives
 (`[a|b]`), words (`<name>`, no word twice while others are left) and roles (`{hero.he}`, cast once and kept). Every
 choice is uniform and its log-probability is added up, so a story knows an upper bound of its own entropy in nats.
-No sentence begins with a name told before: which of two characters comes next, in a token of its own spelling and with
-nothing before it, is what a small model gets wrong.
+No sentence begins with a name told before: a small model often names the wrong one of two characters there.
 It knows no tokens and no model. `data.py` trains on its "train" split; `evaluate.py` and the tests use "held_out".
 """
 

@@ -47,7 +47,7 @@ def name_fault(text: str, given: str | None = None) -> str | None:
 
 
 def introduced(text: str, name: str) -> bool:
-    """Tell whether what `name` is, a girl or a fox, is said near its first mention, in the same paragraph."""
+    """Tell whether the kind of `name` (a girl, a fox) is said near its first mention, in the same paragraph."""
     paragraph = next(paragraph for paragraph in text.split("\n\n") if re.search(rf"\b{name}\b", paragraph))
     first = paragraph.index(name)
     nearby = paragraph[max(0, first - KIND_NEARBY) : first + len(name) + KIND_NEARBY]

@@ -34,13 +34,13 @@ from gptserve.weights.storyteller.recipe.data import (
     write_text,
 )
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 IGNORED = -100  # the target of a padded position
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides the result; the defaults make the shipped model."""
+    """All settings that affect the result; the defaults make the shipped model."""
 
     steps: int = 3600
     vocab_size: int = 2048
@@ -51,7 +51,7 @@ class Recipe:
     heads: int = 6
     rows: int = 12
     row_length: int = 384
-    long_every: int = 8  # one batch in so many has rows of the whole context, so that every position is learned
+    long_every: int = 8  # one batch in long_every has rows of the whole context, so that every position is learned
     peak_rate: float = 4e-3
     warm_up: int = 200
     cool_down: int = 1200
@@ -64,7 +64,7 @@ class Recipe:
 
 @dataclass(slots=True)
 class Progress:
-    """What the progress line needs; tokens are those that count in the loss."""
+    """The figures of the progress line; tokens are those that count in the loss."""
 
     started: float
     tokens: int = 0
