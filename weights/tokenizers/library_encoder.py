@@ -8,7 +8,8 @@ with the first encoder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gptserve.weights.errors import TokenizerError, shown
@@ -40,26 +41,31 @@ class LibraryEncoder:
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
         library = self._finding if special else self._plain
-        try:
+        with _refusing("text has no tokens"):
             # Unlike `encode`, this lets other threads run. Without offsets it takes half the time.
             ids: list[int] = library.encode_batch_fast([text], add_special_tokens=template)[0].ids
-        except Exception as fault:  # the library raises no narrower one
-            raise TokenizerError(f"text has no tokens: {shown(str(fault))}") from fault
         return ids
 
 
 def _open(description: Mapping[str, object], file_name: str) -> Library:
     from tokenizers import Tokenizer as Library
 
-    try:
+    with _refusing(f"{file_name}: the library tokenizers cannot read it"):
         library = Library.from_str(json.dumps(description))
-    except BaseException as fault:  # a Rust panic is no Exception
-        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":
-            raise
-        raise TokenizerError(f"{file_name}: the library tokenizers cannot read it: {shown(str(fault))}") from fault
     library.no_truncation()
     library.no_padding()
     return library
+
+
+@contextmanager
+def _refusing(reason: str) -> Iterator[None]:
+    """Raise TokenizerError for all that the library raises; a panic in Rust is a BaseException."""
+    try:
+        yield
+    except BaseException as fault:
+        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{reason}: {shown(str(fault))}") from fault
 
 
 def _keeps_everything(vocabulary: Vocabulary) -> bool:

@@ -124,3 +124,30 @@ def test_a_bound_is_given_where_no_text_is_dropped(name: str, is_bounded: bool, 
     tokenizer = opened(description(name), tmp_path)
     assert (tokenizer.max_token_bytes < 1000) == is_bounded
     assert len(tokenizer.encode("▁" * 3000)) * tokenizer.max_token_bytes >= 9000
+
+
+class PanicException(BaseException):
+    """What pyo3 makes of a panic in Rust."""
+
+
+class Failing:
+    def __init__(self, fault: BaseException) -> None:
+        self.fault = fault
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
+        raise self.fault
+
+
+@pytest.mark.parametrize("fault", [PanicException("index out of bounds"), ValueError("index out of bounds")])
+def test_a_text_on_which_the_library_panics_is_refused(tmp_path: Path, fault: BaseException) -> None:
+    tokenizer = opened(description("llama2"), tmp_path)
+    tokenizer._encoder._plain = Failing(fault)  # type: ignore[attr-defined]
+    with pytest.raises(TokenizerError, match=r"^text has no tokens: 'index out of bounds'$"):
+        tokenizer.encode("The cat")
+
+
+def test_what_ends_the_process_is_no_refusal(tmp_path: Path) -> None:
+    tokenizer = opened(description("llama2"), tmp_path)
+    tokenizer._encoder._plain = Failing(KeyboardInterrupt())  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("The cat")
