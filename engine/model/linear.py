@@ -22,7 +22,7 @@ MIN_ROWS = 2
 
 _AMX_ROWS = 32
 """Maximum rows of a call with AMX: in bf16 oneDNN sums more rows in another order. From 2 to 32 rows no bit differed in
-20 shapes up to 14336x4096, for any order of the rows and number of threads."""
+16 shapes up to 14336x4096, for any order of the rows and number of threads."""
 
 _PROBED_ROWS = (2, 9, 24, 33, 65, 160, 256)
 """Row counts between which oneDNN with AMX was seen to change its order of summation, in ascending order."""
