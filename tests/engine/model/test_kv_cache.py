@@ -10,22 +10,7 @@ import torch
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
-from gptserve.weights.config import ModelConfig
-
-MODEL = ModelConfig(
-    model_type="test",
-    vocab_size=10,
-    hidden_size=64,
-    num_layers=3,
-    max_position=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    attention_scales=(0.25,) * 3,
-    attention_windows=(None,) * 3,
-    ffn_size=256,
-)
-BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # both of keys and values, layers, KV heads, head size, tokens, bytes
+from tests.engine.model.small_shape import BLOCK_BYTES, MODEL
 
 
 def test_what_attention_will_take_is_not_free_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

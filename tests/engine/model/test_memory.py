@@ -21,22 +21,9 @@ from gptserve.engine.model.memory import (
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import RawConfig
+from tests.engine.model.small_shape import BLOCK_BYTES, MODEL
 from tests.weights.families.known import KNOWN, gpt2, llama3
 
-MODEL = ModelConfig(
-    model_type="test",
-    vocab_size=10,
-    hidden_size=64,
-    num_layers=3,
-    max_position=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    attention_scales=(0.25,) * 3,
-    attention_windows=(None,) * 3,
-    ffn_size=256,
-)
-BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4  # both of keys and values, layers, KV heads, head size, tokens, bytes
 FREE = 100_000 * BLOCK_BYTES
 GIB = 2**30
 
