@@ -195,32 +195,6 @@ class Scheduler:
                 self._suspects.add(sequence)
         return None
 
-    def check_invariants(self) -> None:
-        """Assert all invariants of this class and its pool. O(blocks + tokens)."""
-        self._pool.check_invariants([sequence.block_ids for sequence in self._running])
-        everyone = [*self._running, *self._waiting]
-        assert len(everyone) == len(self._live)
-        assert all(self._live[sequence.request.request_id] is sequence for sequence in everyone)
-        assert len(self._running) <= self._max_num_seqs
-        for queue, status in ((self._running, SequenceStatus.RUNNING), (self._waiting, SequenceStatus.WAITING)):
-            assert queue == sorted(queue, key=_in_order_of_service)
-            assert all(sequence.status is status for sequence in queue)
-        for sequence in everyone:
-            assert sequence.finish_reason is None
-            assert 0 <= sequence.num_computed < len(sequence.token_ids) < self._max_model_len
-            assert tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == sequence.request.prompt_token_ids
-        for sequence in self._waiting:
-            assert sequence.num_computed == 0
-            assert not sequence.block_ids
-        for sequence in self._running:
-            assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
-            draft = self._drafts.get(sequence, ())
-            assert len(sequence.block_ids) <= self._blocks.num_needed(sequence, len(draft))
-            assert not draft or len(sequence.block_ids) == self._blocks.num_needed(sequence, len(draft))
-        for sequence, draft in self._drafts.items():
-            assert 0 < len(draft) < self._num_tokens_left(sequence), "the token after the draft must still be wanted"
-        assert self._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}
-
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule the running sequences and return the budget left."""
         for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end

@@ -30,6 +30,7 @@ from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState, SequenceStatus
+from tests.engine.scheduling.invariants import check_scheduler
 
 STOP, EOS = 2, 3
 QUEUE_LIMIT_S = 30.0  # steps, by this machine's clock
@@ -253,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def internals_agree(self) -> None:
         if self.check_internals:
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
 
     def teardown(self) -> None:
         """Drain, and see that every request ended once and that nothing is left."""
