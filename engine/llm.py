@@ -44,7 +44,7 @@ class LLM:
         folder = resolve_model(None if model is None else str(model), revision)
         self.tokenizer = Tokenizer.of_model(folder)
         with LoadingBar() as bar:
-            self.engine = Engine(EngineConfig(model_dir=folder, **options), bar.update)
+            self.engine = Engine(EngineConfig(model_dir=folder, **options), bar.show)
         self._num_requests = 0
 
     def generate(
