@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptserve.engine.attention import AttentionBackend, choose_backend
+from gptserve.engine.attention import choose_backend
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.batch import build_model_input
@@ -33,11 +33,7 @@ from gptserve.weights.families import load_config
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: dict[DType, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOGIT_ROWS = 64
 """Rows of prompt logits computed at once: 64 fp32 rows of a 50,000-token vocabulary take 13 MB."""
 
@@ -83,7 +79,8 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
-            scratch_bytes = _scratch_bytes(config, self._model, backend, num_threads)
+            longest = config.max_model_len or self._model.max_position
+            scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
@@ -149,13 +146,10 @@ class ModelRunner:
         sizes: list[int] = []
         for item, end in zip(batch.items, starts[1:], strict=True):
             if item.needs_sampling:
-                first = end - 1 - len(item.draft)
-                sizes.append(end - first)
-                rows.append(first)
-                positions.append(SamplingPosition(item.sequence))
-                for i in range(1, end - first):
-                    rows.append(first + i)
-                    positions.append(SamplingPosition(item.sequence, item.draft[:i]))
+                size = 1 + len(item.draft)
+                sizes.append(size)
+                rows += range(end - size, end)
+                positions += [SamplingPosition(item.sequence, item.draft[:i]) for i in range(size)]
         if not rows:
             return ()
         return tuple(sample(self._logits(hidden, rows), positions).split(sizes))
@@ -201,14 +195,8 @@ def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.d
 def _log_model(info: EngineInfo) -> None:
     logger.info(
         "model: dtype=%s device=%s attention=%s batch_invariant=%s fingerprint=%s",
-        *(info.dtype, info.device, info.attention_backend),
-        *("yes" if info.batch_invariant else "no", info.fingerprint),
+        *(info.dtype, info.device, info.attention_backend, "yes" if info.batch_invariant else "no", info.fingerprint),
     )
-
-
-def _scratch_bytes(config: EngineConfig, model: ModelConfig, backend: AttentionBackend, num_threads: int) -> int:
-    """Return the bytes of memory that attention will need beside the cache."""
-    return backend.scratch_bytes(config.max_model_len or model.max_position, model.head_size, num_threads)
 
 
 def _make_cache(
@@ -256,7 +244,8 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float16
-    return torch.bfloat16 if any(_cpu_bf16_features()) else torch.float32
+    is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def _check_max_model_len(config: EngineConfig, max_position: int) -> None:
@@ -264,8 +253,3 @@ def _check_max_model_len(config: EngineConfig, max_position: int) -> None:
         raise InvalidConfigurationError(
             f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
         )
-
-
-def _cpu_bf16_features() -> tuple[bool, bool]:
-    """Return whether this CPU has AVX512_BF16 and AMX, the instructions that make bf16 faster than fp32."""
-    return torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
