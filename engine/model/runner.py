@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.linear import MIN_ROWS, has_onednn, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes, plan_cache
-from gptserve.engine.model.step_threads import StepThreads, StepWork
+from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
@@ -58,7 +59,7 @@ class ModelRunner:
     """A loaded model on its device, with its KV cache.
 
     Raises WeightsError if the model is unusable, InvalidConfigurationError if a setting is.
-    `progress(bytes_done, bytes_total)` is called while weights load. `choose_threads` replaces StepThreads.choose.
+    `progress(bytes_done, bytes_total)` is called while weights load. `choose_threads` replaces num_step_threads.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class ModelRunner:
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
-        self._choose_threads = choose_threads or StepThreads(num_threads, FreeCpus()).choose
+        as_free = partial(num_step_threads, max_threads=num_threads, free_cpus=FreeCpus())
+        self._choose_threads = choose_threads or as_free
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(

@@ -53,12 +53,7 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        make_client: Callable[[], ProcessClient],
-        *,
-        max_restarts: int,
-        stall_limit_s: float,
-        load_limit_s: float,
+        self, make_client: Callable[[], ProcessClient], *, max_restarts: int, stall_limit_s: float, load_limit_s: float
     ) -> None:
         self._make_client = make_client
         self._max_restarts = max_restarts

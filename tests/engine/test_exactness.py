@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from gptserve.engine.engine import Engine
+from gptserve.engine.model import runner
 from gptserve.engine.model.decoder import Decoder
-from gptserve.engine.model.step_threads import StepThreads
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import load_engine
 from gptserve.engine.process.process_client import ProcessClient
@@ -132,7 +132,7 @@ def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> 
         seen.add(torch.get_num_threads())
         return compute(*arguments)
 
-    monkeypatch.setattr(StepThreads, "choose", lambda self, work: next(turns))
+    monkeypatch.setattr(runner, "num_step_threads", lambda work, **limits: next(turns))
     monkeypatch.setattr(Decoder, "hidden_states", computing)
     return seen
 
