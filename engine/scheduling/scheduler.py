@@ -17,13 +17,7 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.sequence import (
-    Progress,
-    ScheduledBatch,
-    ScheduledSequence,
-    SequenceState,
-    SequenceStatus,
-)
+from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 _in_order_of_service = attrgetter("order")
@@ -153,9 +147,8 @@ class Scheduler:
         if self._max_queue_time_s is None:
             return []
         latest = self._clock() - self._max_queue_time_s
-        expired = [
-            sequence for sequence in self._waiting if sequence.queued_at <= latest and not self._has_begun(sequence)
-        ]
+        overdue = [sequence for sequence in self._waiting if sequence.queued_at <= latest]
+        expired = [sequence for sequence in overdue if not self._has_begun(sequence)]
         for sequence in expired:
             self._end(sequence, FinishReason.QUEUE_TIMEOUT)
         return expired
@@ -170,11 +163,8 @@ class Scheduler:
         sampling = [item for item in batch.items if item.needs_sampling]
         for item in batch.items:
             item.sequence.num_computed += item.num_tokens - len(item.draft)
-        return [
-            self._accept(item, token_ids)
-            for item, token_ids in zip(sampling, sampled, strict=True)
-            if item.sequence.status is SequenceStatus.RUNNING
-        ]
+        results = zip(sampling, sampled, strict=True)
+        return [self._accept(item, token_ids) for item, token_ids in results if item.sequence.is_running]
 
     def abandon(self, batch: ScheduledBatch) -> SequenceState | None:
         """Undo a step that raised: its sequences are recomputed, as the step may have stored anything.
@@ -183,7 +173,7 @@ class Scheduler:
         earlier steps filled stay valid and shared.
         """
         self._blocks.forget_unfilled()
-        failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
+        failed = [item.sequence for item in batch.items if item.sequence.is_running]
         for sequence in failed:
             sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
             if sequence.blame.is_convicted:
@@ -216,13 +206,12 @@ class Scheduler:
         self._blocks.free(sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
-        sequence.status = SequenceStatus.WAITING
         insort(self._waiting, sequence, key=_in_order_of_service)
         self.num_preemptions += 1
 
     def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
         """Schedule only this suspect; preempt others, last in order first, until it has a running slot and blocks."""
-        while not (self._admit(suspect) if suspect.status is SequenceStatus.WAITING else self._blocks.grow(suspect)):
+        while not (self._blocks.grow(suspect) if suspect.is_running else self._admit(suspect)):
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
             self._running.remove(last)
             self._preempt(last)
@@ -246,7 +235,6 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_in_order_of_service)
-        sequence.status = SequenceStatus.RUNNING
         if use_cache and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_prefix_queried_tokens += sequence.num_prompt_tokens
@@ -284,7 +272,7 @@ class Scheduler:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence = item.sequence
         if sampled[0] is None:
-            self._blocks.forget(sequence)
+            self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
         sequence.blame = sequence.blame.step_gave_token()
@@ -334,7 +322,7 @@ class Scheduler:
         return min(left, self._max_model_len - len(sequence.token_ids))
 
     def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
-        queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
+        queue = self._running if sequence.is_running else self._waiting
         queue.remove(sequence)
         del self._live[sequence.request.request_id]
         self._suspects.discard(sequence)
@@ -342,5 +330,4 @@ class Scheduler:
         self._drafts.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.forget(sequence)
-        sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason

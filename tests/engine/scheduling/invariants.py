@@ -8,7 +8,6 @@ from operator import attrgetter
 
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import SequenceStatus
 
 
 def check_pool(pool: BlockPool, owners: Iterable[Sequence[int]]) -> None:
@@ -37,17 +36,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(everyone) == len(scheduler._live)
     assert all(scheduler._live[sequence.request.request_id] is sequence for sequence in everyone)
     assert len(running) <= scheduler._max_num_seqs
-    for queue, status in ((running, SequenceStatus.RUNNING), (waiting, SequenceStatus.WAITING)):
+    for queue in (running, waiting):
         assert queue == sorted(queue, key=attrgetter("order"))
-        assert all(sequence.status is status for sequence in queue)
     for sequence in everyone:
         assert sequence.finish_reason is None
         assert 0 <= sequence.num_computed < len(sequence.token_ids) < scheduler._max_model_len
         assert tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == sequence.request.prompt_token_ids
     for sequence in waiting:
         assert sequence.num_computed == 0
-        assert not sequence.block_ids
+        assert not sequence.is_running
     for sequence in running:
+        assert sequence.is_running
         assert sequence.num_computed <= len(sequence.block_ids) * pool.block_size
         draft = scheduler._drafts.get(sequence, ())
         num_needed = scheduler._blocks.num_needed(sequence, len(draft))

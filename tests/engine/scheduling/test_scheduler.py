@@ -14,7 +14,7 @@ from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState, SequenceStatus
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from tests.engine.scheduling.invariants import check_scheduler
 
 BLOCK_SIZE = 4
@@ -204,7 +204,7 @@ def test_the_youngest_is_preempted_when_a_block_is_lacking_and_nobody_is_admitte
     old, young = add_old_and_young(scheduler)
     add(scheduler, "new", [1], priority=-1)
     assert step(scheduler) == {"old": 1}
-    assert (young.status, young.num_computed, young.block_ids) == (SequenceStatus.WAITING, 0, [])
+    assert (young.is_running, young.num_computed, young.block_ids) == (False, 0, [])
     assert (old.num_preemptions, young.num_preemptions, scheduler.num_preemptions) == (0, 1, 1)
 
 
@@ -548,7 +548,7 @@ def test_an_abandoned_step_is_computed_again_and_shares_nothing_it_was_to_fill()
     assert tokens_by_name(batch) == {"first": 6, "second": 4}
     assert scheduler.abandon(batch) is None
     check_scheduler(scheduler)
-    assert (first.status, first.num_computed, first.blame.num_failures) == (SequenceStatus.WAITING, 0, 1)
+    assert (first.is_running, first.num_computed, first.blame.num_failures) == (False, 0, 1)
     assert step(scheduler) == {"first": 6, "second": 4}, "the block of the step before is still found"
 
 
@@ -603,7 +603,7 @@ def test_a_sequence_that_is_not_admitted_in_time_ends_and_only_then() -> None:
     assert scheduler.expire_waiting() == [first]
     check_scheduler(scheduler)
     assert first.finish_reason is FinishReason.QUEUE_TIMEOUT
-    assert (running.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+    assert (running.is_running, second.is_running) == (True, False)
     assert step(scheduler) == {"running": 1}
     scheduler.abort("running")
     assert step(scheduler) == {"second": 1}, "the next in line takes the running slot"
@@ -613,7 +613,7 @@ def test_a_preempted_sequence_waits_as_long_as_it_takes() -> None:
     scheduler, clock = make_impatient_scheduler(8, max_num_seqs=2)
     _, young = add_old_and_young(scheduler)
     step(scheduler)
-    assert (young.status, young.num_preemptions) == (SequenceStatus.WAITING, 1)
+    assert (young.is_running, young.num_preemptions) == (False, 1)
     clock.now += 1000.0
     assert scheduler.expire_waiting() == []
 
@@ -635,7 +635,7 @@ def test_without_a_limit_nobody_waits_too_long() -> None:
     waiting = [add(scheduler, name, [1]) for name in "ab"]
     step(scheduler)
     assert scheduler.expire_waiting() == []
-    assert waiting[1].status is SequenceStatus.WAITING
+    assert not waiting[1].is_running
 
 
 def fail(scheduler: Scheduler) -> tuple[dict[str, int], SequenceState | None]:
