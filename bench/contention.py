@@ -55,7 +55,8 @@ def main() -> None:
         config = EngineConfig(
             folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False, kv_cache_bytes=KV_CACHE_BYTES
         )
-        fixed = ModelRunner(config, choose_threads=lambda _: torch.get_num_threads())  # all of them, between steps
+        fixed = ModelRunner(config)
+        fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
         engines = {"adaptive": Engine(config), "fixed": Engine(config, runner=fixed)}
     speeds: dict[tuple[int, str, int, str], list[float]] = {}
     for _ in range(args.repeats):

@@ -59,16 +59,10 @@ class ModelRunner:
     """A loaded model on its device, with its KV cache.
 
     Raises WeightsError if the model is unusable, InvalidConfigurationError if a setting is.
-    `progress(bytes_done, bytes_total)` is called while weights load. `choose_threads` replaces num_step_threads.
+    `progress(bytes_done, bytes_total)` is called while weights load.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        choose_threads: Callable[[int], int] | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
@@ -85,8 +79,10 @@ class ModelRunner:
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
-        as_free = partial(num_step_threads, max_threads=num_threads, free_cpus=FreeCpus())
-        self._choose_threads = choose_threads or as_free
+        self.choose_threads: Callable[[int], int] = partial(
+            num_step_threads, max_threads=num_threads, free_cpus=FreeCpus()
+        )
+        """From the work of a step to the number of its threads."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(
@@ -110,7 +106,7 @@ class ModelRunner:
         if self.device.type != "cpu":
             return self._run(batch)
         before = torch.get_num_threads()
-        torch.set_num_threads(self._choose_threads(self._step_work.of(batch)))
+        torch.set_num_threads(self.choose_threads(self._step_work.of(batch)))
         try:
             return self._run(batch)
         finally:
