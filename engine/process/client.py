@@ -20,7 +20,7 @@ from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutp
 from gptserve.engine.stats import EngineStats
 
 SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-"""The error numbers of pipe, fork and pthread_create without free descriptors, processes, threads or memory."""
+"""The error numbers of pipe and fork without free descriptors, processes or memory."""
 
 
 class OutputSink(Protocol):
@@ -226,7 +226,8 @@ class LoopClient(EngineClient):
                 self._launch()
             except Exception as error:
                 self._ended(f"the engine could not be started: {error}", DeathKind.LOAD)
-                is_scarce = isinstance(error, OSError) and error.errno in SCARCITY
+                # Without threads Thread.start raises a RuntimeError, which has no number.
+                is_scarce = isinstance(error, RuntimeError) or getattr(error, "errno", None) in SCARCITY
                 raise (ScarcityError if is_scarce else EngineStartError)(str(self._death)) from error
             await self._started.wait()
         if not self.is_alive:
