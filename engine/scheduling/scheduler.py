@@ -77,7 +77,6 @@ class Scheduler:
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
-        self._drafts: dict[SequenceState, tuple[int, ...]] = {}  # of the step under way
         self.num_preemptions = 0
         self.num_prefix_queried_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -125,7 +124,6 @@ class Scheduler:
         Call `update` or `abandon` before the next `schedule`.
         """
         self._blocks.begin_step()
-        self._drafts.clear()
         items: list[ScheduledSequence] = []
         if self._suspects:
             self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
@@ -265,7 +263,6 @@ class Scheduler:
             draft = draft[: self._blocks.reserve(sequence, len(draft))]
             if draft:
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
-                self._drafts[sequence] = draft
                 room -= len(draft)
 
     def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
@@ -297,7 +294,6 @@ class Scheduler:
     def _rollback(self, item: ScheduledSequence, accepted: list[int]) -> None:
         """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
-        del self._drafts[sequence]
         self.num_draft_tokens += len(item.draft)
         self.num_accepted_tokens += sum(map(eq, accepted, item.draft))
         sequence.num_computed = len(sequence.token_ids) - 1
@@ -327,7 +323,6 @@ class Scheduler:
         del self._live[sequence.request.request_id]
         self._suspects.discard(sequence)
         self._blocks.free(sequence)
-        self._drafts.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.forget(sequence)
         sequence.finish_reason = reason

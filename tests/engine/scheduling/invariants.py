@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.scheduler import Scheduler
+from gptserve.engine.scheduling.sequence import ScheduledSequence
 
 
 def check_pool(pool: BlockPool, owners: Iterable[Sequence[int]]) -> None:
@@ -28,8 +29,9 @@ def check_pool(pool: BlockPool, owners: Iterable[Sequence[int]]) -> None:
         assert isinstance(previous, str) or previous < prefix < pool._num_prefixes
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Assert all invariants of a scheduler, its sequences and its pool. O(blocks + tokens)."""
+def check_scheduler(scheduler: Scheduler, scheduled: Iterable[ScheduledSequence] = ()) -> None:
+    """Assert all invariants of a scheduler, its sequences and its pool; `scheduled` is of the step under way."""
+    drafts = {item.sequence: item.draft for item in scheduled if item.draft}
     pool, running, waiting = scheduler._pool, scheduler._running, scheduler._waiting
     check_pool(pool, [sequence.block_ids for sequence in running])
     everyone = [*running, *waiting]
@@ -48,9 +50,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for sequence in running:
         assert sequence.is_running
         assert sequence.num_computed <= len(sequence.block_ids) * pool.block_size
-        draft = scheduler._drafts.get(sequence, ())
+        draft = drafts.get(sequence, ())
         num_needed = scheduler._blocks.num_needed(sequence, len(draft))
         assert len(sequence.block_ids) == num_needed if draft else len(sequence.block_ids) <= num_needed
-    for sequence, draft in scheduler._drafts.items():
+    for sequence, draft in drafts.items():
         assert 0 < len(draft) < scheduler._num_tokens_left(sequence), "the token after the draft must still be wanted"
     assert scheduler._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}

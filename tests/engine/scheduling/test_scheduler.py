@@ -72,7 +72,7 @@ def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[SequenceStat
 def step(scheduler: Scheduler, token_id: int = 7) -> dict[str, int]:
     """Run one step in which all sampled tokens are token_id; return how many tokens each request computed."""
     batch = scheduler.schedule()
-    check_scheduler(scheduler)
+    check_scheduler(scheduler, batch.items)
     scheduled = tokens_by_name(batch)
     scheduler.update(batch, [(token_id,) * (1 + len(item.draft)) for item in batch.items if item.needs_sampling])
     check_scheduler(scheduler)
