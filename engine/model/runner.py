@@ -242,6 +242,7 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float16
+    # AVX512_BF16 and AMX are the instructions that make bf16 faster than fp32.
     is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if is_fast else torch.float32
 

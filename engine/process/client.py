@@ -199,7 +199,6 @@ class LoopClient(EngineClient):
     2. The subclass calls `_post(self._receive, message)` for each message. The first one is Ready or Failed.
     3. `close` calls `_stop`, or the loop ends by itself.
     4. Once the loop has ended and its resources are free, the subclass calls `_ended` with the reason.
-
     """
 
     def __init__(self, factory: EngineFactory) -> None:
