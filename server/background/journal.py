@@ -48,6 +48,7 @@ COMMIT;
 
 EndStatus = Literal["completed", "failed", "cancelled"]
 OutputBatch = tuple[TokenOutput, ...]
+Statement = tuple[str, Sequence[object]]
 Result = TypeVar("Result")
 
 
@@ -109,8 +110,9 @@ class Journal:
         self._folder = folder
         self._connection: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._pending: list[tuple[list[tuple[str, Sequence[object]]], asyncio.Future[None]]] = []
-        self._writer: asyncio.Task[None] | None = None
+        self._pending: list[Statement] = []
+        self._writer: asyncio.Task[None] | None = None  # the one that takes what is pending, or the last that did
+        self._writing = asyncio.Lock()
         self._decoding = asyncio.Lock()
 
     async def open(self) -> None:
@@ -164,29 +166,19 @@ class Journal:
         """Delete completions with all their rows."""
         await self._write(*(("DELETE FROM completions WHERE id = ?", (i,)) for i in completion_ids))
 
-    async def _write(self, *statements: tuple[str, Sequence[object]]) -> None:
-        written = asyncio.get_running_loop().create_future()
-        self._pending.append((list(statements), written))
-        if self._writer is None or self._writer.done():
+    async def _write(self, *statements: Statement) -> None:
+        if self._writer is None or not self._pending:
             self._writer = asyncio.create_task(self._write_pending())
-        await written
+        self._pending += statements
+        try:
+            await asyncio.shield(self._writer)  # it has the writes of others, too
+        except Exception as error:  # of any kind, and each caller raises its own
+            raise JournalError(str(error) or repr(error)) from error
 
     async def _write_pending(self) -> None:
-        while self._pending:
-            pending, self._pending = self._pending, []
-            transaction = [statement for statements, _ in pending for statement in statements]
-            failure: Exception | None = None
-            try:
-                await self._run(lambda connection, rows=transaction: _commit(connection, rows))  # type: ignore[misc]
-            except Exception as error:  # of any kind: the waiting callers must get it
-                failure = error
-            for _, written in pending:
-                if written.cancelled():
-                    continue
-                if failure is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(JournalError(str(failure) or repr(failure)))
+        async with self._writing:
+            statements, self._pending = self._pending, []
+            await self._run(lambda connection: _commit(connection, statements))
 
     async def _run(self, call: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run `call` with the connection, in the journal's thread."""
@@ -296,16 +288,11 @@ def _prepare(connection: sqlite3.Connection) -> None:
         raise ValueError(f"its format is version {version}, and this server reads version {SCHEMA_VERSION}")
 
 
-def _commit(connection: sqlite3.Connection, statements: Iterable[tuple[str, Sequence[object]]]) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+def _commit(connection: sqlite3.Connection, statements: Iterable[Statement]) -> None:
+    with connection:  # commits, or rolls back
+        connection.execute("BEGIN IMMEDIATE")
         for statement, parameters in statements:
             connection.execute(statement, parameters)
-        connection.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # some errors have rolled it back already
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _insert(table: str, row: Sequence[object]) -> str:
