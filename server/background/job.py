@@ -25,16 +25,23 @@ READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yiel
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """The part of a job that is in memory only while it runs. `stopped_by` is set when it is cancelled or suspended."""
+    """The part of a job that is in memory only while it runs. `stopped_by` is set when it is cancelled or suspended.
+
+    `changed` is set when there are more batches or the job has ended, and is a new event from then on.
+    """
 
     plan: CompletionPlan
     run: CompletionRun
     deadline: float | None
+    stream: TokenStream
     batches: list[OutputBatch] = field(default_factory=list)
-    readers: set[Reader] = field(default_factory=set)
-    stream: TokenStream | None = None
     stopped_by: ApiError | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake_readers(self) -> None:
+        """Tell all who wait that there are more outputs, that a reader was closed, or that the job has ended."""
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 @dataclass(slots=True, eq=False)
@@ -112,9 +119,6 @@ class Reader:
         self._position = 0
         self._unread: Iterator[TokenOutput] = iter(())
         self._is_closed = False
-        self._changed = asyncio.Event()
-        if job.running is not None:
-            job.running.readers.add(self)
 
     def __aiter__(self) -> Reader:
         return self
@@ -129,24 +133,18 @@ class Reader:
             self._unread = itertools.chain.from_iterable(batches)
         return outputs
 
-    def wake(self) -> None:
-        """Tell the reader that there are more outputs, or that the job has ended."""
-        self._changed.set()
-
     def close(self) -> None:
         """End the iteration now."""
         self._is_closed = True
         if self._job.running is not None:
-            self._job.running.readers.discard(self)
-        self.wake()
+            self._job.running.wake_readers()
 
     async def _read(self) -> list[OutputBatch]:
         """Wait for the next batches and return them. Raises ApiError or StopAsyncIteration at the end."""
         while (running := self._job.running) is not None and not self._is_closed:
             if self._position < len(running.batches):
                 return running.batches[self._position : self._position + READ_LIMIT]
-            self._changed.clear()
-            await self._changed.wait()
+            await running.changed.wait()
         if self._is_closed:
             raise StopAsyncIteration
         if self._position < self._job.num_batches:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
+from gptserve.engine.process.client import TokenStream
 from gptserve.server.background.job import (
     BackgroundJob,
     BackgroundRequest,
@@ -127,11 +128,10 @@ class BackgroundStore:
 
     async def cancel(self, job: BackgroundJob) -> None:
         """End a job unless it has ended; return when the end is journaled."""
-        running = job.running
-        if running is None:
-            return
-        self._recorder.stop(running, ApiError(409, "the completion was cancelled", code="cancelled"))
-        await running.ended.wait()
+        if job.running is not None:
+            self._recorder.stop(job.running, ApiError(409, "the completion was cancelled", code="cancelled"))
+        while job.running is not None:
+            await job.running.changed.wait()
 
     async def start(self) -> None:
         """Read the journal and resume the jobs in it that have not ended. Raises JournalError."""
@@ -171,7 +171,7 @@ class BackgroundStore:
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, request.started_at)
-        running = RunningJob(plan, run, deadline, stream=stream)
+        running = RunningJob(plan, run, deadline, stream)
         job = BackgroundJob(plan.identity.completion_id, request.key, request.digest, running=running)
         self._jobs[job.completion_id] = job
         with self._service.lifecycle.active():
@@ -184,7 +184,7 @@ class BackgroundStore:
             if job.key is not None:
                 self._keys[job.key] = job
             self._make_room()  # only after admission, so that a refused request evicts nothing
-            self._spawn(self._recorder.run(job, plan.requests))
+            self._spawn(self._recorder.run(job, ()))
             await asyncio.sleep(0)  # lets the recorder begin, which then counts as active itself
         return job
 
@@ -223,9 +223,10 @@ class BackgroundStore:
         plan = await asyncio.to_thread(restore_plan, self._restore, record, is_foreign=False)
         began = time.perf_counter() - (self._clock() - record.created)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
-        job.running = RunningJob(plan, run, record.deadline, batches)
-        job.status = "in_progress" if batches else "queued"
         requests = replay(batches, plan, run.output)
+        stream = TokenStream((request.request_id for request in requests), lambda _: None)  # until the engine has room
+        job.running = RunningJob(plan, run, record.deadline, stream, batches)
+        job.status = "in_progress" if batches else "queued"
         self._spawn(self._recorder.run(job, requests))
 
     def _check_room(self) -> None:
