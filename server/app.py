@@ -21,8 +21,7 @@ from gptserve.server.api.completions import completions_router
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.background.journal import Journal
-from gptserve.server.background.resume import Restore
-from gptserve.server.background.store import BackgroundStore
+from gptserve.server.background.store import BackgroundStore, Restore
 from gptserve.server.completions.chat import restore_chat
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.plan import restore_completion

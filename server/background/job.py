@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import TokenOutput
@@ -88,15 +88,9 @@ class BackgroundRequest:
 
     def to_record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
         """Return the journal's record of the completion."""
-        identity = plan.identity
         return CompletionRecord(
-            completion_id=identity.completion_id,
+            **asdict(plan.identity),
             kind=plan.shape.object,
-            created=identity.created,
-            model=identity.model,
-            fingerprint=identity.fingerprint,
-            batch_invariant=identity.batch_invariant,
-            seed=identity.seed,
             body=self.body,
             prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),
             max_tokens=plan.requests[0].params.max_tokens,
@@ -161,14 +155,3 @@ def not_found(completion_id: str) -> ApiError:
     """Return the error for an id that no background completion has."""
     message = f"completion {completion_id!r} does not exist: it did not run in the background, or it has expired"
     return ApiError(404, message, code="completion_not_found", param="id")
-
-
-def too_many(limit: int) -> ApiError:
-    """Return the error for one background completion more than the limit."""
-    message = f"{limit} background or keyed completions are running, which is the limit"
-    return ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
-
-
-def model_changed() -> ApiError:
-    """Return the error of a completion that another model began."""
-    return ApiError(500, "the server now has another model or computes otherwise", code="model_changed")
