@@ -78,7 +78,7 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     async def events(request: Request) -> Response:
         after = _last_event_seen(request)
         job = store.find(request.path_params["id"])
-        return BackgroundResponse(service, store, job, await store.plan(job), stream=True, after=after)
+        return BackgroundResponse(service, await store.plan(job), store.reader(job), stream=True, after=after)
 
     return router
 
@@ -106,7 +106,7 @@ async def answer_in_background(
     plan = await store.plan(job)
     if body.background and not body.stream:
         return JSONResponse({**plan.head(), "status": job.status}, 202)
-    return BackgroundResponse(service, store, job, plan, stream=bool(body.stream), after=after)
+    return BackgroundResponse(service, plan, store.reader(job), stream=bool(body.stream), after=after)
 
 
 def _last_event_seen(request: Request) -> int:

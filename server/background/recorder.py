@@ -36,10 +36,8 @@ class Recorder:
         self._on_end = on_end
         self._room = asyncio.Event()
 
-    async def run(self, job: BackgroundJob, unsubmitted: tuple[Request, ...]) -> None:
+    async def run(self, job: BackgroundJob, running: RunningJob, unsubmitted: tuple[Request, ...]) -> None:
         """Submit requests for a job's stream, if it has none from an engine, and run the job to its end."""
-        running = job.running
-        assert running is not None
         # A durable job outlives the process, so a shutdown need not wait for it.
         with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
             error: ApiError | None = None

@@ -43,11 +43,7 @@ class BackgroundStore:
     """
 
     def __init__(
-        self,
-        service: Service,
-        journal: Journal,
-        restore: Mapping[str, Restore],
-        clock: Callable[[], float] = time.time,
+        self, service: Service, journal: Journal, restore: Mapping[str, Restore], clock: Callable[[], float] = time.time
     ) -> None:
         self._service = service
         self._journal = journal
@@ -72,7 +68,7 @@ class BackgroundStore:
         return self._jobs[completion_id]
 
     def reader(self, job: BackgroundJob) -> Reader:
-        """Return a new reader; the caller closes it."""
+        """Return a new reader from the first output on."""
         return Reader(job, self._journal)
 
     async def begin_or_find(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
@@ -182,7 +178,7 @@ class BackgroundStore:
             # Those that ended first make room, but only after admission: a refused request evicts nothing.
             num_too_many = max(0, len(self._jobs) - limit)
             self._drop(list(itertools.islice(self._ended.values(), num_too_many)))
-            self._spawn(self._recorder.run(job, ()))
+            self._spawn(self._recorder.run(job, running, ()))
             await asyncio.sleep(0)  # lets the recorder begin, which then counts as active itself
         return job
 
@@ -224,9 +220,9 @@ class BackgroundStore:
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
         requests = _replay(batches, plan, run.output)
         stream = TokenStream((request.request_id for request in requests), lambda _: None)  # until the engine has room
-        job.running = RunningJob(plan, run, record.deadline, stream, batches)
+        job.running = running = RunningJob(plan, run, record.deadline, stream, batches)
         job.status = "in_progress" if batches else "queued"
-        self._spawn(self._recorder.run(job, requests))
+        self._spawn(self._recorder.run(job, running, requests))
 
     def _drop_expired(self) -> None:
         latest = self._clock() - self._service.options.result_ttl_s
@@ -270,19 +266,16 @@ def _restore_plan(restore: Mapping[str, Restore], record: CompletionRecord, *, i
 
 def _replay(batches: Iterable[OutputBatch], plan: CompletionPlan, output: CompletionOutput) -> tuple[Request, ...]:
     """Apply journaled outputs to `output`; return the requests for the choices that have not ended."""
-    generated: dict[str, list[int]] = {request.request_id: [] for request in plan.requests}
-    num_scored: collections.Counter[str] = collections.Counter()
+    requests = {request.request_id: request for request in plan.requests}
+    generated: dict[str, list[int]] = {request_id: [] for request_id in requests}
+    num_scored = dict.fromkeys(requests, 0)
     for made in itertools.chain.from_iterable(batches):
         output.add(made)
         generated[made.request_id] += made.token_ids
         num_scored[made.request_id] += len(made.prompt_logprobs or ())
     return tuple(
-        replace(
-            request,
-            generated_token_ids=tuple(generated[request.request_id]),
-            num_scored_tokens=num_scored[request.request_id],
-        )
-        for request, choice in zip(plan.requests, output.choices, strict=True)
+        replace(request, generated_token_ids=tuple(generated[i]), num_scored_tokens=num_scored[i])
+        for (i, request), choice in zip(requests.items(), output.choices, strict=True)
         if choice.finish_reason is None
     )
 
