@@ -9,11 +9,10 @@ import asyncio
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 
 from gptserve.engine.process.client import TokenStream
-from gptserve.engine.request import TokenOutput
 from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.background.journal import CompletionRecord, Journal, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan
@@ -103,29 +102,27 @@ class BackgroundRequest:
 class Reader:
     """Iterates over the outputs of a job from the first one, for one client at its own pace.
 
-    Each iteration lets the event loop turn once, then yields the next outputs, at most READ_LIMIT. It stops when the
-    job has ended, or raises the ApiError that ended the job.
+    Each step lets the event loop turn once, then yields the next outputs, at most READ_LIMIT. The iteration stops when
+    the job has ended, or raises the ApiError that ended the job.
     """
 
     def __init__(self, job: BackgroundJob, journal: Journal) -> None:
         self._job = job
         self._journal = journal
-        self._position = 0
-        self._unread: Iterator[TokenOutput] = iter(())
         self._is_closed = False
 
-    def __aiter__(self) -> Reader:
-        return self
-
-    async def __anext__(self) -> tuple[TokenOutput, ...]:
-        await asyncio.sleep(0)  # reading from memory never waits, and would keep the event loop from other tasks
-        if self._is_closed:
-            raise StopAsyncIteration
-        while not (outputs := tuple(itertools.islice(self._unread, READ_LIMIT))):
-            batches = await self._read()
-            self._position += len(batches)
-            self._unread = itertools.chain.from_iterable(batches)
-        return outputs
+    async def __aiter__(self) -> AsyncIterator[OutputBatch]:
+        position = 0
+        while batches := await self._read(position):
+            position += len(batches)
+            unread = itertools.chain.from_iterable(batches)
+            while outputs := tuple(itertools.islice(unread, READ_LIMIT)):
+                await asyncio.sleep(0)  # memory never waits, and would keep the event loop from other tasks
+                if self._is_closed:
+                    return
+                yield outputs
+        if self._job.error is not None and not self._is_closed:
+            raise self._job.error.fresh()
 
     def close(self) -> None:
         """End the iteration now."""
@@ -133,22 +130,18 @@ class Reader:
         if self._job.running is not None:
             self._job.running.wake_readers()
 
-    async def _read(self) -> list[OutputBatch]:
-        """Wait for the next batches and return them. Raises ApiError or StopAsyncIteration at the end."""
+    async def _read(self, position: int) -> list[OutputBatch]:
+        """Wait for batches from `position` on and return some; none if the job has ended or the reader is closed."""
         while (running := self._job.running) is not None and not self._is_closed:
-            if self._position < len(running.batches):
-                return running.batches[self._position : self._position + READ_LIMIT]
+            if position < len(running.batches):
+                return running.batches[position : position + READ_LIMIT]
             await running.changed.wait()
-        if self._is_closed:
-            raise StopAsyncIteration
-        if self._position < self._job.num_batches:
-            read = await self._journal.batches(self._job.completion_id, self._position, READ_LIMIT)
-            if not read:
-                raise not_found(self._job.completion_id)
-            return read
-        if self._job.error is not None:
-            raise self._job.error.fresh()
-        raise StopAsyncIteration
+        if self._is_closed or position >= self._job.num_batches:
+            return []
+        read = await self._journal.batches(self._job.completion_id, position, READ_LIMIT)
+        if not read:
+            raise not_found(self._job.completion_id)
+        return read
 
 
 def not_found(completion_id: str) -> ApiError:

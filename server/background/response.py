@@ -35,7 +35,7 @@ class BackgroundResponse(Response):
         """Answer. Raises ApiError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.plan.identity.completion_id
         output = CompletionOutput(self.plan, self.service.tokenizer)
-        answer = AnswerSender(self.service, self.plan, output, output.apply, self.reader, self.reader.close)
+        answer = AnswerSender(self.service, self.plan, output, output.apply, aiter(self.reader), self.reader.close)
         if self.stream:
             await answer.send_events(scope, receive, send, is_resumable=True, after=self.after)
         else:

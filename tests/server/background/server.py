@@ -65,8 +65,7 @@ class Server:
 
     async def read(self, job: BackgroundJob) -> list[TokenOutput]:
         """Return all outputs of a completion, which it follows to its end. Raises ApiError."""
-        reader = self.store.reader(job)
-        return [output async for outputs in reader for output in outputs]
+        return [output async for outputs in self.store.reader(job) for output in outputs]
 
     async def finish(self, job: BackgroundJob) -> None:
         """Step the engine until a completion has ended, with no regard to how many steps pile up."""
@@ -76,11 +75,10 @@ class Server:
 
     async def advance(self, job: BackgroundJob, num_steps: int) -> None:
         """Make that many steps, each a batch of its own."""
-        reader = self.store.reader(job)
+        reader = aiter(self.store.reader(job))
         for _ in range(num_steps):
             self.engine.step()
             await anext(reader)
-        reader.close()
 
     async def text(self, job: BackgroundJob) -> str:
         choices: Any = (await self.store.result(job))["choices"]

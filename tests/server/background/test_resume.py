@@ -23,7 +23,7 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
             job = await first.begin("key", **body)
-            follower = first.store.reader(job)
+            follower = aiter(first.store.reader(job))
             for _ in range(2):
                 first.engine.step()
                 await anext(follower)

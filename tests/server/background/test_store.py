@@ -117,7 +117,7 @@ def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
             job = await first.begin()
-            reader = first.store.reader(job)
+            reader = aiter(first.store.reader(job))
             first.engine.step()
             await anext(reader)
             await first.store.suspend()
