@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -154,7 +153,10 @@ class Journal:
     async def append(self, completion_id: str, n: int, outputs: OutputBatch) -> None:
         """Add the n-th batch of outputs to a completion."""
         num_scores = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for output in outputs)
-        insert = partial(_insert_batch, completion_id, n, outputs)
+
+        def insert() -> Statement:
+            return _insert("batches", completion_id, n, encode_outputs(outputs))
+
         await self._write(await asyncio.to_thread(insert) if num_scores > PIECE_ENTRIES else insert())
 
     async def end(self, completion_id: str, end: EndRecord) -> None:
@@ -296,10 +298,6 @@ def _insert_completion(record: CompletionRecord) -> Statement:
     values = {name: getattr(record, name) for name in record.__slots__}
     values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
     return _insert("completions", *values.values())
-
-
-def _insert_batch(completion_id: str, n: int, outputs: OutputBatch) -> Statement:
-    return _insert("batches", completion_id, n, encode_outputs(outputs))
 
 
 def _insert(table: str, *values: object) -> Statement:

@@ -132,19 +132,17 @@ class BackgroundStore:
         for job in unfinished:
             await self._resume(job)
         if unfinished:
-            plural = "" if len(unfinished) == 1 else "s"
-            logger.info("resuming %d background completion%s", len(unfinished), plural)
+            logger.info("resuming %d background completion%s", len(unfinished), "" if len(unfinished) == 1 else "s")
         self._drop_expired()
 
     async def suspend(self) -> None:
         """Stop all jobs, for the next start to resume; does nothing when the journal is in memory."""
-        if not self._journal.is_durable:
-            return
-        for job in self._jobs.values():
-            if job.running is not None:
-                message = "the server is shutting down; the completion goes on once it has been started again"
-                self._recorder.stop(job.running, unavailable(message, code="draining"))
-        await self.settle()
+        if self._journal.is_durable:
+            message = "the server is shutting down; the completion goes on once it has been started again"
+            for job in self._jobs.values():
+                if job.running is not None:
+                    self._recorder.stop(job.running, unavailable(message, code="draining"))
+            await self.settle()
 
     async def settle(self) -> None:
         """Return when every job has ended and is journaled. Call it once their streams have ended, or will."""
