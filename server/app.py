@@ -18,6 +18,7 @@ from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
 from gptserve.server.api.chat import chat_router
 from gptserve.server.api.completions import completions_router
+from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.background.journal import Journal
@@ -29,7 +30,7 @@ from gptserve.server.completions.plan import restore_completion
 from gptserve.server.completions.service import AppOptions as AppOptions
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
-from gptserve.server.errors import error_response, routing_error
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
 from gptserve.server.operations.keys import ApiKeys
@@ -76,7 +77,10 @@ def create_app(
 async def _answer_routing_error(request: Request, error: Exception) -> Response:
     """Put Starlette's own errors, no such route or method, into the envelope of all others."""
     assert isinstance(error, HTTPException)
-    return error_response(report(routing_error(error, request.method, request.url.path), request.scope))
+    told = ServiceError("not_found", f"there is no route {request.method} {request.url.path}")
+    if error.status_code == 405:
+        told = ServiceError("method_not_allowed", f"this route does not take {request.method} {request.url.path}")
+    return error_response(report(told, request.scope), error.headers)
 
 
 def _version() -> str:

@@ -19,7 +19,7 @@ from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
 from gptserve.server.completions.answer import json_response
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ApiError, show
+from gptserve.server.errors import ServiceError, show
 from gptserve.server.http.envelope import log_fields
 
 IDEMPOTENCY_KEY = {
@@ -84,11 +84,11 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
 
 
 def idempotency_key(request: Request) -> str | None:
-    """Return the key under which a client wants to find its completion again. Raises ApiError."""
+    """Return the key under which a client wants to find its completion again. Raises ServiceError."""
     key = request.headers.get("idempotency-key")
     if key is not None and re.fullmatch(r"[ -~]{1,256}", key) is None:
         message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
-        raise ApiError(400, message, code="invalid_value", param="Idempotency-Key")
+        raise ServiceError("invalid_value", message, param="Idempotency-Key")
     return key
 
 
@@ -112,7 +112,7 @@ async def answer_in_background(
 def _last_event_seen(request: Request) -> int:
     """Return the id of the last event that the client has: `starting_after`, else `Last-Event-ID`, else 0.
 
-    Raises ApiError.
+    Raises ServiceError.
     """
     sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
     for name, given in sources:
@@ -121,6 +121,6 @@ def _last_event_seen(request: Request) -> int:
             continue
         if re.fullmatch(r"[0-9]{1,18}", value) is None:
             message = f"{name} must be the id of an event, a whole number of at least 0, got {show(value)}"
-            raise ApiError(400, message, code="invalid_value", param=name)
+            raise ServiceError("invalid_value", message, param=name)
         return int(value)
     return 0

@@ -18,7 +18,7 @@ from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.background.journal import CompletionRecord, Journal, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering
 
@@ -33,7 +33,7 @@ class RunningJob:
     batches: list[OutputBatch] = field(default_factory=list)
     readers: set[Reader] = field(default_factory=set)
     stream: TokenStream | None = None
-    stopped_by: ApiError | None = None
+    stopped_by: ServiceError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -49,7 +49,7 @@ class BackgroundJob:
     digest: str
     status: BackgroundStatus = "queued"
     running: RunningJob | None = None
-    error: ApiError | None = None
+    error: ServiceError | None = None
     finished_at: float = 0.0
     num_batches: int = 0
     is_foreign: bool = False
@@ -74,10 +74,10 @@ class BackgroundRequest:
         return cls(body, hashlib.sha256(f"{path}\n{body}".encode()).hexdigest(), key, started_at)
 
     def check_same(self, digest: str) -> None:
-        """Raise ApiError unless the key came with the same request before."""
+        """Raise ServiceError unless the key came with the same request before."""
         if self.digest != digest:
             message = f"Idempotency-Key {self.key!r} was used with another request"
-            raise ApiError(409, message, code="idempotency_key_reused", param="Idempotency-Key")
+            raise ServiceError("idempotency_key_reused", message, param="Idempotency-Key")
 
     def to_record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
         """Return the journal's record of the completion."""
@@ -103,7 +103,7 @@ class Reader:
     """Iterates over the outputs of a job from the first one, for one client at its own pace.
 
     Each iteration lets the event loop turn once, then yields the next outputs, at most READ_LIMIT. It stops when the
-    job has ended, or raises the ApiError that ended the job.
+    job has ended, or raises the ServiceError that ended the job.
     """
 
     def __init__(self, job: BackgroundJob, journal: Journal) -> None:
@@ -141,7 +141,7 @@ class Reader:
         self.wake()
 
     async def _read(self) -> list[OutputBatch]:
-        """Wait for the next batches and return them. Raises ApiError or StopAsyncIteration at the end."""
+        """Wait for the next batches and return them. Raises ServiceError or StopAsyncIteration at the end."""
         while (running := self._job.running) is not None and not self._is_closed:
             if self._position < len(running.batches):
                 return running.batches[self._position : self._position + READ_LIMIT]
@@ -159,18 +159,18 @@ class Reader:
         raise StopAsyncIteration
 
 
-def not_found(completion_id: str) -> ApiError:
+def not_found(completion_id: str) -> ServiceError:
     """Return the error for an id that no background completion has."""
     message = f"completion {completion_id!r} does not exist: it did not run in the background, or it has expired"
-    return ApiError(404, message, code="completion_not_found", param="id")
+    return ServiceError("completion_not_found", message, param="id")
 
 
-def too_many(limit: int) -> ApiError:
+def too_many(limit: int) -> ServiceError:
     """Return the error for one background completion more than the limit."""
     message = f"{limit} background or keyed completions are running, which is the limit"
-    return ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
+    return ServiceError("too_many_kept", message, retry_after_s=1)
 
 
-def model_changed() -> ApiError:
+def model_changed() -> ServiceError:
     """Return the error of a completion that another model began."""
-    return ApiError(500, "the server now has another model or computes otherwise", code="model_changed")
+    return ServiceError("model_changed", "the server now has another model or computes otherwise")

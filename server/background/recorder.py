@@ -15,11 +15,12 @@ from contextlib import nullcontext
 from gptserve.engine.errors import EngineDiedError, QueueFullError
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import Request
+from gptserve.server.api.errors import INTERNAL_ERROR, to_service_error
 from gptserve.server.background.job import BackgroundJob, RunningJob
 from gptserve.server.background.journal import EndRecord, EndStatus, Journal, JournalError, OutputBatch
 from gptserve.server.completions.run import CompletionRun, expiring
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import INTERNAL_ERROR, ApiError, to_api_error
+from gptserve.server.errors import ServiceError
 
 _RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
 
@@ -44,14 +45,14 @@ class Recorder:
         assert running is not None
         # A durable job outlives the process, so a shutdown need not wait for it.
         with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
-            error: ApiError | None = None
+            error: ServiceError | None = None
             try:
                 if requests:
                     await self._follow(job, running, requests)
                 if not running.run.output.is_complete:
                     error = running.stopped_by
             except Exception as raised:
-                error = to_api_error(raised).fresh()
+                error = to_service_error(raised).fresh()
                 if error.code == INTERNAL_ERROR:
                     logger.error("completion %s failed unexpectedly", job.completion_id, exc_info=raised)
                 if isinstance(raised, EngineDiedError):
@@ -61,14 +62,14 @@ class Recorder:
                     running.stream.abort()
             await self._finish(job, running, error)
 
-    def stop(self, running: RunningJob, reason: ApiError) -> None:
+    def stop(self, running: RunningJob, reason: ServiceError) -> None:
         """Stop a job soon; the reason that is given first counts."""
         running.stopped_by = running.stopped_by or reason
         if running.stream is not None:
             running.stream.abort()
         self._room.set()
 
-    async def end(self, job: BackgroundJob, error: ApiError | None) -> None:
+    async def end(self, job: BackgroundJob, error: ServiceError | None) -> None:
         """Journal how a job ended, then set its status. A job whose end cannot be journaled has failed."""
         status: EndStatus = "completed" if error is None else "cancelled" if error.code == "cancelled" else "failed"
         finished_at = self._clock()
@@ -77,7 +78,7 @@ class Recorder:
             await self._journal.end(job.completion_id, EndRecord(status, text, finished_at, job.num_batches))
         except JournalError as failure:
             logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
-            status, error = "failed", error if status == "failed" else to_api_error(failure)
+            status, error = "failed", error if status == "failed" else failure.fresh()
         job.status, job.error, job.finished_at = status, error, finished_at
         self._on_end(job)
 
@@ -118,7 +119,7 @@ class Recorder:
             except TimeoutError:
                 continue
 
-    async def _finish(self, job: BackgroundJob, running: RunningJob, error: ApiError | None) -> None:
+    async def _finish(self, job: BackgroundJob, running: RunningJob, error: ServiceError | None) -> None:
         """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
         job.num_batches = len(running.batches)
         if self._journal.is_durable and error is not None and error.code in _RESUMABLE:
@@ -137,7 +138,9 @@ class Recorder:
             reader.wake()
 
 
-async def _apply(outputs: OutputBatch, run: CompletionRun, stream: TokenStream) -> tuple[OutputBatch, ApiError | None]:
+async def _apply(
+    outputs: OutputBatch, run: CompletionRun, stream: TokenStream
+) -> tuple[OutputBatch, ServiceError | None]:
     """Apply outputs to a run. Return those before the one that fails, and its error.
 
     After an output with scores of the prompt the event loop turns once.
@@ -145,7 +148,7 @@ async def _apply(outputs: OutputBatch, run: CompletionRun, stream: TokenStream) 
     for num_applied, output in enumerate(outputs):
         try:
             collections.deque(run.apply((output,), stream), maxlen=0)
-        except ApiError as error:
+        except ServiceError as error:
             return outputs[:num_applied], error
         if output.prompt_logprobs is not None:
             await asyncio.sleep(0)

@@ -39,7 +39,7 @@ class BackgroundResponse(Response):
         self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError only before anything is sent."""
+        """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self._job.completion_id
         output = CompletionOutput(self._plan, self._service.tokenizer)
         reader = self._store.reader(self._job)

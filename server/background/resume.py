@@ -23,7 +23,7 @@ Restore = Callable[[dict[str, object], tuple[tuple[int, ...], ...], int, Identit
 
 
 def restore_plan(restore: Mapping[str, Restore], record: CompletionRecord, *, is_foreign: bool) -> CompletionPlan:
-    """Rebuild the plan of a completion from its record; if another model made it, without prompts. Raises ApiError."""
+    """Rebuild the plan of a completion, without prompts if another model made it. Raises ServiceError."""
     identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
     prompts = () if is_foreign else record.prompts
     try:

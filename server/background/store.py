@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
+from gptserve.server.api.errors import error_body
 from gptserve.server.background.job import (
     BackgroundJob,
     BackgroundRequest,
@@ -29,7 +30,7 @@ from gptserve.server.background.resume import Restore, replay, restore_plan
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun, render_outputs
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ApiError, unavailable
+from gptserve.server.errors import ServiceError
 
 NO_LIMIT = -1
 
@@ -68,7 +69,7 @@ class BackgroundStore:
         return collections.Counter(job.status for job in self._jobs.values())
 
     def find(self, completion_id: str) -> BackgroundJob:
-        """Return a job by its id. Raises ApiError."""
+        """Return a job by its id. Raises ServiceError."""
         self._drop_expired()
         job = self._jobs.get(completion_id)
         if job is None:
@@ -82,7 +83,7 @@ class BackgroundStore:
     async def begin_or_find(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Begin a job, or return the one that has the key already.
 
-        Raises ApiError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
+        Raises ServiceError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
         """
         self._drop_expired()
         if request.key is None:
@@ -101,7 +102,7 @@ class BackgroundStore:
         return await asyncio.shield(task)  # others with the same key may wait for it when this client hangs up
 
     async def plan(self, job: BackgroundJob) -> CompletionPlan:
-        """Return the plan of a job. Raises ApiError or JournalError."""
+        """Return the plan of a job. Raises ServiceError or JournalError."""
         if job.running is not None:
             return job.running.plan
         try:
@@ -112,11 +113,11 @@ class BackgroundStore:
         return await asyncio.to_thread(restore_plan, self._restore, record, is_foreign=job.is_foreign)
 
     async def result(self, job: BackgroundJob) -> dict[str, object]:
-        """Return the answer so far, with status and error. Raises ApiError or JournalError."""
+        """Return the answer so far, with status and error. Raises ServiceError or JournalError."""
         plan = await self.plan(job)
         batches = list(job.running.batches) if job.running is not None else []
         status = job.status
-        error = job.error.body()["error"] if job.error is not None and job.running is None else None
+        error = error_body(job.error)["error"] if job.error is not None and job.running is None else None
         if not batches and job.num_batches:
             batches = await self._journal.batches(job.completion_id, 0, job.num_batches)
             if len(batches) < job.num_batches:
@@ -130,7 +131,7 @@ class BackgroundStore:
         running = job.running
         if running is None:
             return
-        self._recorder.stop(running, ApiError(409, "the completion was cancelled", code="cancelled"))
+        self._recorder.stop(running, ServiceError("cancelled", "the completion was cancelled"))
         await running.ended.wait()
 
     async def start(self) -> None:
@@ -154,7 +155,7 @@ class BackgroundStore:
         for job in list(self._jobs.values()):
             if job.running is not None:
                 message = "the server is shutting down; the completion goes on once it has been started again"
-                self._recorder.stop(job.running, unavailable(message, code="draining"))
+                self._recorder.stop(job.running, ServiceError("draining", message))
         await self.settle()
 
     async def settle(self) -> None:
@@ -199,7 +200,7 @@ class BackgroundStore:
         job.is_foreign = row.fingerprint != self._service.engine.info.fingerprint
         if row.end is not None:
             job.status, job.finished_at = row.end.status, row.end.finished_at
-            job.error = None if row.end.error is None else ApiError.from_fields(json.loads(row.end.error))
+            job.error = None if row.end.error is None else ServiceError.from_fields(json.loads(row.end.error))
             job.num_batches = 0 if job.is_foreign else row.end.num_batches
             if job.is_foreign and job.status == "completed":
                 job.status, job.error = "failed", model_changed()
@@ -229,7 +230,7 @@ class BackgroundStore:
         self._spawn(self._recorder.run(job, requests))
 
     def _check_room(self) -> None:
-        """Raise ApiError if as many jobs run as are allowed."""
+        """Raise ServiceError if as many jobs run as are allowed."""
         limit = self._service.options.max_results
         if len(self._jobs) - len(self._ended) >= limit:
             raise too_many(limit)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gptserve.engine.request import TokenOutput
+from gptserve.server.api.errors import error_body
 from gptserve.server.api.schemas import StreamOptions
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
@@ -41,7 +42,7 @@ class CompletionResponse(Response):
         self._run = CompletionRun(plan, service.tokenizer, service.metrics, started_at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError or EngineError only before anything is sent."""
+        """Answer. Raises ServiceError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
             apply = partial(self._run.apply, stream=stream)
@@ -147,7 +148,7 @@ class AnswerSender:
                 end = (encoder.usage_chunk(self._output.usage()) if include_usage else "") + sse.DONE
             except Exception as error:
                 is_well = False
-                end = encoder.error(report(error, scope).body())
+                end = encoder.error(error_body(report(error, scope)))
         if connection.is_gone:
             raise ClientDisconnect
         await send({"type": "http.response.body", "body": end.encode("ascii"), "more_body": False})

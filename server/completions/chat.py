@@ -24,7 +24,7 @@ from gptserve.server.completions.plan import (
 )
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from gptserve.weights.chat.template import ChatTemplate
 
 NO_TEMPLATE = (
@@ -35,13 +35,13 @@ OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pro
 
 
 async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mark] | None) -> CompletionPlan:
-    """Check, render the conversation and tokenize. Raises ApiError, InvalidRequestError or ChatTemplateError.
+    """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError.
 
     `marks` are the special tokens of a model that answers in harmony's channels.
     """
     template = service.options.chat_template
     if template is None:
-        raise ApiError(400, NO_TEMPLATE, code="no_chat_template")
+        raise ServiceError("no_chat_template", NO_TEMPLATE)
     check_request(body, service, 1)
     _check_together(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -78,7 +78,7 @@ class CompletionPlan:
 
 
 async def plan_completion(body: CompletionRequest, service: Service) -> CompletionPlan:
-    """Check the rules that types cannot express, then tokenize. Raises ApiError or InvalidRequestError."""
+    """Check the rules that types cannot express, then tokenize. Raises ServiceError or InvalidRequestError."""
     prompts = _split_prompt(body.prompt)
     check_request(body, service, len(prompts))
     if body.best_of not in (None, body.n or 1):
@@ -100,7 +100,7 @@ def restore_completion(
 
 
 def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
-    """Check the model, the number of choices and fields against each other. Raises ApiError, InvalidRequestError."""
+    """Check the model, the number of choices, fields against each other. Raises ServiceError or InvalidRequestError."""
     if body.model is not None:
         service.check_model(body.model)
     n, info = body.n or 1, service.engine.info

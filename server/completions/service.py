@@ -13,7 +13,8 @@ from gptserve.engine.errors import EngineError
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.request import Request
 from gptserve.server.api.body import IncomingBodies
-from gptserve.server.errors import ApiError, show, shutting_down, to_api_error, unavailable
+from gptserve.server.api.errors import status_of, to_service_error
+from gptserve.server.errors import ServiceError, show, shutting_down
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
 from gptserve.weights.chat.template import ChatTemplate
@@ -90,12 +91,12 @@ class Service:
             return await asyncio.to_thread(call, *arguments)
 
     def admit(self) -> None:
-        """Raise ApiError if completions are refused: the server shuts down, or no engine runs."""
+        """Raise ServiceError if completions are refused: the server shuts down, or no engine runs."""
         with self.counting_rejections():
             self._check_open()
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Queue the requests. Raises ApiError or EngineError."""
+        """Queue the requests. Raises ServiceError or EngineError."""
         with self.counting_rejections():
             self._check_open()
             return self.engine.submit(requests)
@@ -109,19 +110,19 @@ class Service:
         """Raise 503 unless an engine is loaded. During a restart requests are accepted and queue."""
         self._check_open()
         if not self.engine.is_ready:
-            raise unavailable("the engine died and is being started again", code="engine_restarting")
+            raise ServiceError("engine_restarting", "the engine died and is being started again")
 
     def check_alive(self) -> None:
         """Raise 503 while the engine loads, and after it has died for good."""
         if not self.engine.is_alive:
-            raise unavailable("no engine is running: it is loading or has died", code="engine_unavailable")
+            raise ServiceError("engine_unavailable", "no engine is running: it is loading or has died")
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError unless `name` is the model served."""
+        """Raise ServiceError unless `name` is the model served."""
         served = self.options.model_name
         if name != served:
             message = f"model {show(name)} does not exist; this server has {served!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+            raise ServiceError("model_not_found", message, param="model")
 
     def _check_open(self) -> None:
         if self.lifecycle.is_draining:  # checked first: after draining the engine is closed
@@ -133,8 +134,8 @@ class Service:
         """Count a refusal (429 or 503) that is raised within the block."""
         try:
             yield
-        except (ApiError, EngineError) as error:
-            api_error = to_api_error(error)
-            if api_error.status in (429, 503):
-                self.metrics.count_rejection(api_error.code)
+        except (ServiceError, EngineError) as error:
+            told = to_service_error(error)
+            if status_of(told) in (429, 503):
+                self.metrics.count_rejection(told.code)
             raise

@@ -17,7 +17,7 @@ from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_completion
 from gptserve.server.completions.service import AppOptions, Service
 from gptserve.server.completions.shapes import TEXT_SHAPE
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -64,7 +64,7 @@ class Server:
         return await self.store.begin_or_find(request, plan)
 
     async def read(self, job: BackgroundJob) -> list[TokenOutput]:
-        """Return all outputs of a completion, which it follows to its end. Raises ApiError."""
+        """Return all outputs of a completion, which it follows to its end. Raises ServiceError."""
         reader = self.store.reader(job)
         return [output async for outputs in reader for output in outputs]
 
@@ -106,6 +106,6 @@ def run(test: Awaitable[None]) -> None:
 def found(server: Server, job: BackgroundJob) -> bool:
     try:
         server.store.find(job.completion_id)
-    except ApiError as error:
+    except ServiceError as error:
         return {"completion_not_found": False}[error.code]
     return True
