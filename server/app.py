@@ -53,8 +53,9 @@ def create_app(
     }
     store = BackgroundStore(service, journal or Journal(None), restore)
     metrics.watch_background(store.counts)
-    keys = ApiKeys(options.api_keys, options.api_key_file)
-    open_paths = PROBE_PATHS if options.protect_operations else PROBE_PATHS | OPERATION_PATHS
+    settings = options.settings
+    keys = ApiKeys(settings.api_keys, settings.api_key_file)
+    open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",

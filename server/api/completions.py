@@ -68,7 +68,7 @@ def add_completion_route(
 
     async def receive(request: Request, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
         options = service.options
-        async with service.bodies.read(request, options.max_body_bytes, options.body_limit_s) as raw:
+        async with service.bodies.read(request, options.settings.max_body_bytes, options.body_limit_s) as raw:
             arguments = raw, key, started_at
             return parse(*arguments) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, *arguments)
 

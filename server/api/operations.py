@@ -21,7 +21,8 @@ _NO_KEY: dict[str, object] = {"security": []}
 def operations_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["operations"])
-    needs_key = service.needs_key and service.options.protect_operations
+    settings = service.options.settings
+    needs_key = settings.needs_key and settings.protect_operations
 
     @router.get(
         "/health",
@@ -79,7 +80,7 @@ def _documents_router(service: Service, *, needs_key: bool) -> APIRouter:
     async def openapi(request: Request) -> Response:
         if not document:
             models = (CompletionRequest, ChatRequest, ChatCompletionChunk)
-            make = partial(openapi_document, request.app, models, needs_key=service.needs_key)
+            make = partial(openapi_document, request.app, models, needs_key=service.options.settings.needs_key)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)
 

@@ -231,18 +231,18 @@ class BackgroundStore:
 
     def _check_room(self) -> None:
         """Raise ServiceError if as many jobs run as are allowed."""
-        limit = self._service.options.max_results
+        limit = self._service.options.settings.max_results
         if len(self._jobs) - len(self._ended) >= limit:
             raise too_many(limit)
 
     def _make_room(self) -> None:
         """Drop the jobs over the limit, those that ended first."""
-        num_too_many = len(self._jobs) - self._service.options.max_results
+        num_too_many = len(self._jobs) - self._service.options.settings.max_results
         if num_too_many > 0:
             self._drop(list(itertools.islice(self._ended, num_too_many)))
 
     def _drop_expired(self) -> None:
-        latest = self._clock() - self._service.options.result_ttl_s
+        latest = self._clock() - self._service.options.settings.result_ttl_s
         expired = []
         for job in self._ended.values():
             if job.finished_at > latest:

@@ -131,7 +131,7 @@ class AnswerSender:
         )
         is_well = True
         await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
-        keep_alive_s = self._service.options.keep_alive_s
+        keep_alive_s = self._service.options.settings.sse_keep_alive_interval_s
         async with sse.Connection(receive, send, self._on_gone, keep_alive_s=keep_alive_s) as connection:
             try:
                 async for outputs in self._source:

@@ -109,7 +109,7 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
     if n * num_prompts > max_choices:
         message = f"n times the number of prompts may be at most {max_choices}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
-    if body.priority and not service.options.priority_scheduling:
+    if body.priority and not service.options.settings.priority_scheduling:
         message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
         raise InvalidRequestError(message, param="priority")
     if body.stream_options is not None and not body.stream:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from gptserve.engine.errors import EngineError
@@ -17,6 +16,7 @@ from gptserve.server.api.errors import status_of, to_service_error
 from gptserve.server.errors import ServiceError, show, shutting_down
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
+from gptserve.server.settings import ServerSettings
 from gptserve.weights.chat.template import ChatTemplate
 
 Result = TypeVar("Result")
@@ -48,26 +48,19 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """The options of the API. Without api_keys and api_key_file no key is needed; chats need a chat_template.
+    """The settings, what was made of them, and limits that are no settings. Chats need a chat_template.
 
-    max_choices limits the number of prompts times n. The store holds at most max_results background completions, each
-    for result_ttl_s after its end. max_tokens_held and max_logprobs_held limit one request, all its choices together.
+    max_choices limits the number of prompts times n; max_tokens_held and max_logprobs_held limit one request, all its
+    choices together.
     """
 
+    settings: ServerSettings
     model_name: str
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
-    protect_operations: bool = False
-    priority_scheduling: bool = False
-    max_body_bytes: int = 2 * 2**20
+    chat_template: ChatTemplate | None = None
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
-    keep_alive_s: float = 15.0
     max_choices: int = 128
     max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context
     max_logprobs_held: int = 150_000  # at 240 bytes each with 20 alternatives, 1,250 without: at most 164 MB
-    result_ttl_s: float = 3600.0
-    max_results: int = 1_000
-    chat_template: ChatTemplate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +93,6 @@ class Service:
         with self.counting_rejections():
             self._check_open()
             return self.engine.submit(requests)
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether a completion needs an API key."""
-        return bool(self.options.api_keys) or self.options.api_key_file is not None
 
     def check_ready(self) -> None:
         """Raise 503 unless an engine is loaded. During a restart requests are accepted and queue."""

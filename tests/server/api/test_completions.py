@@ -392,7 +392,7 @@ def test_outputs_that_come_together_with_a_failure_are_sent_before_it(serve: Cal
 
 def test_a_silent_stream_is_kept_alive(serve: Callable[..., LiveServer]) -> None:
     engine = FakeEngineClient(auto=False)
-    with stream(serve(engine, keep_alive_s=0.02), max_tokens=2) as events:
+    with stream(serve(engine, sse_keep_alive_interval_s=0.02), max_tokens=2) as events:
         lines = events.response.iter_lines()
         assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
         engine.from_outside(engine.step)

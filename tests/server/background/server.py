@@ -15,11 +15,12 @@ from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_completion
-from gptserve.server.completions.service import AppOptions, Service
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE
 from gptserve.server.errors import ServiceError
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
+from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 
@@ -49,7 +50,7 @@ class Server:
         self.journal = Journal(folder)
         self.lifecycle = Lifecycle()
         metrics = Metrics(self.engine, "m")
-        self.service = Service(self.engine, ByteTokenizer(), AppOptions("m", **options), self.lifecycle, metrics)
+        self.service = Service(self.engine, ByteTokenizer(), app_options("m", **options), self.lifecycle, metrics)
         self.store = BackgroundStore(
             self.service, self.journal, {TEXT_SHAPE.object: restore_completion}, clock=self.clock
         )
