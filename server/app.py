@@ -16,8 +16,7 @@ from starlette.responses import Response
 
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
-from gptserve.server.api.chat import chat_router
-from gptserve.server.api.completions import completions_router
+from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router

@@ -33,7 +33,14 @@ _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"
 _NUMBER = {"type": "integer", "minimum": 0}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
-_RESULT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
+_RESULT: dict[int | str, dict[str, Any]] = {
+    200: {"model": KeptCompletion | KeptChatCompletion},
+    **error_responses(401, 404, 500),
+}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    **error_responses(400, 401, 404, 500),
+}
 
 
 def background_router(service: Service, store: BackgroundStore) -> APIRouter:
@@ -46,20 +53,17 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         answer = await store.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
-    @router.get(
-        _PATH,
-        summary="Return a background completion so far",
-        openapi_extra={"parameters": [_ID]},
-        responses={**_RESULT, **error_responses(401, 404, 500)},
-    )
+    by_id = {"parameters": [_ID]}
+
+    @router.get(_PATH, summary="Return a background completion so far", openapi_extra=by_id, responses=_RESULT)
     async def retrieve(request: Request) -> Response:
         return await result(request)
 
     @router.post(
         _PATH + "/cancel",
         summary="Cancel a background completion; one that has ended stays as it is",
-        openapi_extra={"parameters": [_ID]},
-        responses={**_RESULT, **error_responses(401, 404, 500)},
+        openapi_extra=by_id,
+        responses=_RESULT,
     )
     async def cancel(request: Request) -> Response:
         await store.cancel(store.find(request.path_params["id"]))
@@ -70,10 +74,7 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         summary="Stream the events of a background completion, from any of them on",
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
-        responses={
-            200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
-            **error_responses(400, 401, 404, 500),
-        },
+        responses=_EVENTS,
     )
     async def events(request: Request) -> Response:
         after = _last_event_seen(request)
@@ -86,10 +87,8 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
 def idempotency_key(request: Request) -> str | None:
     """Return the key under which a client wants to find its completion again. Raises ServiceError."""
     key = request.headers.get("idempotency-key")
-    if key is not None and re.fullmatch(r"[ -~]{1,256}", key) is None:
-        message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
-        raise ServiceError("invalid_value", message, param="Idempotency-Key")
-    return key
+    rule = "1 to 256 printable ASCII characters"
+    return None if key is None else _checked("Idempotency-Key", key, r"[ -~]{1,256}", rule)
 
 
 async def answer_in_background(
@@ -114,13 +113,15 @@ def _last_event_seen(request: Request) -> int:
 
     Raises ServiceError.
     """
-    sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
-    for name, given in sources:
+    for name, given in (("starting_after", request.query_params), ("Last-Event-ID", request.headers)):
         value = given.get(name)
-        if value is None:
-            continue
-        if re.fullmatch(r"[0-9]{1,18}", value) is None:
-            message = f"{name} must be the id of an event, a whole number of at least 0, got {show(value)}"
-            raise ServiceError("invalid_value", message, param=name)
-        return int(value)
+        if value is not None:
+            rule = "the id of an event, a whole number of at least 0"
+            return int(_checked(name, value, r"[0-9]{1,18}", rule))
     return 0
+
+
+def _checked(name: str, value: str, pattern: str, rule: str) -> str:
+    if re.fullmatch(pattern, value) is None:
+        raise ServiceError("invalid_value", f"{name} must be {rule}, got {show(value)}", param=name)
+    return value

@@ -1,6 +1,6 @@
 """Plans a chat: the model's template turns the conversation into a prompt; the rest is a completion like any other.
 
-Knows no HTTP; `api/chat.py` calls it.
+Knows no HTTP; `api/completions.py` calls it.
 """
 
 from __future__ import annotations
