@@ -26,8 +26,7 @@ from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.chat import restore_chat
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.plan import restore_completion
-from gptserve.server.completions.service import AppOptions as AppOptions
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import AppOptions, Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import RequestEnvelope, report

@@ -147,7 +147,8 @@ class ServingProcess:
 
     def _build_server(self) -> HttpServer:
         """Import the web framework and open the tokenizer, in a thread: this takes as long as to load a small model."""
-        from gptserve.server.app import AppOptions, create_app
+        from gptserve.server.app import create_app
+        from gptserve.server.completions.service import AppOptions
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import load_tls

@@ -192,17 +192,9 @@ def make_plan(
         for prompt_index, prompt_ids in enumerate(prompts)
         for choice_index in range(num_choices)
     )
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return CompletionPlan(
-        shape=shape,
-        identity=identity,
-        requests=requests,
-        num_prompt_tokens=sum(map(len, prompts)),
-        stop=tuple(map(compile_stop, stop)),
-        body=body,
-        echo=echo,
-        channels=channels,
-    )
+    patterns = tuple(map(compile_stop, [body.stop] if isinstance(body.stop, str) else body.stop or ()))
+    num_prompt_tokens = sum(map(len, prompts))
+    return CompletionPlan(shape, identity, requests, num_prompt_tokens, patterns, body, echo, channels)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

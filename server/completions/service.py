@@ -25,13 +25,10 @@ Result = TypeVar("Result")
 class Tokenizer(Protocol):
     """The part of weights.tokenizers.tokenizer.Tokenizer that the server uses."""
 
-    @property
-    def max_token_bytes(self) -> int:
-        """The number of bytes of the longest token."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of the tokens that have no text."""
+    max_token_bytes: int
+    """The number of bytes of the longest token."""
+    special_ids: frozenset[int]
+    """The ids of the tokens that have no text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""

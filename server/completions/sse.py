@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 from starlette.types import Receive, Send
 
@@ -111,9 +110,7 @@ class Connection:
         self._watch = asyncio.create_task(self._attend())
         return self
 
-    async def __aexit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_raised: object) -> None:
         self._watch.cancel()
         await asyncio.wait([self._watch])
 
