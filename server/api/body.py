@@ -57,19 +57,20 @@ class IncomingBodies:
             if len(body) > max_bytes:
                 raise _too_large("more", max_bytes)
             if self._num_bytes > max(MAX_INCOMING_BYTES, max_bytes) and self._arriving:
-                self._give_up_the_longest()
-
-    def _give_up_the_longest(self) -> None:
-        limit = next(iter(self._arriving))
-        body = self._arriving.pop(limit)
-        self._num_bytes -= len(body)
-        body.clear()
-        limit.reschedule(asyncio.get_running_loop().time())
+                limit = next(iter(self._arriving))
+                given_up = self._arriving.pop(limit)
+                self._num_bytes -= len(given_up)
+                given_up.clear()
+                limit.reschedule(asyncio.get_running_loop().time())
 
 
 def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
     """Parse a body that must be a JSON object. Raises ServiceError."""
-    _check_complexity(raw)
+    for mark, max_count in MAX_COUNTS.items():
+        count = raw.count(mark)
+        if count > max_count:
+            message = f"the body may have {mark.decode()!r} at most {max_count} times, in strings or not, got {count}"
+            raise ServiceError("body_too_complex", message)
     try:
         value = from_json(raw)
     except ValueError as error:
@@ -77,14 +78,6 @@ def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ServiceError("invalid_type", f"the body: input should be an object, got {show(value)}")
     return value
-
-
-def _check_complexity(raw: bytes | bytearray) -> None:
-    for mark, max_count in MAX_COUNTS.items():
-        count = raw.count(mark)
-        if count > max_count:
-            message = f"the body may have {mark.decode()!r} at most {max_count} times, in strings or not, got {count}"
-            raise ServiceError("body_too_complex", message)
 
 
 def _check_head(request: Request, max_bytes: int) -> None:

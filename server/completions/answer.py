@@ -93,10 +93,9 @@ class AnswerSender:
         if connection.is_gone:
             raise ClientDisconnect
         num_scores = sum(delta.num_scores for deltas in collected for delta in deltas)
-        await (await self._computed(num_scores, self._render, collected))(scope, receive, send)
-
-    def _render(self, collected: list[list[Delta]]) -> Response:
-        return json_response(self.plan.whole(collected, self.output.usage()))
+        usage = self.output.usage()
+        response = await self._computed(num_scores, lambda: json_response(self.plan.whole(collected, usage)))
+        await response(scope, receive, send)
 
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
         """Yield index and delta of each output; let the event loop turn after an output with scores of the prompt."""
