@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses
+from gptserve.server.api.openapi import error_responses, text
 from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.response import BackgroundResponse
@@ -30,6 +30,7 @@ IDEMPOTENCY_KEY = {
 }
 _PATH = "/v1/completions/{id}"
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_BY_ID = {"parameters": [_ID]}
 _NUMBER = {"type": "integer", "minimum": 0}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
@@ -37,44 +38,35 @@ _RESULT: dict[int | str, dict[str, Any]] = {
     200: {"model": KeptCompletion | KeptChatCompletion},
     **error_responses(401, 404, 500),
 }
-_EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
-    **error_responses(400, 401, 404, 500),
-}
 
 
 def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["background"])
 
-    async def result(request: Request) -> Response:
+    @router.get(_PATH, summary="Return a background completion so far", openapi_extra=_BY_ID, responses=_RESULT)
+    async def retrieve(request: Request) -> Response:
         job = store.find(request.path_params["id"])
         log_fields(request.scope)["completion_id"] = job.completion_id
         answer = await store.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
-    by_id = {"parameters": [_ID]}
-
-    @router.get(_PATH, summary="Return a background completion so far", openapi_extra=by_id, responses=_RESULT)
-    async def retrieve(request: Request) -> Response:
-        return await result(request)
-
     @router.post(
         _PATH + "/cancel",
         summary="Cancel a background completion; one that has ended stays as it is",
-        openapi_extra=by_id,
+        openapi_extra=_BY_ID,
         responses=_RESULT,
     )
     async def cancel(request: Request) -> Response:
         await store.cancel(store.find(request.path_params["id"]))
-        return await result(request)
+        return await retrieve(request)
 
     @router.get(
         _PATH + "/events",
         summary="Stream the events of a background completion, from any of them on",
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
-        responses=_EVENTS,
+        responses={200: text("text/event-stream"), **error_responses(400, 401, 404, 500)},
     )
     async def events(request: Request) -> Response:
         after = _last_event_seen(request)

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from gptserve.server.api import schemas
 from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key
 from gptserve.server.api.body import parse_json_object
-from gptserve.server.api.openapi import error_responses, json_body
+from gptserve.server.api.openapi import error_responses, json_body, text
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import CompletionResponse
@@ -63,7 +63,7 @@ def _router(
 
     def parse(raw: bytearray, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
         fields = parse_json_object(raw)
-        body = body_model.parse(fields)
+        body = body_model.model_validate(fields)
         is_background = body.background or key is not None
         return body, BackgroundRequest.of(path, fields, key, started_at) if is_background else None
 
@@ -78,11 +78,7 @@ def _router(
         summary=summary,
         openapi_extra={**json_body(body_model), "parameters": [IDEMPOTENCY_KEY]},
         responses={
-            200: {
-                "model": answer_model,
-                "description": description,
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
-            },
+            200: {"model": answer_model, "description": description, **text("text/event-stream")},
             202: {"model": schemas.BackgroundCompletion, "description": "With `background`: where to find the answer"},
             **error_responses(400, 401, 404, 408, 409, 413, 415, 429, 500, 503),
         },

@@ -6,9 +6,9 @@ Request models refuse unknown fields; null means the default. Response models de
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from gptserve.engine.request import MAX_LOGPROBS, SamplingParams
 from gptserve.server.completions.output import EndReason
@@ -44,12 +44,18 @@ def _text_or_list(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
 
 
+def _cut(prompt: Any) -> Any:
+    """Cut a list of too many prompts to one over the limit: pydantic would check each of a million."""
+    return prompt[: MAX_PROMPTS + 1] if _kind(prompt) in ("texts", "id lists") else prompt
+
+
 Prompt = Annotated[
     Text
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
     | Annotated[TokenIds, Tag("ids")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("id lists")],
     Discriminator(_kind, custom_error_type="prompt_type", custom_error_message=PROMPT_RULE),
+    BeforeValidator(_cut),
 ]
 Stop = Annotated[
     Annotated[StopString, Tag("text")]
@@ -124,11 +130,6 @@ class GenerationRequest(_RequestModel):
     cache_salt: Label | None = None
     """only requests with the same salt share cached prefixes"""
 
-    @classmethod
-    def parse(cls, value: dict[str, object]) -> Self:
-        """Validate a body. Raises ValidationError."""
-        return cls.model_validate(value)
-
     def sampling_params(self, **chosen: Any) -> SamplingParams:
         """Return the parameters of the body, replaced by `chosen`; defaults for others. Raises InvalidRequestError."""
         same_name = self.model_fields_set & set(SamplingParams.__dataclass_fields__)
@@ -153,17 +154,6 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     """return the prompt first; max_tokens may be 0 then"""
     suffix: None = None
-
-    @classmethod
-    def parse(cls, value: dict[str, object]) -> Self:
-        """Validate a body. Raises ValidationError.
-
-        Cut a list of too many prompts to one over the limit: pydantic would check each of a million.
-        """
-        prompt = value.get("prompt")
-        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _kind(prompt) != "ids":
-            value = {**value, "prompt": prompt[: MAX_PROMPTS + 1]}
-        return super().parse(value)
 
     def sampling_params(self, **chosen: Any) -> SamplingParams:
         """Return the parameters. With echo the engine scores the prompt, and always computes at least one token."""

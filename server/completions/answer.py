@@ -54,10 +54,8 @@ class CompletionResponse(Response):
                         self._run.is_failed = not await answer.send_events(scope, receive, send)
                     else:
                         await answer.send_whole(scope, receive, send)
-            except ClientDisconnect:
-                raise
-            except Exception:
-                self._run.is_failed = True
+            except Exception as error:
+                self._run.is_failed = not isinstance(error, ClientDisconnect)
                 raise
             finally:
                 stream.abort()

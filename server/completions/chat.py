@@ -67,7 +67,7 @@ def restore_chat(
     marks: Mapping[int, Mark] | None,
 ) -> plan.CompletionPlan:
     """Rebuild the plan of a chat from its body and prompt. To render again could differ: templates know the date."""
-    body = ChatRequest.parse(fields)
+    body = ChatRequest.model_validate(fields)
     channels = None if marks is None else HarmonyChannels(marks)
     for prompt in prompts:
         if channels is not None:

@@ -94,7 +94,7 @@ def restore_completion(
     fields: dict[str, object], prompts: Sequence[tuple[int, ...]], max_tokens: int, identity: Identity
 ) -> CompletionPlan:
     """Rebuild the plan of a completion from the fields of its body."""
-    body = CompletionRequest.parse(fields)
+    body = CompletionRequest.model_validate(fields)
     params = replace(body.sampling_params(), max_tokens=max_tokens)
     return make_plan(body, TEXT_SHAPE, prompts, params, identity, echo=bool(body.echo))
 

@@ -132,13 +132,13 @@ def test_a_large_body_is_parsed_beside_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch, size: int, in_thread: bool
 ) -> None:
     threads = []
-    parse = CompletionRequest.parse
+    parse = CompletionRequest.model_validate
 
     def spy(value: dict[str, object]) -> CompletionRequest:
         threads.append(threading.current_thread() is not threading.main_thread())
         return parse(value)
 
-    monkeypatch.setattr(CompletionRequest, "parse", spy)
+    monkeypatch.setattr(CompletionRequest, "model_validate", spy)
     api.post_raw(b'{"prompt": "x", "max_tokens": 1}' + b" " * size)
     assert (threads, len(api.engine.submitted)) == ([in_thread], 1)
 

@@ -59,7 +59,7 @@ class Server:
         fields = {"prompt": "x", "seed": 1, **fields}
 
         async def plan() -> CompletionPlan:
-            return await plan_completion(CompletionRequest.parse(fields), self.service)
+            return await plan_completion(CompletionRequest.model_validate(fields), self.service)
 
         request = BackgroundRequest.of("/v1/completions", fields, key, time.perf_counter())
         return await self.store.begin_or_find(request, plan)
