@@ -92,13 +92,13 @@ class Service:
             return self.engine.submit(requests)
 
     def check_ready(self) -> None:
-        """Raise 503 unless an engine is loaded. During a restart requests are accepted and queue."""
+        """Raise ServiceError unless an engine is loaded. During a restart requests are accepted and queue."""
         self._check_open()
         if not self.engine.is_ready:
             raise ServiceError("engine_restarting", "the engine died and is being started again")
 
     def check_alive(self) -> None:
-        """Raise 503 while the engine loads, and after it has died for good."""
+        """Raise ServiceError while the engine loads, and after it has died for good."""
         if not self.engine.is_alive:
             raise ServiceError("engine_unavailable", "no engine is running: it is loading or has died")
 
