@@ -17,7 +17,7 @@ from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.background.journal import CompletionRecord, Journal, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering
 
@@ -34,7 +34,7 @@ class RunningJob:
     deadline: float | None
     stream: TokenStream
     batches: list[OutputBatch] = field(default_factory=list)
-    stopped_by: ApiError | None = None
+    stopped_by: ServiceError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake_readers(self) -> None:
@@ -55,7 +55,7 @@ class BackgroundJob:
     digest: str
     status: BackgroundStatus = "queued"
     running: RunningJob | None = None
-    error: ApiError | None = None
+    error: ServiceError | None = None
     finished_at: float = 0.0
     num_batches: int = 0
     is_foreign: bool = False
@@ -80,10 +80,10 @@ class BackgroundRequest:
         return cls(body, hashlib.sha256(f"{path}\n{body}".encode()).hexdigest(), key, started_at)
 
     def check_same(self, digest: str) -> None:
-        """Raise ApiError unless the key came with the same request before."""
+        """Raise ServiceError unless the key came with the same request before."""
         if self.digest != digest:
             message = f"Idempotency-Key {self.key!r} was used with another request"
-            raise ApiError(409, message, code="idempotency_key_reused", param="Idempotency-Key")
+            raise ServiceError("idempotency_key_reused", message, param="Idempotency-Key")
 
     def to_record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
         """Return the journal's record of the completion."""
@@ -103,7 +103,7 @@ class Reader:
     """Iterates over the outputs of a job from the first one, for one client at its own pace.
 
     Each step lets the event loop turn once, then yields the next outputs, at most READ_LIMIT. The iteration stops when
-    the job has ended, or raises the ApiError that ended the job.
+    the job has ended, or raises the ServiceError that ended the job.
     """
 
     def __init__(self, job: BackgroundJob, journal: Journal) -> None:
@@ -144,7 +144,7 @@ class Reader:
         return read
 
 
-def not_found(completion_id: str) -> ApiError:
+def not_found(completion_id: str) -> ServiceError:
     """Return the error for an id that no background completion has."""
     message = f"completion {completion_id!r} does not exist: it did not run in the background, or it has expired"
-    return ApiError(404, message, code="completion_not_found", param="id")
+    return ServiceError("completion_not_found", message, param="id")

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 from gptserve.server.completions.encoding import PIECE_ENTRIES
+from gptserve.server.errors import ServiceError
 
 FILE_NAME = "gptserve.sqlite3"
 SCHEMA_VERSION = 1
@@ -53,8 +54,11 @@ Statement = tuple[str, Sequence[object]]
 Result = TypeVar("Result")
 
 
-class JournalError(Exception):
+class JournalError(ServiceError):
     """The journal cannot be opened, read or written; the message is the cause in one sentence."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("journal_failed", message)
 
 
 @dataclass(frozen=True, slots=True)

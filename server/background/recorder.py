@@ -13,11 +13,12 @@ from contextlib import nullcontext, suppress
 
 from gptserve.engine.errors import EngineDiedError, QueueFullError
 from gptserve.engine.request import Request
+from gptserve.server.api.errors import INTERNAL_ERROR, to_service_error
 from gptserve.server.background.job import BackgroundJob, RunningJob
 from gptserve.server.background.journal import EndRecord, EndStatus, Journal, JournalError, OutputBatch
 from gptserve.server.completions.run import expiring
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import INTERNAL_ERROR, ApiError, to_api_error
+from gptserve.server.errors import ServiceError
 
 _RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
 
@@ -40,13 +41,13 @@ class Recorder:
         """Submit requests for a job's stream, if it has none from an engine, and run the job to its end."""
         # A durable job outlives the process, so a shutdown need not wait for it.
         with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
-            error: ApiError | None = None
+            error: ServiceError | None = None
             try:
                 await self._follow(job, running, unsubmitted)
                 if not running.run.output.is_complete:
                     error = running.stopped_by
             except Exception as raised:
-                error = to_api_error(raised).fresh()
+                error = to_service_error(raised).fresh()
                 if error.code == INTERNAL_ERROR:
                     logger.error("completion %s failed unexpectedly", job.completion_id, exc_info=raised)
                 if isinstance(raised, EngineDiedError):
@@ -55,13 +56,13 @@ class Recorder:
                 running.stream.abort()
             await self._finish(job, running, error)
 
-    def stop(self, running: RunningJob, reason: ApiError) -> None:
+    def stop(self, running: RunningJob, reason: ServiceError) -> None:
         """Stop a job soon; the reason that is given first counts."""
         running.stopped_by = running.stopped_by or reason
         running.stream.abort()
         self._room.set()
 
-    async def end(self, job: BackgroundJob, error: ApiError | None) -> None:
+    async def end(self, job: BackgroundJob, error: ServiceError | None) -> None:
         """Journal how a job ended, then set its status. A job whose end cannot be journaled has failed."""
         status: EndStatus = "completed" if error is None else "cancelled" if error.code == "cancelled" else "failed"
         finished_at = self._clock()
@@ -70,7 +71,7 @@ class Recorder:
             await self._journal.end(job.completion_id, EndRecord(status, text, finished_at, job.num_batches))
         except JournalError as failure:
             logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
-            status, error = "failed", error if status == "failed" else to_api_error(failure)
+            status, error = "failed", error if status == "failed" else failure.fresh()
         job.status, job.error, job.finished_at = status, error, finished_at
         self._on_end(job)
 
@@ -114,7 +115,7 @@ class Recorder:
         job.status = "in_progress"
         running.wake_readers()
 
-    async def _finish(self, job: BackgroundJob, running: RunningJob, error: ApiError | None) -> None:
+    async def _finish(self, job: BackgroundJob, running: RunningJob, error: ServiceError | None) -> None:
         """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
         job.num_batches = len(running.batches)
         if self._journal.is_durable and error is not None and error.code in _RESUMABLE:

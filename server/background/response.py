@@ -32,7 +32,7 @@ class BackgroundResponse(Response):
         super().__init__()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError only before anything is sent."""
+        """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.plan.identity.completion_id
         output = CompletionOutput(self.plan, self.service.tokenizer)
         answer = AnswerSender(self.service, self.plan, output, output.apply, aiter(self.reader), self.reader.close)

@@ -19,13 +19,14 @@ from pydantic import ValidationError
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import Request
+from gptserve.server.api.errors import error_body
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest, Reader, RunningJob, not_found
 from gptserve.server.background.journal import CompletionRecord, IndexRow, Journal, JournalError, OutputBatch
 from gptserve.server.background.recorder import Recorder
 from gptserve.server.completions.plan import CompletionPlan, Identity
 from gptserve.server.completions.run import CompletionOutput, CompletionRun, render_outputs
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ApiError, unavailable
+from gptserve.server.errors import ServiceError
 
 NO_LIMIT = -1
 
@@ -61,7 +62,7 @@ class BackgroundStore:
         return collections.Counter(job.status for job in self._jobs.values())
 
     def find(self, completion_id: str) -> BackgroundJob:
-        """Return a job by its id. Raises ApiError."""
+        """Return a job by its id. Raises ServiceError."""
         self._drop_expired()
         if completion_id not in self._jobs:
             raise not_found(completion_id)
@@ -74,7 +75,7 @@ class BackgroundStore:
     async def begin_or_find(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Begin a job, or return the one that has the key already.
 
-        Raises ApiError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
+        Raises ServiceError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
         """
         self._drop_expired()
         if request.key is None:
@@ -93,7 +94,7 @@ class BackgroundStore:
         return await asyncio.shield(task)  # others with the same key may wait for it when this client hangs up
 
     async def plan(self, job: BackgroundJob) -> CompletionPlan:
-        """Return the plan of a job. Raises ApiError or JournalError."""
+        """Return the plan of a job. Raises ServiceError or JournalError."""
         if job.running is not None:
             return job.running.plan
         try:
@@ -104,10 +105,10 @@ class BackgroundStore:
         return await asyncio.to_thread(_restore_plan, self._restore, record, is_foreign=job.is_foreign)
 
     async def result(self, job: BackgroundJob) -> dict[str, object]:
-        """Return the answer so far, with status and error. Raises ApiError or JournalError."""
+        """Return the answer so far, with status and error. Raises ServiceError or JournalError."""
         plan = await self.plan(job)
         status = job.status
-        error = job.error.body()["error"] if job.error is not None and status in ("failed", "cancelled") else None
+        error = error_body(job.error)["error"] if job.error is not None and status in ("failed", "cancelled") else None
         if job.running is not None:
             batches = list(job.running.batches)
         else:
@@ -121,7 +122,7 @@ class BackgroundStore:
     async def cancel(self, job: BackgroundJob) -> None:
         """End a job unless it has ended; return when the end is journaled."""
         if job.running is not None:
-            self._recorder.stop(job.running, ApiError(409, "the completion was cancelled", code="cancelled"))
+            self._recorder.stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
         while job.running is not None:
             await job.running.changed.wait()
 
@@ -141,7 +142,7 @@ class BackgroundStore:
             message = "the server is shutting down; the completion goes on once it has been started again"
             for job in self._jobs.values():
                 if job.running is not None:
-                    self._recorder.stop(job.running, unavailable(message, code="draining"))
+                    self._recorder.stop(job.running, ServiceError("draining", message))
             await self.settle()
 
     async def settle(self) -> None:
@@ -152,11 +153,11 @@ class BackgroundStore:
     async def _begin(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Plan, submit and journal a new job, and run it."""
         plan = await make_plan()
-        limit = self._service.options.max_results
+        limit = self._service.options.settings.max_results
         with self._service.counting_rejections():
             if len(self._jobs) - len(self._ended) >= limit:
                 message = f"{limit} background or keyed completions are running, which is the limit"
-                raise ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
+                raise ServiceError("too_many_kept", message, retry_after_s=1)
         remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)
@@ -191,7 +192,7 @@ class BackgroundStore:
         job.is_foreign = row.fingerprint != self._service.engine.info.fingerprint
         if row.end is not None:
             job.status, job.finished_at = row.end.status, row.end.finished_at
-            job.error = None if row.end.error is None else ApiError.from_fields(json.loads(row.end.error))
+            job.error = None if row.end.error is None else ServiceError.from_fields(json.loads(row.end.error))
             job.num_batches = 0 if job.is_foreign else row.end.num_batches
             if job.is_foreign and job.status == "completed":
                 job.status, job.error = "failed", _model_changed()
@@ -223,7 +224,7 @@ class BackgroundStore:
         self._spawn(self._recorder.run(job, running, requests))
 
     def _drop_expired(self) -> None:
-        latest = self._clock() - self._service.options.result_ttl_s
+        latest = self._clock() - self._service.options.settings.result_ttl_s
         self._drop(list(itertools.takewhile(lambda job: job.finished_at <= latest, self._ended.values())))
 
     def _drop(self, jobs: list[BackgroundJob]) -> None:
@@ -251,7 +252,7 @@ class BackgroundStore:
 
 
 def _restore_plan(restore: Mapping[str, Restore], record: CompletionRecord, *, is_foreign: bool) -> CompletionPlan:
-    """Rebuild the plan of a completion from its record; if another model made it, without prompts. Raises ApiError."""
+    """Rebuild the plan of a completion, without prompts if another model made it. Raises ServiceError."""
     identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
     prompts = () if is_foreign else record.prompts
     try:
@@ -278,6 +279,6 @@ def _replay(batches: Iterable[OutputBatch], plan: CompletionPlan, output: Comple
     )
 
 
-def _model_changed() -> ApiError:
+def _model_changed() -> ServiceError:
     """Return the error of a completion that another model began."""
-    return ApiError(500, "the server now has another model or computes otherwise", code="model_changed")
+    return ServiceError("model_changed", "the server now has another model or computes otherwise")

@@ -10,7 +10,7 @@ import pytest
 
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.background.job import READ_LIMIT
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from tests.server.background.server import Server, found, run, started
 from tests.server.fake_engine import FakeEngineClient
 
@@ -61,7 +61,7 @@ def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
             server.clock.now += 61.0
             assert not found(server, job)
             await server.store.settle()
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ServiceError) as raised:
                 await anext(reader)
             assert raised.value.code == "completion_not_found"
 
@@ -77,7 +77,7 @@ def test_an_error_holds_nothing_of_those_who_met_it() -> None:
             job = await server.begin()
             await server.finish(job)
             for _ in range(3):
-                with pytest.raises(ApiError, match="it broke"):
+                with pytest.raises(ServiceError, match="it broke"):
                     await server.read(job)
             assert job.error is not None
             assert job.error.__traceback__ is None

@@ -12,7 +12,7 @@ import pytest
 from gptserve.engine.request import FinishReason
 from gptserve.server.background.job import READ_LIMIT
 from gptserve.server.background.journal import Journal, JournalError
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from tests.server.background.server import Clock, Server, run, started
 from tests.server.fake_engine import INFO, FakeEngineClient
 
@@ -102,7 +102,7 @@ def test_a_waiting_completion_can_be_cancelled(tmp_path: Path) -> None:
             job = second.store.find(completion_id)
             await second.store.cancel(job)
             assert (job.status, second.engine.submitted) == ("cancelled", [])
-            with pytest.raises(ApiError, match="was cancelled"):
+            with pytest.raises(ServiceError, match="was cancelled"):
                 await second.read(job)
 
     run(test())
@@ -164,7 +164,7 @@ def test_an_engine_that_dies_fails_what_is_only_in_memory() -> None:
         async with started(Server()) as server:
             job = await server.begin()
             server.engine.die()
-            with pytest.raises(ApiError, match="the engine has died: killed"):
+            with pytest.raises(ServiceError, match="the engine has died: killed"):
                 await server.read(job)
             assert job.status == "failed"
 
