@@ -147,7 +147,8 @@ class ServingProcess:
 
     def _build_server(self) -> HttpServer:
         """Import the web framework and open the tokenizer, in a thread: this takes as long as to load a small model."""
-        from gptserve.server.app import AppOptions, create_app
+        from gptserve.server.app import create_app
+        from gptserve.server.completions.service import AppOptions
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import load_tls
@@ -156,16 +157,9 @@ class ServingProcess:
 
         settings = self._settings
         options = AppOptions(
+            settings,
             model_name=settings.served_model_name or model_name(settings.model),
-            api_keys=settings.api_keys,
-            api_key_file=settings.api_key_file,
-            protect_operations=settings.protect_operations,
-            priority_scheduling=settings.priority_scheduling,
-            max_body_bytes=settings.max_body_bytes,
-            keep_alive_s=settings.sse_keep_alive_interval_s,
             chat_template=load_chat_template(self._folder, settings.chat_template),
-            result_ttl_s=settings.result_ttl_s,
-            max_results=settings.max_results,
         )
         app = create_app(self._engine, Tokenizer.of_model(self._folder), options, self._journal)
         try:

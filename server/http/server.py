@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gptserve.server.background.store import BackgroundStore
-from gptserve.server.errors import unavailable
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response
 from gptserve.server.operations.lifecycle import Lifecycle
@@ -201,7 +201,7 @@ class Listener:
             accepted.setblocking(False)
             if self._tls is None:
                 message = f"all {self._connections.limit} connections that this server takes are in use"
-                accepted.send(raw_response(unavailable(message, code="too_many_connections")))
+                accepted.send(raw_response(ServiceError("too_many_connections", message)))
                 accepted.shutdown(socket.SHUT_WR)
                 accepted.recv(SLICE_BYTES)  # closing with unread bytes would reset the connection and lose the answer
 
