@@ -40,17 +40,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     max_pipelined = 32  # requests that wait for the one before; few clients send even one
     wait_limit_s = 30.0
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        connections: Connections,
-        write_limit_s: float,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, config: Config, state: ServerState, connections: Connections, write_limit_s: float) -> None:
+        super().__init__(config, state, app_state={})
         self._connections = connections
         self._write_limit_s = write_limit_s
         # A connection begins within its first head.
@@ -114,9 +105,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._has_reported = True
         self._num_body_parts += 1
         if self._num_body_parts > self.max_body_parts:
-            self._stop(
-                ApiError(400, f"a body may come in at most {self.max_body_parts} chunks", code="too_many_chunks")
-            )
+            message = f"a body may come in at most {self.max_body_parts} chunks"
+            self._stop(ApiError(400, message, code="too_many_chunks"))
         super().on_body(body)
 
     def on_message_complete(self) -> None:

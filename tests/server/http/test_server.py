@@ -125,7 +125,7 @@ def test_a_system_without_descriptors_is_asked_again(caplog: pytest.LogCaptureFi
     async def run() -> bytes:
         with Exhausted() as listening:
             listening.bind(("127.0.0.1", 0))
-            listener = Listener(listening, Greeting, Connections(10), None, 10)
+            listener = Listener(listening, Greeting, Connections(10), None)
             reader, writer = await asyncio.open_connection(*listening.getsockname())
             said = await reader.read()
             writer.close()
