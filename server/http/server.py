@@ -116,7 +116,7 @@ class Listener:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self._beginnings: set[_Beginning] = set()
+        self._beginnings: set[asyncio.Task[Any]] = set()  # of connections that have no protocol yet
         self._shortages = RareWarning(logger)
         self._plain_http = RareWarning(logger)
         listening.setblocking(False)
@@ -129,11 +129,11 @@ class Listener:
             self._pause.cancel()
         self._loop.remove_reader(self._socket)
         for beginning in self._beginnings:
-            beginning.hang_up()
+            beginning.cancel()
 
     async def wait_closed(self) -> None:
         """Return when no handshake is left; established connections may be."""
-        await asyncio.gather(*(beginning.task for beginning in self._beginnings), return_exceptions=True)
+        await asyncio.gather(*self._beginnings, return_exceptions=True)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
@@ -164,18 +164,16 @@ class Listener:
         connecting = self._loop.connect_accepted_socket(
             self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
         )
-        beginning = _Beginning(self._loop.create_task(connecting))
+        beginning = self._loop.create_task(connecting)
         self._beginnings.add(beginning)
-        self._connections.set_idle(beginning)
-        beginning.task.add_done_callback(partial(self._end_beginning, beginning, accepted, address))
+        self._connections.set_idle(beginning, beginning.cancel)
+        beginning.add_done_callback(partial(self._end_beginning, accepted, address))
 
-    def _end_beginning(
-        self, beginning: _Beginning, accepted: socket.socket, address: str, task: asyncio.Task[Any]
-    ) -> None:
+    def _end_beginning(self, accepted: socket.socket, address: str, beginning: asyncio.Task[Any]) -> None:
         self._beginnings.discard(beginning)
         self._connections.remove(beginning)
-        error = None if task.cancelled() else task.exception()
-        if task.cancelled() or error is not None:
+        error = None if beginning.cancelled() else beginning.exception()
+        if beginning.cancelled() or error is not None:
             accepted.close()
         if isinstance(error, ssl.SSLError) and error.reason == "HTTP_REQUEST":
             self._plain_http.log(f"{address} spoke plain HTTP to this port, which takes https:// only")
@@ -191,14 +189,3 @@ class Listener:
                 accepted.send(raw_response(unavailable(message, code="too_many_connections")))
                 accepted.shutdown(socket.SHUT_WR)
                 accepted.recv(SLICE_BYTES)  # closing with unread bytes would reset the connection and lose the answer
-
-
-class _Beginning:
-    """An accepted connection that has no protocol yet."""
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self.task = task
-
-    def hang_up(self) -> None:
-        """Drop it."""
-        self.task.cancel()
