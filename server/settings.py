@@ -279,11 +279,6 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {bare[nearest[0]]}?" if nearest else ""
 
 
-def client_api_key(environment: Mapping[str, str]) -> str | None:
-    """Return the key for clients on this machine, from the same variable as the server's."""
-    return environment.get(f"{_VARIABLE_PREFIX}API_KEY") or None
-
-
 def injected_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the variables that Kubernetes or a container link made for a Service called gptserve or gptserve-…."""
     return [variable for variable, value in environment.items() if _INJECTED.match(f"{variable}={value}")]
