@@ -7,7 +7,6 @@ of routes or of the engine's work. `cli` calls `serve`; the web framework is imp
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -209,11 +208,8 @@ class ServingProcess:
         lifecycle.drain()
         waiting = f"; waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
         logger.info("shutting down%s (Ctrl-C again to quit)", waiting)
-        suspending = asyncio.create_task(store.suspend())  # begins even with a time limit of 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                idle = asyncio.gather(suspending, lifecycle.wait_idle())
-                await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead())
+        idle = asyncio.gather(store.suspend(), lifecycle.wait_idle())  # suspends even with a time limit of 0
+        await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead(), asyncio.sleep(limit_s))
         if lifecycle.num_active:
             logger.warning("cutting off %s", _requests(lifecycle.num_active))
 
