@@ -71,8 +71,7 @@ def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block
 
 def render(report: ModelReport) -> str:
     """Return the report as tables for a terminal."""
-    lines = [f"{report.model} ({report.model_type})", ""]
-    lines += [_row("parameters", "number", *DTYPE_BYTES)]
+    lines = [f"{report.model} ({report.model_type})", "", _row("parameters", "number", *DTYPE_BYTES)]
     for part, number in (report.parameters | {"total": report.num_parameters}).items():
         label = "head (the embedding)" if part == "head" and report.tied_head else part
         sizes = [_bytes(number * num_bytes) for num_bytes in DTYPE_BYTES.values()]

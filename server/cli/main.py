@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 from gptserve.engine.errors import EngineError
 from gptserve.server.operations.keys import KEY_RULE, is_key
 from gptserve.server.settings import SettingsError, add_flags, injected_variables, load_settings, parse_size, suggestion
-from gptserve.weights.errors import WeightsError
+from gptserve.weights.errors import TokenizerError, WeightsError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -119,7 +119,6 @@ def _build_parser() -> CommandParser:
 
 def _convert(options: argparse.Namespace) -> int:
     from gptserve.weights.convert import convert
-    from gptserve.weights.errors import TokenizerError
     from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
     convert(options.SOURCE, options.TARGET, options.tokenizer)
