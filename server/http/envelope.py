@@ -47,10 +47,7 @@ class RequestEnvelope:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        """Answer one request. HttpServer has no other scopes than those of requests."""
         started_at = time.perf_counter()
         request_id = _request_id(scope)
         fields: dict[str, Any] = {"request_id": request_id.decode(), "status": None}

@@ -40,17 +40,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     max_pipelined = 32  # requests that wait for the one before; few clients send even one
     wait_limit_s = 30.0
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        connections: Connections,
-        write_limit_s: float,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, config: Config, state: ServerState, connections: Connections, write_limit_s: float) -> None:
+        super().__init__(config, state, app_state={})
         self._connections = connections
         self._write_limit_s = write_limit_s
         # A connection begins within its first head.
@@ -67,7 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._connections.set_idle(self)
+        self._connections.set_idle(self, self.hang_up)
         self._begin_wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -131,7 +122,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._part != "head":
             self._begin_wait()
         if self.transport.get_write_buffer_size() == 0:
-            self._connections.set_idle(self)
+            self._connections.set_idle(self, self.hang_up)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._error or ServiceError("invalid_http", "the request is not valid HTTP/1.1"))
@@ -150,7 +141,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if num_left == 0 or (is_open and self._is_answering() and not self.flow.write_paused):
             self._unwritten = None
             if num_left == 0 and is_open and not self._is_answering():
-                self._connections.set_idle(self)
+                self._connections.set_idle(self, self.hang_up)
         elif self._unwritten is None or num_left <= self._unwritten[1] - MIN_BYTES_TAKEN:
             self._unwritten = now, num_left
         elif now - self._unwritten[0] >= self._write_limit_s:

@@ -29,11 +29,10 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or raise ServiceError."""
-        if scope["type"] == "http":
-            scope["state"]["key_name"] = None
-            if self._keys.are_needed and scope["path"] not in self._open_paths:
-                name = self._owner(dict(scope["headers"]).get(b"authorization", b""))
-                scope["state"]["key_name"] = log_fields(scope)["key"] = name
+        scope["state"]["key_name"] = None
+        if self._keys.are_needed and scope["path"] not in self._open_paths:
+            name = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+            scope["state"]["key_name"] = log_fields(scope)["key"] = name
         await self._app(scope, receive, send)
 
     def _owner(self, authorization: bytes) -> str:

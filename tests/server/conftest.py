@@ -92,6 +92,7 @@ class LiveServer(Api):
     ) -> None:
         super().__init__(engine, **options)
         self.connections = Connections(max_connections)
+        self.app.state.metrics.watch_connections(self.connections)
         self.server = HttpServer(
             self.app,
             MODEL,
