@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -226,7 +227,7 @@ def _check_tensors(
     unexpected = [
         shown(files[0].name)
         for name, files in found.items()
-        if name not in expected and not family.ignored.fullmatch(name)
+        if name not in expected and not re.fullmatch(family.ignored, name)
     ]
     misshapen, mistyped = [], []
     for name, shape in expected.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -28,10 +27,7 @@ PATTERN = 6  # Gemma 3: every sixth layer has no window
 def _read_gemma2(raw: RawConfig) -> ModelConfig:
     config = _read_shared(raw)
     slides = tuple(layer % 2 == 0 for layer in range(config.num_layers))
-    return replace(
-        config,
-        attention_windows=read_windows(raw, config, slides),
-    )
+    return replace(config, attention_windows=read_windows(raw, config, slides))
 
 
 def _read_gemma3(raw: RawConfig) -> ModelConfig:
@@ -47,12 +43,11 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
     size, context = config.head_size, raw.size("max_position_embeddings")
     wide = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
     narrow = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
-    rotaries = tuple(wide if window is None else narrow for window in windows)
     return replace(
         config,
         max_position=usable_context(raw, context, everything),
         attention_windows=windows,
-        rotaries=rotaries,
+        rotaries=tuple(wide if window is None else narrow for window in windows),
     )
 
 
@@ -73,6 +68,5 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
     )
 
 
-_sources = partial(layout.decoder, names=NAMES)
-GEMMA2 = Family("gemma2", _read_gemma2, _sources, prefixes=("model.",), ignored=IGNORED)
-GEMMA3 = Family("gemma3_text", _read_gemma3, _sources, prefixes=("model.",), ignored=IGNORED)
+GEMMA2 = Family("gemma2", _read_gemma2, layout.decoder(NAMES), ignored=IGNORED)
+GEMMA3 = Family("gemma3_text", _read_gemma3, layout.decoder(NAMES), ignored=IGNORED)

@@ -5,9 +5,7 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -38,16 +36,9 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         attention_scales=tuple(scale / (layer + 1) if by_depth else scale for layer in range(config.num_layers)),
         ffn_size=raw.size("n_inner", default=config.ffn_size),
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
-        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
-GPT2 = Family(
-    model_type="gpt2",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES, transpose=True),
-    prefixes=("transformer.",),
-    # Causal masks that old files carry, and the head's second copy of a tied embedding.
-    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight"),
-)
+# Causal masks that old files carry, and the head's second copy of a tied embedding.
+IGNORED = r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight"
+GPT2 = Family("gpt2", _read_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)

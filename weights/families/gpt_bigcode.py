@@ -5,9 +5,7 @@ Ben Allal et al., "SantaCoder: don't reach for the stars!" (2023).
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -25,15 +23,9 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         attention_scales=(scale,) * config.num_layers,
         ffn_size=raw.size("n_inner", default=config.ffn_size),
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_pytorch_tanh"),
-        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
-GPT_BIGCODE = Family(
-    model_type="gpt_bigcode",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.heads_together),
-    prefixes=("transformer.",),
-    ignored=re.compile(r"h\.\d+\.attn\.bias|lm_head\.weight"),
-)
+IGNORED = r"h\.\d+\.attn\.bias|lm_head\.weight"
+_sources = layout.decoder(NAMES, qkv_order=layout.heads_together)
+GPT_BIGCODE = Family("gpt_bigcode", _read_config, _sources, ("transformer.",), IGNORED)

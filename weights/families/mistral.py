@@ -12,12 +12,11 @@ from gptserve.weights.families.family import Family, RawConfig, read_windows
 from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 
-def _read_config(raw: RawConfig) -> ModelConfig:
+def read_mistral_config(raw: RawConfig) -> ModelConfig:
+    """Return Llama's fields, with a window if the file says one."""
     config = read_llama_config(raw)
     slides = (raw.value("sliding_window") is not None,) * config.num_layers
     return replace(config, attention_windows=read_windows(raw, config, slides))
 
 
-MISTRAL = Family(
-    model_type="mistral", read_config=_read_config, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
-)
+MISTRAL = Family("mistral", read_mistral_config, llama_sources, ignored=IGNORED)

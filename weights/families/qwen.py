@@ -40,9 +40,5 @@ def _windows(raw: RawConfig, config: ModelConfig) -> tuple[int | None, ...]:
     return read_windows(raw, config, tuple(layer >= first for layer in range(config.num_layers)))
 
 
-QWEN2 = Family(
-    model_type="qwen2", read_config=_read_qwen2, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
-)
-QWEN3 = Family(
-    model_type="qwen3", read_config=_read_qwen3, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
-)
+QWEN2 = Family("qwen2", _read_qwen2, llama_sources, ignored=IGNORED)
+QWEN3 = Family("qwen3", _read_qwen3, llama_sources, ignored=IGNORED)
