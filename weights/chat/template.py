@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
-from gptserve.weights.json_file import read_json_object
+from gptserve.weights.json_file import read_json_object, read_text
 
 PLAIN_NAME = "plain"
 PLAIN_TEMPLATE = (
@@ -90,15 +90,15 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
     Raises TokenizerError or ChatTemplateError.
     """
     path = folder / "tokenizer_config.json"
-    config = read_json_object(path, TokenizerError) if path.exists() else {}
+    config = read_json_object(path, TokenizerError, required=False)
     source: object = config.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     if (folder / "chat_template.jinja").is_file():
-        source = _read(folder / "chat_template.jinja")
+        source = read_text(folder / "chat_template.jinja", ChatTemplateError)
     if chosen is not None:
-        source = PLAIN_TEMPLATE if chosen == PLAIN_NAME else _read(Path(chosen))
+        source = PLAIN_TEMPLATE if chosen == PLAIN_NAME else read_text(Path(chosen), ChatTemplateError)
     if source is None:
         return None
     if not isinstance(source, str):
@@ -109,18 +109,11 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
     return template
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ChatTemplateError(f"{path} could not be read as UTF-8: {fault}") from fault
-
-
 def _special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Return the text of each special token that has a name, such as bos_token."""
-    named, older = dict(config), folder / "special_tokens_map.json"
-    if "added_tokens_decoder" not in config and older.is_file():
-        named |= read_json_object(older, TokenizerError)
+    named = dict(config)
+    if "added_tokens_decoder" not in config:
+        named |= read_json_object(folder / "special_tokens_map.json", TokenizerError, required=False)
     extra = named.get("extra_special_tokens")
     if isinstance(extra, dict):
         named |= extra

@@ -108,11 +108,10 @@ def load_config(folder: Path) -> ModelConfig:
     """
     raw, family = open_config(folder)
     config = family.read_config(raw)
+    path = folder / "generation_config.json"
+    generation = RawConfig(read_json_object(path, InvalidConfigError, required=False), path.name)
     eos_token_ids = raw.token_ids("eos_token_id", config.vocab_size)
-    generation_path = folder / "generation_config.json"
-    if generation_path.exists():
-        generation = RawConfig(read_json_object(generation_path, InvalidConfigError), generation_path.name)
-        eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
+    eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
     bos_token_ids = raw.token_ids("bos_token_id", config.vocab_size)
     refuse_unread(raw, config)
     return replace(
