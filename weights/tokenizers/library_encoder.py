@@ -27,7 +27,8 @@ SPLITTERS = ("ByteLevel", "Digits", "Split")
 class LibraryEncoder:
     """Holds the library's tokenizer twice: one finds special tokens, the other never does.
 
-    One instance would have to be switched between the two, and threads share it.
+    One instance would have to be switched between the two, and threads share it. At most `most_bytes_per_byte` bytes of
+    a text become one byte of a token.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -70,14 +71,11 @@ def _refusing(reason: str) -> Iterator[None]:
 
 def _keeps_everything(vocabulary: Vocabulary) -> bool:
     """Return whether every byte of a text is in some token: byte-level BPE, or BPE with byte fallback."""
-    raw, ids = vocabulary.description, vocabulary.ids
-    model, decoder = raw["model"], raw["decoder"]
-    assert isinstance(model, dict)
-    assert isinstance(decoder, dict)
-    normalizers = _steps(raw.get("normalizer"), "normalizers")
+    raw: Mapping[str, Any] = vocabulary.description
+    model, ids, normalizers = raw["model"], vocabulary.ids, _steps(raw.get("normalizer"), "normalizers")
     if any(token.is_contextual for token in vocabulary.added):
         return False
-    if decoder.get("type") == "ByteLevel":
+    if raw["decoder"].get("type") == "ByteLevel":
         splitters = [step for step in _steps(raw.get("pre_tokenizer"), "pretokenizers") if isinstance(step, dict)]
         kinds = [step.get("type") for step in splitters]
         return (
