@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard, TypeVar
 
 from gptserve.weights.config import Activation, ModelConfig
@@ -133,12 +133,12 @@ def plain_config(
     )
 
 
-def read_windows(raw: RawConfig, config: ModelConfig, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Return each layer's window: `layer_types` says which layers have one, or else `default`."""
+def with_windows(raw: RawConfig, config: ModelConfig, slides: Callable[[int], bool]) -> ModelConfig:
+    """Return the configuration with a window on the layers that `layer_types` says, or else `slides`."""
     kinds = raw.strings("layer_types", ("full_attention", "sliding_attention"), length=config.num_layers)
-    slides = default if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
-    window = raw.size("sliding_window") if any(slides) else None
-    return tuple(window if slide else None for slide in slides)
+    has_window = [slides(i) if kinds is None else kinds[i] == "sliding_attention" for i in range(config.num_layers)]
+    window = raw.size("sliding_window") if any(has_window) else None
+    return replace(config, attention_windows=tuple(window if has_one else None for has_one in has_window))
 
 
 class RawConfig:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, read_windows
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, with_windows
 from gptserve.weights.families.llama import ATTENTION, EMBED, END, FFN, IGNORED, read_llama_config
 from gptserve.weights.families.rotary import read_rotary, usable_context
 
@@ -25,16 +25,12 @@ PATTERN = 6  # Gemma 3: every sixth layer has no window
 
 
 def _read_gemma2(raw: RawConfig) -> ModelConfig:
-    config = _read_shared(raw)
-    slides = tuple(layer % 2 == 0 for layer in range(config.num_layers))
-    return replace(config, attention_windows=read_windows(raw, config, slides))
+    return with_windows(raw, _read_shared(raw), lambda layer: layer % 2 == 0)
 
 
 def _read_gemma3(raw: RawConfig) -> ModelConfig:
-    config = replace(_read_shared(raw), qk_norm="head")
     pattern = raw.size("sliding_window_pattern", default=raw.size("_sliding_window_pattern", default=PATTERN))
-    slides = tuple((layer + 1) % pattern > 0 for layer in range(config.num_layers))
-    windows = read_windows(raw, config, slides)
+    config = with_windows(raw, _read_shared(raw), lambda layer: (layer + 1) % pattern > 0)
     by_kind = raw.section("rope_parameters")
     is_split = "full_attention" in by_kind
     everything = by_kind.section("full_attention") if is_split else raw.section("rope_scaling")
@@ -46,8 +42,8 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
     return replace(
         config,
         max_position=usable_context(raw, context, everything),
-        attention_windows=windows,
-        rotaries=tuple(wide if window is None else narrow for window in windows),
+        qk_norm="head",
+        rotaries=tuple(wide if window is None else narrow for window in config.attention_windows),
     )
 
 

@@ -25,7 +25,8 @@ NAMES = {
 }
 
 
-def _read_config(raw: RawConfig) -> ModelConfig:
+def read_gpt2_config(raw: RawConfig) -> ModelConfig:
+    """Return the fields; GPTBigCode replaces those in which it differs."""
     raw.forbid("add_cross_attention", False, "there is no second text to attend to")
     config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
     scale = config.head_size**-0.5 if raw.boolean("scale_attn_weights", default=True) else 1.0
@@ -41,4 +42,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 # Causal masks that old files carry, and the head's second copy of a tied embedding.
 IGNORED = r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight"
-GPT2 = Family("gpt2", _read_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)
+GPT2 = Family("gpt2", read_gpt2_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)

@@ -10,7 +10,7 @@ from itertools import product
 
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import Family, RawConfig, Source, read_windows
+from gptserve.weights.families.family import Family, RawConfig, Source, with_windows
 from gptserve.weights.families.llama import ATTENTION, EMBED, END, IGNORED, NORMS, read_llama_config
 
 NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END}
@@ -19,15 +19,10 @@ MAX_TENSORS = 2**16  # of experts, over all layers
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("swiglu_alpha", 1.702, "no published gpt-oss has another")
-    config = read_llama_config(raw)
-    has_bias = raw.boolean("attention_bias", default=True)
+    config = with_windows(raw, read_llama_config(raw, attention_bias=True), lambda layer: layer % 2 == 0)
     num_experts = raw.size("num_local_experts", limit=max(1, MAX_TENSORS // config.num_layers))
-    slides = tuple(layer % 2 == 0 for layer in range(config.num_layers))
     return replace(
         config,
-        attention_windows=read_windows(raw, config, slides),
-        qkv_bias=has_bias,
-        attn_out_bias=has_bias,
         attention_sinks=True,
         activation="gelu_sigmoid",
         ffn_limit=raw.positive("swiglu_limit", default=7.0),

@@ -34,12 +34,15 @@ llama_sources = layout.decoder(NAMES)
 IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight"
 
 
-def read_llama_config(raw: RawConfig) -> ModelConfig:
-    """Return the fields that the layout's families share; each replaces those in which it differs."""
+def read_llama_config(raw: RawConfig, *, attention_bias: bool = False) -> ModelConfig:
+    """Return the fields that the layout's families share; each replaces those in which it differs.
+
+    `attention_bias` is for a file that does not say.
+    """
     has_older_name = "max_sequence_length" in raw and "max_position_embeddings" not in raw  # early files of Llama 1
     context = "max_sequence_length" if has_older_name else "max_position_embeddings"
     config = plain_config(raw, head_size="head_dim", context=context, norm_eps=None, tied_head=False)
-    has_bias = raw.boolean("attention_bias", default=False)
+    has_bias = raw.boolean("attention_bias", default=attention_bias)
     return replace(
         with_rotary(raw, config),
         num_kv_heads=raw.kv_heads(config.num_heads),
