@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gptserve.weights.errors import TokenizerError, shown
-from gptserve.weights.tokenizers.vocabulary import Vocabulary, byte_symbols
+from gptserve.weights.tokenizers.vocabulary import Vocabulary, byte_symbols, steps_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -72,11 +72,11 @@ def _refusing(reason: str) -> Iterator[None]:
 def _keeps_everything(vocabulary: Vocabulary) -> bool:
     """Return whether every byte of a text is in some token: byte-level BPE, or BPE with byte fallback."""
     raw: Mapping[str, Any] = vocabulary.description
-    model, ids, normalizers = raw["model"], vocabulary.ids, _steps(raw.get("normalizer"), "normalizers")
+    model, ids, normalizers = raw["model"], vocabulary.ids, steps_of(raw.get("normalizer"), "normalizers")
     if any(token.is_contextual for token in vocabulary.added):
         return False
     if raw["decoder"].get("type") == "ByteLevel":
-        splitters = [step for step in _steps(raw.get("pre_tokenizer"), "pretokenizers") if isinstance(step, dict)]
+        splitters = [step for step in steps_of(raw.get("pre_tokenizer"), "pretokenizers") if isinstance(step, dict)]
         kinds = [step.get("type") for step in splitters]
         return (
             ids.keys() >= set(byte_symbols())
@@ -91,12 +91,6 @@ def _keeps_everything(vocabulary: Vocabulary) -> bool:
         and all(f"<0x{byte:02X}>" in ids for byte in range(256))
         and all(step in (None, PREPEND, REPLACE) for step in normalizers)
     )
-
-
-def _steps(raw: object, name: str) -> list[object]:
-    """Return the parts of a "Sequence", or the one step that stands in its place."""
-    entries = raw.get(name) if isinstance(raw, dict) and raw.get("type") == "Sequence" else [raw]
-    return entries if isinstance(entries, list) else [entries]
 
 
 def _without_special(vocabulary: Vocabulary) -> Mapping[str, object]:

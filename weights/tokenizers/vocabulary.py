@@ -69,6 +69,12 @@ def byte_symbols() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
+def steps_of(raw: object, name: str) -> list[object]:
+    """Return the parts of a "Sequence", which it lists under `name`, or the one step that stands in its place."""
+    entries = raw.get(name) if isinstance(raw, dict) and raw.get("type") == "Sequence" else [raw]
+    return entries if isinstance(entries, list) else [entries]
+
+
 def _checked(raw: Mapping[str, object], path: Path) -> Vocabulary:
     model = _object(raw, "model", path)
     kind = model.get("type", "BPE")
@@ -173,8 +179,7 @@ def _token_decoder(decoder: Mapping[str, object], path: Path) -> Callable[[str],
         return lambda text: _from_symbols(text, table)
     replaced: list[tuple[str, str]] = []
     has_bytes = False
-    steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-    for step in steps if isinstance(steps, list) else [steps]:
+    for step in steps_of(decoder, "decoders"):
         match step:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old and not has_bytes:
                 replaced.append((old, new))
