@@ -28,15 +28,10 @@ NAMES = {
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("apply_residual_connection_post_layernorm", False, "no published BLOOM has it")
-    config = plain_config(
-        raw,
-        # The file of the largest BLOOM has the older names.
-        width="hidden_size" if "hidden_size" in raw else "n_embed",
-        layers="n_layer",
-        heads="n_head" if "n_head" in raw else "num_attention_heads",
-        context="seq_length",
-        default_context=2048,
-    )
+    # The file of the largest BLOOM has the older names.
+    width = "hidden_size" if "hidden_size" in raw else "n_embed"
+    heads = "n_head" if "n_head" in raw else "num_attention_heads"
+    config = plain_config(raw, width=width, layers="n_layer", heads=heads, context="seq_length", default_context=2048)
     return replace(config, position=None, alibi_slopes=alibi_slopes(config.num_heads), embed_norm=True)
 
 

@@ -32,8 +32,7 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
     pattern = raw.size("sliding_window_pattern", default=raw.size("_sliding_window_pattern", default=PATTERN))
     config = with_windows(raw, _read_shared(raw), lambda layer: (layer + 1) % pattern > 0)
     by_kind = raw.section("rope_parameters")
-    is_split = "full_attention" in by_kind
-    everything = by_kind.section("full_attention") if is_split else raw.section("rope_scaling")
+    everything = by_kind.section("full_attention") if "full_attention" in by_kind else raw.section("rope_scaling")
     local = by_kind.section("sliding_attention")
     near = raw.positive("rope_local_base_freq", default=10_000.0)
     size, context = config.head_size, raw.size("max_position_embeddings")
