@@ -20,9 +20,13 @@ BLOCKS: layout.Names = {
     "blocks.{}.ffn_down": "layers.{}.fc2",
 }
 NAMES: layout.Names = {
-    **{"embed": "embed_tokens", "position": "embed_positions", "embed_in": "project_in"},
+    "embed": "embed_tokens",
+    "position": "embed_positions",
+    "embed_in": "project_in",
     **BLOCKS,
-    **{"final_norm": "final_layer_norm", "embed_out": "project_out", "head": "lm_head"},
+    "final_norm": "final_layer_norm",
+    "embed_out": "project_out",
+    "head": "lm_head",
 }
 
 
@@ -37,7 +41,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(
         config,
         max_position=raw.size("max_position_embeddings", limit=MAX_WIDTH),
-        position_offset=2,
+        position_offset=2,  # rows that nothing reads
         ffn_size=raw.size("ffn_dim"),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
