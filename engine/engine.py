@@ -31,6 +31,7 @@ from gptserve.engine.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 _NOT_FINITE = "the model's logits for this request were not finite (NaN or infinity)"
+_NONE_LEFT = f"allowed_token_ids, bad_words and min_tokens left no token, or {_NOT_FINITE}"
 
 
 class Engine:
@@ -152,6 +153,9 @@ class Engine:
         request_id = sequence.request.request_id
         self._num_scored.pop(request_id, None)
         self._num_generated_tokens += len(progress.token_ids)
+        params, error = sequence.request.params, None
+        if progress.finish_reason is FinishReason.ERROR:
+            error = _NONE_LEFT if params.allowed_token_ids or params.bad_words or params.min_tokens else _NOT_FINITE
         return TokenOutput(
             request_id=request_id,
             token_ids=progress.token_ids,
@@ -159,7 +163,7 @@ class Engine:
             finish_reason=progress.finish_reason,
             stop_token_id=progress.stop_token_id,
             num_cached_tokens=sequence.num_cached_tokens,
-            error=_NOT_FINITE if progress.finish_reason is FinishReason.ERROR else None,
+            error=error,
         )
 
     def _recover(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:

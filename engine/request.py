@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.scheduling.blame import NO_BLAME, Blame
@@ -17,6 +18,8 @@ from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 MAX_LOGPROBS = 20  # vLLM's default; each costs a top-k over the vocabulary, and the output takes ten times the bytes
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_ALLOWED_TOKEN_IDS = 1024  # these and the bad words are gone through for every token
+MAX_BAD_WORDS = 128
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
 SEED_LIMIT = 2**63  # seeds fit a signed 64-bit integer, as the OpenAI client sends them, and are not negative
@@ -39,10 +42,13 @@ class SamplingParams:
 
     temperature 0 is argmax; the lowest id wins a tie. top_k 0, top_p 1 and min_p 0 turn these filters off. logprobs is
     the number of alternatives to report for each generated token (None: no logprobs; 0: only the token's own).
-    prompt_logprobs is the same for the prompt's tokens.
+    prompt_logprobs is the same for the prompt's tokens. Of min_tokens tokens none ends the text, nor is in
+    stop_token_ids. Of allowed_token_ids every token is one (None: of all). Each of bad_words is tokens that never come
+    one after another in the completion.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -51,6 +57,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -58,6 +66,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("min_tokens", self.min_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            rule = f"at most max_tokens, which is {self.max_tokens}"
+            raise InvalidRequestError(f"min_tokens must be {rule}, got {self.min_tokens}", param="min_tokens")
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check_range("top_k", self.top_k, 0, None)
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -69,6 +81,12 @@ class SamplingParams:
         _check_range("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_LOGPROBS)
         _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
         _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _check_length("allowed_token_ids", len(self.allowed_token_ids or ()), MAX_ALLOWED_TOKEN_IDS)
+        _check_length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+        if self.allowed_token_ids == ():
+            raise InvalidRequestError("allowed_token_ids must hold a token id, got []", param="allowed_token_ids")
+        if () in self.bad_words:
+            raise InvalidRequestError("bad_words must each have a token, got one without", param="bad_words")
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0, param="logit_bias")
 
@@ -125,11 +143,26 @@ class Request:
             ("generated_token_ids", self.generated_token_ids),
             ("logit_bias", self.params.logit_bias),
             ("stop_token_ids", self.params.stop_token_ids),
+            ("allowed_token_ids", self.params.allowed_token_ids),
+            ("bad_words", tuple(chain.from_iterable(self.params.bad_words))),
         ):
             if ids and (min(ids) < 0 or max(ids) >= info.vocab_size):
                 worst = min(ids) if min(ids) < 0 else max(ids)
                 message = f"{name}: token ids must be in [0, {info.vocab_size}), got {worst}"
                 raise InvalidRequestError(message, param=name)
+        self._check_choice(info)
+
+    def _check_choice(self, info: EngineInfo) -> None:
+        """Raise InvalidRequestError if no token may come at all."""
+        params = self.params
+        if params.allowed_token_ids is None:
+            return
+        banned = {word[0] for word in params.bad_words if len(word) == 1}
+        if params.min_tokens:
+            banned.update(info.eos_token_ids, params.stop_token_ids)
+        if banned.issuperset(params.allowed_token_ids):
+            message = "allowed_token_ids must hold a token that bad_words and min_tokens leave"
+            raise InvalidRequestError(f"{message}, got {list(params.allowed_token_ids[:8])}", param="allowed_token_ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class ModelRunner:
                 positions += [SamplingPosition(item.sequence, item.draft[:i]) for i in range(size)]
         if not rows:
             return ()
-        return tuple(sample(self._logits(hidden, rows), positions).split(sizes))
+        return tuple(sample(self._logits(hidden, rows), positions, self.info.eos_token_ids).split(sizes))
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Return fp32 logits of these rows, followed by padding rows up to MIN_ROWS."""

@@ -1,13 +1,15 @@
-"""From logits to tokens: penalties, bias, temperature, filters, and one draw per row.
+"""From logits to tokens: penalties, bias, masks, temperature, filters, and one draw per row.
 
 The order, for a row whose raw logits are z over the vocabulary:
 1. penalties: repetition (z/r where z > 0 else z*r, ids of prompt and completion; Keskar et al. 2019, section 4.1), then
    frequency and presence (z -= f*count + p*(count > 0), ids of the completion);
 2. logit_bias is added;
-3. temperature: z /= T; below 1e-6, or with top_k 1, the token is argmax and the lowest id wins a tie;
-4. top-k, then top-p (Holtzman et al. 2020) of the mass of these k, then min-p (Nguyen et al. 2024) of the largest
+3. masks: minus infinity for ids that allowed_token_ids lacks, that would complete one of bad_words, or that would end
+   the completion before min_tokens;
+4. temperature: z /= T; below 1e-6, or with top_k 1, the token is argmax and the lowest id wins a tie;
+5. top-k, then top-p (Holtzman et al. 2020) of the mass of these k, then min-p (Nguyen et al. 2024) of the largest
    probability; each also keeps all tokens as probable as the last one it keeps, so equals stay together;
-5. inverse CDF: the first id whose cumulative probability, ids ascending, exceeds u = noise.uniform(...).
+6. inverse CDF: the first id whose cumulative probability, ids ascending, exceeds u = noise.uniform(...).
 Logprobs are of the raw logits. The result of a row depends only on that row. ModelRunner calls it with fp32 logits.
 """
 
@@ -65,13 +67,14 @@ class SampledTokens(NamedTuple):
             yield SampledTokens(self.token_ids[rows], self.logprobs[rows])
 
 
-def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledTokens:
+def sample(logits: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int] = ()) -> SampledTokens:
     """Choose the token at each position from fp32 logits [rows, vocab]; later rows are padding.
 
-    Mutates nothing. It waits for the device once, and once more for logprobs and for filters.
+    A row of which the masks leave nothing counts as one that is not finite. Mutates nothing. It waits for the device
+    once, and once more for logprobs and for filters.
     """
     raw = logits[: len(positions)]
-    scores = _adjust(raw, positions)
+    scores = _adjust(raw, positions, eos_token_ids)
     best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
     drawing = [row for row, position in enumerate(positions) if not is_greedy(position.request.params)]
     if drawing:
@@ -121,13 +124,14 @@ def _reported_logprobs(
     return [reported.get(row) for row in range(len(positions))]
 
 
-def _adjust(raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-    """Return the logits after penalties and bias; `raw` itself if no row needs any."""
+def _adjust(raw: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int]) -> Tensor:
+    """Return the logits after penalties, bias and masks; `raw` itself if no row needs any."""
     scores = raw
     for row, position in enumerate(positions):
         params = position.request.params
         penalties = (params.repetition_penalty - 1.0, params.frequency_penalty, params.presence_penalty)
-        if not (params.logit_bias or any(penalties)):
+        allowed, banned = params.allowed_token_ids, _banned_ids(position, eos_token_ids)
+        if not (params.logit_bias or any(penalties) or allowed or banned):
             continue
         if scores is raw:
             scores = raw.clone()
@@ -135,7 +139,28 @@ def _adjust(raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=raw.device)
             scores[row, ids] += torch.tensor(list(params.logit_bias.values()), dtype=raw.dtype, device=raw.device)
+        # To subtract infinity leaves a NaN what it is, so that it shows.
+        if allowed:
+            ids = torch.tensor(allowed, device=raw.device)
+            kept = scores[row, ids]
+            scores[row] -= torch.inf
+            scores[row, ids] = kept
+        if banned:
+            scores[row, torch.tensor(banned, device=raw.device)] -= torch.inf
     return scores
+
+
+def _banned_ids(position: SamplingPosition, eos_token_ids: Sequence[int]) -> list[int]:
+    """Return the ids that min_tokens and bad_words rule out at this position."""
+    params, num_prompt = position.request.params, position.sequence.num_prompt_tokens
+    banned: list[int] = []
+    if params.min_tokens and position.num_before - num_prompt < params.min_tokens:
+        banned += (*eos_token_ids, *params.stop_token_ids)
+    if params.bad_words:
+        longest = max(map(len, params.bad_words)) - 1
+        tail = tuple(position.tokens_from(max(num_prompt, position.num_before - longest)))
+        banned += [word[-1] for word in params.bad_words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
+    return banned
 
 
 def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:

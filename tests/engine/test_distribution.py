@@ -42,6 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.7},
     "min_p": {"min_p": 0.15},
     "logit_bias": {"logit_bias": {0: 1.5, 7: -100.0, 9: -0.75}},
+    "allowed_token_ids": {"allowed_token_ids": (0, 2, 3, 8, 10)},
+    "bad_words": {"bad_words": ((2,), (6, 4), (9, 9, 6, 11), (6, 6, 5))},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": (1, 7)},
     "presence_penalty": {"presence_penalty": 1.5},
     "frequency_penalty": {"frequency_penalty": 0.8},
     "negative penalties": {"presence_penalty": -0.7, "frequency_penalty": -0.4},
@@ -52,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"presence_penalty": 0.9, "frequency_penalty": 0.6, "repetition_penalty": 1.6},
         **{"logit_bias": {9: 4.0, 8: 0.5}, "temperature": 1.3, "top_k": 6, "top_p": 0.8},
     },
+    "masks, then top_k": {"allowed_token_ids": (2, 3, 4, 7, 8), "bad_words": ((2,),), "temperature": 1.3, "top_k": 3},
     "all adjustments, then min_p": {
         **{"presence_penalty": 0.9, "frequency_penalty": 0.6, "repetition_penalty": 1.6},
         **{"logit_bias": {9: 4.0, 8: 0.5}, "temperature": 1.3, "min_p": 0.2},
@@ -74,6 +78,11 @@ def expected(logits: Floats, generated: Sequence[int], params: SamplingParams) -
         scores[token] -= params.presence_penalty + params.frequency_penalty * count
     for token, bias in params.logit_bias.items():
         scores[token] += bias
+    for token in range(VOCAB_SIZE):
+        is_bad = any(tuple([*generated, token][-len(word) :]) == word for word in params.bad_words)
+        is_end = len(generated) < params.min_tokens and token in params.stop_token_ids
+        if is_bad or is_end or token not in (params.allowed_token_ids or range(VOCAB_SIZE)):
+            scores[token] = -np.inf
     probs = np.exp((scores - scores.max()) / params.temperature)
     order = sorted(range(len(probs)), key=lambda token: -probs[token])
     kept = order[: params.top_k or None]

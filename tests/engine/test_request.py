@@ -49,6 +49,12 @@ NAN, INF = float("nan"), float("inf")
         ("logit_bias", {5: 101.0}, "logit_bias.5 must be in [-100.0, 100.0], got 101.0"),
         ("logit_bias", dict.fromkeys(range(1025), 0.0), "logit_bias may have at most 1024 entries, got 1025"),
         ("stop_token_ids", tuple(range(65)), "stop_token_ids may have at most 64 entries, got 65"),
+        ("min_tokens", -1, "min_tokens must be at least 0, got -1"),
+        ("min_tokens", 17, "min_tokens must be at most max_tokens, which is 16, got 17"),
+        ("allowed_token_ids", (), "allowed_token_ids must hold a token id, got []"),
+        ("allowed_token_ids", (1,) * 1025, "allowed_token_ids may have at most 1024 entries, got 1025"),
+        ("bad_words", ((1,),) * 129, "bad_words may have at most 128 entries, got 129"),
+        ("bad_words", ((1,), ()), "bad_words must each have a token, got one without"),
     ],
 )
 def test_a_parameter_out_of_range_is_named_with_rule_and_value(field: str, value: Any, message: str) -> None:
@@ -101,6 +107,27 @@ def test_an_integer_too_large_for_a_float_is_refused_or_accepted_like_any_other(
             "invalid_value",
             "stop_token_ids: token ids must be in [0, 100), got 100",
         ),
+        (
+            (1,),
+            {"allowed_token_ids": (5, -1)},
+            "allowed_token_ids",
+            "invalid_value",
+            "allowed_token_ids: token ids must be in [0, 100), got -1",
+        ),
+        (
+            (1,),
+            {"bad_words": ((5,), (6, 100))},
+            "bad_words",
+            "invalid_value",
+            "bad_words: token ids must be in [0, 100), got 100",
+        ),
+        (
+            (1,),
+            {"allowed_token_ids": (99, 5, 6), "stop_token_ids": (5,), "bad_words": ((6,), (7, 8)), "min_tokens": 1},
+            "allowed_token_ids",
+            "invalid_value",
+            "allowed_token_ids must hold a token that bad_words and min_tokens leave, got [99, 5, 6]",
+        ),
     ],
 )
 def test_a_request_the_model_cannot_take_is_explained(
@@ -113,6 +140,10 @@ def test_a_request_the_model_cannot_take_is_explained(
 
 def test_a_request_that_just_fits_is_taken() -> None:
     Request("r", (0, 99) * 10, SamplingParams(max_tokens=12), seed=0).check(INFO)
+    Request("r", (1,), SamplingParams(allowed_token_ids=(99,)), seed=0).check(INFO)
+    Request("r", (1,), SamplingParams(allowed_token_ids=(99, 5), min_tokens=16, bad_words=((5, 5),)), seed=0).check(
+        INFO
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,5 +166,5 @@ def test_a_seed_is_a_non_negative_63_bit_integer(seed: int) -> None:
 
 
 def test_a_request_survives_the_way_between_processes() -> None:
-    request = Request("r", (1, 2), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(4,)), seed=2**63 - 1)
+    request = Request("r", (1, 2), SamplingParams(logit_bias={3: 1.5}, bad_words=((4, 5),)), seed=2**63 - 1)
     assert pickle.loads(pickle.dumps(request)) == request

@@ -155,12 +155,61 @@ def test_logit_bias_forces_and_forbids() -> None:
     assert kept([5.0, 0.0, 0.0], logit_bias={0: -100.0}) == {1, 2}
 
 
+def test_only_allowed_tokens_come() -> None:
+    assert kept([5.0, 1.0, 0.9, 0.8], allowed_token_ids=(1, 3, 3)) == {1, 3}
+    assert sample(torch.tensor([[5.0, 1.0, 2.0]]), [position(temperature=0.0, allowed_token_ids=(1,))]).token_ids == (
+        1,
+    )
+
+
+def test_a_bad_word_is_not_completed() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0]])
+
+    def token(*generated: int, **fields: Any) -> int | None:
+        [token_id] = sample(logits, [position(generated=generated, temperature=0.0, **fields)]).token_ids
+        return token_id
+
+    words = ((0,), (2, 2, 1))
+    assert token(bad_words=words) == 1
+    assert token(2, bad_words=words) == 1
+    assert token(2, 2, bad_words=words) == 2
+    assert token(1, 2, 2, bad_words=words) == 2
+    assert token(2, 2, 1, bad_words=words) == 1
+    assert token(2, bad_words=words, draft=(2,)) == 2
+    assert token(bad_words=words, draft=(2, 2)) == 2
+    assert token(bad_words=words, prompt=(2, 2)) == 1, "words are those of the completion"
+
+
+def test_nothing_ends_a_completion_before_min_tokens() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0]])
+
+    def token(*generated: int, **fields: Any) -> int | None:
+        at = position(generated=generated, temperature=0.0, stop_token_ids=(0,), min_tokens=2, **fields)
+        return sample(logits, [at], (1,)).token_ids[0]
+
+    assert token() == token(2) == token(draft=(2,)) == 2
+    assert token(2, 2) == token(2, draft=(2,)) == token(2, 2, 2) == 0
+    assert token(ignore_eos=True) == 2
+
+
+def test_a_mask_hides_no_logit_that_is_not_finite() -> None:
+    for bad in (math.nan, math.inf):
+        for params in ({"allowed_token_ids": (1,)}, {"bad_words": ((0,),)}):
+            assert sample(torch.tensor([[bad, 1.0, 2.0]]), [position(**params)]).token_ids == (None,)
+
+
+def test_a_mask_that_leaves_nothing_yields_no_token() -> None:
+    position_ = position(allowed_token_ids=(1,), bad_words=((1,),))
+    assert sample(torch.tensor([[0.0, 1.0, 2.0]]), [position_]).token_ids == (None,)
+
+
 def test_adjustments_leave_the_logits_unchanged() -> None:
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
     sample(
         logits, [position(logit_bias={1: 5.0}, repetition_penalty=2.0), position(generated=(1,), presence_penalty=1.0)]
     )
+    sample(logits, [position(allowed_token_ids=(1, 2)), position(bad_words=((1,),))])
     assert torch.equal(logits, before)
 
 
