@@ -35,7 +35,7 @@ class ChatTemplate:
     """A template and the special tokens it may name. Compiled when first rendered; threads may share it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._special_tokens = special_tokens
 
     def render(
@@ -72,7 +72,7 @@ class ChatTemplate:
 
         environment = TemplateEnvironment()
         try:
-            return environment, environment.compile_bounded(self._source)
+            return environment, environment.compile_bounded(self.source)
         except Exception as fault:
             raise ChatTemplateError(f"the chat template is not valid: {_cause(fault)}") from fault
 
@@ -97,13 +97,13 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
         return None
     if not isinstance(source, str):
         raise TokenizerError(f"{path}: chat_template must be text or a list of named texts, got {shown(source)}")
-    template = ChatTemplate(source, _special_tokens(folder, config))
+    template = ChatTemplate(source, special_tokens(folder, config))
     if chosen is not None:
         template.check()
     return template
 
 
-def _special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
+def special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Return the text of each special token that has a name, such as bos_token."""
     named = dict(config)
     if "added_tokens_decoder" not in config:

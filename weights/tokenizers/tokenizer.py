@@ -64,9 +64,12 @@ class Tokenizer:
         """
         return self._encoder.encode(_checked(text), template=True)
 
-    def encode_with_special(self, text: str) -> list[int]:
-        """Return the ids of text in which the text of a special token means that token; nothing is added."""
-        return self._encoder.encode(_checked(text), special=True)
+    def encode_with_special(self, text: str, *, template: bool = False) -> list[int]:
+        """Return the ids of text in which the text of a special token means that token.
+
+        Nothing is added, or with `template` the tokens that a prompt's template adds.
+        """
+        return self._encoder.encode(_checked(text), special=True, template=template)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing.
