@@ -45,7 +45,7 @@ def create_app(
     metrics = Metrics(engine, options.model_name)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics)
     restore: dict[str, Restore] = {
-        TEXT_SHAPE.object: restore_completion,
+        TEXT_SHAPE.object: partial(restore_completion, tokenizer=tokenizer),
         CHAT_SHAPE.object: partial(restore_chat, tokenizer=tokenizer, marks=find_marks(tokenizer)),
     }
     store = BackgroundStore(service, journal or Journal(None), restore)

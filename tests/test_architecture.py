@@ -281,6 +281,16 @@ def test_every_sampling_parameter_can_be_asked_for() -> None:
     assert {field.name for field in fields(SamplingParams)} - set(CompletionRequest.model_fields) == set()
 
 
+def test_every_field_is_read() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "server").rglob("*.py")]
+    read = {name for source in sources for name in re.findall(r"\bbody\.(\w+)", source)}
+    read |= set(re.findall(r"\bself\.(\w+)", (ROOT / "server" / "api" / "schemas.py").read_text(encoding="utf-8")))
+    parameters = {field.name for field in fields(SamplingParams)}
+    only_neutral = {"suffix", "tool_choice", "response_format", "spaces_between_special_tokens"}
+
+    assert set(CompletionRequest.model_fields) | set(ChatRequest.model_fields) <= read | parameters | only_neutral
+
+
 def test_every_error_code_has_a_row() -> None:
     sources = [path.read_text(encoding="utf-8") for top in ("server", "engine") for path in (ROOT / top).rglob("*.py")]
     given = re.compile(r'\b(?:code=|ServiceError\(|super\(\).__init__\()"(\w+)"')

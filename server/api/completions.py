@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api import schemas
 from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key
 from gptserve.server.api.body import parse_json_object
@@ -32,6 +33,7 @@ from gptserve.server.completions.service import Service
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 
 Body = TypeVar("Body", bound=schemas.GenerationRequest)
+Parsed = TypeVar("Parsed")
 
 
 def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
@@ -67,12 +69,6 @@ def _router(
         is_background = body.background or key is not None
         return body, BackgroundRequest.of(path, fields, key, started_at) if is_background else None
 
-    async def receive(request: Request, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
-        options = service.options
-        async with service.bodies.read(request, options.settings.max_body_bytes, options.body_limit_s) as raw:
-            arguments = raw, key, started_at
-            return parse(*arguments) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, *arguments)
-
     @router.post(
         path,
         summary=summary,
@@ -86,9 +82,25 @@ def _router(
     async def create_completion(request: Request) -> Response:
         started_at = time.perf_counter()
         service.admit()  # refuse before reading megabytes
-        body, background = await receive(request, idempotency_key(request), started_at)
+        key = idempotency_key(request)
+        body, background = await read_body(request, service, lambda raw: parse(raw, key, started_at))
         if background is not None:
+            _check_id(body)
             return await answer_in_background(request, service, store, background, body, lambda: plan(body, service))
         return CompletionResponse(service, await plan(body, service), started_at)
 
     return router
+
+
+async def read_body(request: Request, service: Service, parse: Callable[[bytearray], Parsed]) -> Parsed:
+    """Read the body within the limits and return what `parse` makes of it, in a thread if it is large."""
+    options = service.options
+    async with service.bodies.read(request, options.settings.max_body_bytes, options.body_limit_s) as raw:
+        return parse(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, raw)
+
+
+def _check_id(body: schemas.GenerationRequest) -> None:
+    """Raise InvalidRequestError if the client wants to choose the id under which all find a background completion."""
+    if body.request_id is not None:
+        message = "request_id may not be given with background or an Idempotency-Key, as others could guess the id"
+        raise InvalidRequestError(message, param="request_id")

@@ -6,6 +6,7 @@ Request models refuse unknown fields; null means the default. Response models de
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -17,6 +18,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1000
 MAX_PROMPTS = 128
 MAX_LABEL_LENGTH = 256  # user and cache_salt travel with every request
+MAX_BAD_WORDS = 64  # each is at most two of the engine's
+MAX_BAD_WORD_LENGTH = 100
 MAX_TIMEOUT_MS = 2**31 - 1  # 24 days, the longest timer of many languages
 _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is checked against the vocabulary
 
@@ -28,6 +31,7 @@ Text = Annotated[str, Tag("text")]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
 
 
 def _kind(value: Any) -> str | None:
@@ -96,6 +100,8 @@ class GenerationRequest(_RequestModel):
     model: str | None = None
     max_tokens: int | None = None
     """default 16; in a chat, what the context leaves"""
+    min_tokens: int | None = None
+    """nothing ends the answer before so many; default 0"""
     temperature: float | None = None
     """0 is greedy; default 1"""
     top_p: float | None = None
@@ -106,11 +112,21 @@ class GenerationRequest(_RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Annotated[str, Field(pattern=_TOKEN_ID)], float] | None = Field(default=None, fail_fast=True)
+    allowed_token_ids: TokenIds | None = None
+    """the answer has no other tokens"""
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    """texts whose tokens never come one after another"""
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    """end with the stop string, not before it"""
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """how many likeliest tokens to report for each of the prompt's"""
+    truncate_prompt_tokens: int | None = None
+    """keep so many tokens of the prompt, the last ones; -1: as many as fit"""
+    add_special_tokens: bool | None = None
+    """begin the prompt as the tokenizer does (BOS); default true, in a chat false"""
     seed: int | None = None
     """drawn and reported back when left out"""
     n: int | None = Field(default=None, ge=1)
@@ -119,6 +135,14 @@ class GenerationRequest(_RequestModel):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     """leave their text out; default true"""
+    spaces_between_special_tokens: bool | None = None
+    """true or false: these tokenizers put no spaces there"""
+    return_token_ids: bool | None = None
+    """return the ids of prompt and answer, too"""
+    return_tokens_as_token_ids: bool | None = None
+    """logprobs name a token token_id:ID"""
+    request_id: Annotated[Label, Field(min_length=1)] | None = None
+    """what follows cmpl- or chatcmpl- in the answer's id; not with background"""
     user: Label | None = None
     """written to the log"""
     timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
@@ -130,17 +154,23 @@ class GenerationRequest(_RequestModel):
     cache_salt: Label | None = None
     """only requests with the same salt share cached prefixes"""
 
-    def sampling_params(self, **chosen: Any) -> SamplingParams:
-        """Return the parameters of the body, replaced by `chosen`; defaults for others. Raises InvalidRequestError."""
+    def sampling_params(
+        self, defaults: Mapping[str, float], *, bad_words: tuple[tuple[int, ...], ...], **chosen: Any
+    ) -> SamplingParams:
+        """Return the parameters of the body over `defaults`, replaced by `chosen`. Raises InvalidRequestError.
+
+        `bad_words` are the tokens of the body's.
+        """
         same_name = self.model_fields_set & set(SamplingParams.__dataclass_fields__)
         given = {name: value for name in same_name if (value := getattr(self, name)) is not None}
         if self.top_k == -1:
             given["top_k"] = 0
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
-        return SamplingParams(**given | chosen)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if name in given:
+                given[name] = tuple(given[name])
+        return SamplingParams(**{**defaults, **given, "bad_words": bad_words, **chosen})
 
 
 class CompletionRequest(GenerationRequest):
@@ -155,13 +185,13 @@ class CompletionRequest(GenerationRequest):
     """return the prompt first; max_tokens may be 0 then"""
     suffix: None = None
 
-    def sampling_params(self, **chosen: Any) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, float], **chosen: Any) -> SamplingParams:
         """Return the parameters. With echo the engine scores the prompt, and always computes at least one token."""
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         chosen["prompt_logprobs"] = max((k for k in asked if k is not None), default=None)
         if self.echo and self.max_tokens == 0:
             chosen["max_tokens"] = 1
-        return super().sampling_params(**chosen)
+        return super().sampling_params(defaults, **chosen)
 
 
 class TextPart(_RequestModel):
@@ -198,21 +228,26 @@ class TextFormat(_RequestModel):
     type: Literal["text"]
 
 
-class ChatRequest(GenerationRequest):
-    """The body of POST /v1/chat/completions."""
+class Conversation(_RequestModel):
+    """Messages, and how to make a prompt of them."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    """another name of max_tokens"""
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """needs logprobs true"""
     add_generation_prompt: bool | None = None
     """end the prompt with the beginning of an answer; default true"""
     continue_final_message: bool | None = None
     """go on with the last message instead"""
     chat_template_kwargs: dict[str, Any] | None = None
     """variables for the chat template"""
+
+
+class ChatRequest(Conversation, GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """another name of max_tokens"""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """needs logprobs true"""
     tool_choice: Literal["none"] | None = None
     response_format: TextFormat | None = None
 
@@ -258,6 +293,9 @@ PromptLogprobs = Annotated[
 ]
 
 
+TokenIdList = Annotated[list[int] | None, Field(description="only with return_token_ids")]
+
+
 class Choice(_Model):
     """One completion, or a chunk's addition to it. prompt_logprobs comes only on request."""
 
@@ -267,7 +305,9 @@ class Choice(_Model):
     finish_reason: EndReason | None
     stop_reason: str | int | None
     """the stop string or the id out of stop_token_ids that matched"""
+    token_ids: TokenIdList = None
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: TokenIdList = None
 
 
 class _CompletionHead(_Model):
@@ -330,6 +370,7 @@ class _ChatPart(_Model):
     logprobs: ChatLogprobs | None
     finish_reason: EndReason | None
     stop_reason: str | int | None
+    token_ids: TokenIdList = None
 
 
 class ChatChoice(_ChatPart):
@@ -350,6 +391,7 @@ class ChatCompletion(_CompletionHead):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: TokenIdList = None
     usage: Usage
 
 
@@ -359,6 +401,7 @@ class ChatCompletionChunk(_CompletionHead):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: TokenIdList = None
     usage: Usage | None = None
 
 

@@ -18,6 +18,7 @@ from gptserve.server.background.journal import CompletionRecord, Journal, Output
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
 from gptserve.server.errors import ServiceError
+from gptserve.weights.generation import SAMPLING_DEFAULTS
 
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering
 
@@ -86,11 +87,13 @@ class BackgroundRequest:
             raise ServiceError("idempotency_key_reused", message, param="Idempotency-Key")
 
     def to_record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
-        """Return the journal's record of the completion."""
+        """Return the journal's record of the completion. Its body has the sampling defaults in force."""
+        params = plan.requests[0].params
+        defaults = json.dumps({name: getattr(params, name) for name in SAMPLING_DEFAULTS})
         return CompletionRecord(
             **asdict(plan.identity),
             kind=plan.shape.object,
-            body=self.body,
+            body=f"{self.body[:-1]}, {defaults[1:]}",  # of two values of a name JSON's readers take the last
             prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),
             max_tokens=plan.requests[0].params.max_tokens,
             deadline=deadline,

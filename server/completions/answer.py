@@ -90,9 +90,9 @@ class AnswerSender:
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
-        num_scores = sum(delta.num_scores for deltas in collected for delta in deltas)
+        num_entries = sum(delta.num_entries for deltas in collected for delta in deltas)
         usage = self.output.usage()
-        response = await self._computed(num_scores, lambda: json_response(self.plan.whole(collected, usage)))
+        response = await self._computed(num_entries, lambda: json_response(self.plan.whole(collected, usage)))
         await response(scope, receive, send)
 
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
@@ -103,9 +103,9 @@ class AnswerSender:
             if output.prompt_logprobs is not None:
                 await asyncio.sleep(0)
 
-    async def _computed(self, num_scores: int, render: Callable[..., Result], *arguments: object) -> Result:
-        """Call `render`, in a thread when num_scores says that it takes long; return its result."""
-        if num_scores > PIECE_ENTRIES:
+    async def _computed(self, num_entries: int, render: Callable[..., Result], *arguments: object) -> Result:
+        """Call `render`, in a thread when num_entries says that it takes long; return its result."""
+        if num_entries > PIECE_ENTRIES:
             return await self.service.in_thread(render, *arguments)
         return render(*arguments)
 
@@ -130,7 +130,7 @@ class AnswerSender:
                         async for index, delta in self._added(outputs):
                             if not delta.is_empty:
                                 usage = self.output.usage() if options.continuous_usage_stats else None
-                                chunk = self._computed(delta.num_scores, encoder.chunk, index, delta, usage)
+                                chunk = self._computed(delta.num_entries, encoder.chunk, index, delta, usage)
                                 events.append(await chunk)
                     finally:  # send the outputs before the one that failed
                         if any(events):

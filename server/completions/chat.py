@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import SamplingParams
-from gptserve.server.api.schemas import ChatRequest
+from gptserve.server.api.schemas import ChatRequest, Conversation
 from gptserve.server.completions import plan
 from gptserve.server.completions.harmony import HarmonyChannels, Mark
+from gptserve.server.completions.prompt import bad_word_ids, check_length, encode_bad_words, num_kept_tokens
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE
 from gptserve.server.errors import ServiceError
-from gptserve.weights.chat.template import ChatTemplate
 
 NO_TEMPLATE = (
     "this model has no chat template: it continues text, for which there is /v1/completions; to chat with it all the "
@@ -31,18 +31,19 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
 
     `marks` are the special tokens of a model that answers in harmony's channels.
     """
-    template = service.options.chat_template
-    if template is None:
-        raise ServiceError("no_chat_template", NO_TEMPLATE)
+    check_conversation(body, service)
     plan.check_request(body, service, 1)
     _check_together(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = _sampling_params(body, 1 if max_tokens is None else max_tokens)
+    limit, options = service.engine.info.max_model_len, service.options
+    bad_words = await bad_word_ids(body, service)
+    params = _sampling_params(body, limit if max_tokens is None else max_tokens, bad_words, options.sampling_defaults)
     try:
+        num_kept = num_kept_tokens(body, max_tokens or 1, service)
         # A template may take long however short the conversation is.
-        prompt, channels = await asyncio.to_thread(_encode, body, template, service, marks)
+        prompt, channels = await asyncio.to_thread(_encode, body, service, marks, num_kept)
         if max_tokens is None:
-            params = replace(params, max_tokens=max(1, service.engine.info.max_model_len - len(prompt)))
+            params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))
         plan.check_size(body, params, [prompt], service)
         identity = plan.new_identity(CHAT_SHAPE, body, service)
         planned = plan.make_plan(body, CHAT_SHAPE, [prompt], params, identity, channels=channels)
@@ -72,18 +73,34 @@ def restore_chat(
     for prompt in prompts:
         if channels is not None:
             channels.follow(prompt, tokenizer)
-    return plan.make_plan(body, CHAT_SHAPE, prompts, _sampling_params(body, max_tokens), identity, channels=channels)
+    params = _sampling_params(body, max_tokens, encode_bad_words(body.bad_words, tokenizer), {})
+    return plan.make_plan(body, CHAT_SHAPE, prompts, params, identity, channels=channels)
 
 
-def _sampling_params(body: ChatRequest, max_tokens: int) -> SamplingParams:
+def _sampling_params(
+    body: ChatRequest, max_tokens: int, bad_words: tuple[tuple[int, ...], ...], defaults: Mapping[str, float]
+) -> SamplingParams:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling_params(logprobs=logprobs, max_tokens=max_tokens)
+    return body.sampling_params(defaults, bad_words=bad_words, logprobs=logprobs, max_tokens=max_tokens)
 
 
 def _encode(
-    body: ChatRequest, template: ChatTemplate, service: Service, marks: Mapping[int, Mark] | None
+    body: ChatRequest, service: Service, marks: Mapping[int, Mark] | None, num_kept: int
 ) -> tuple[tuple[int, ...], HarmonyChannels | None]:
-    """Return the prompt and the channels at its end. The template has put in all special tokens, so add none."""
+    """Return the prompt, of at most num_kept tokens unless that is 0, and the channels at its end."""
+    add_special = bool(body.add_special_tokens)
+    token_ids = encode_conversation(body, service, add_special=add_special, is_cut=num_kept > 0)
+    prompt = tuple(token_ids[-num_kept:])
+    return prompt, None if marks is None else HarmonyChannels(marks).follow(prompt, service.tokenizer)
+
+
+def encode_conversation(body: Conversation, service: Service, *, add_special: bool, is_cut: bool = False) -> list[int]:
+    """Return the tokens of a conversation. The template puts in special tokens; add_special adds the tokenizer's own.
+
+    A text that is not to be cut must not be too long. Takes long. Raises ChatTemplateError or InvalidRequestError.
+    """
+    template = service.options.chat_template
+    assert template is not None, "check_conversation has seen it"
     continues, adds = bool(body.continue_final_message), body.add_generation_prompt
     text = template.render(
         [message.to_template() for message in body.messages],
@@ -91,9 +108,9 @@ def _encode(
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
     )
-    plan.check_length(text, service)
-    prompt = tuple(service.tokenizer.encode_with_special(text))
-    return prompt, None if marks is None else HarmonyChannels(marks).follow(prompt, service.tokenizer)
+    if not is_cut:
+        check_length(text, service)
+    return service.tokenizer.encode_with_special(text, template=add_special)
 
 
 def _check_together(body: ChatRequest) -> None:
@@ -105,6 +122,12 @@ def _check_together(body: ChatRequest) -> None:
         raise InvalidRequestError(message, param="max_completion_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs may be given only with logprobs true", param="top_logprobs")
+
+
+def check_conversation(body: Conversation, service: Service) -> None:
+    """Raise ServiceError without a template, InvalidRequestError if the fields for it contradict each other."""
+    if service.options.chat_template is None:
+        raise ServiceError("no_chat_template", NO_TEMPLATE)
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message must not be true together with add_generation_prompt"
         raise InvalidRequestError(message, param="continue_final_message")

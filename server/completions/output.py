@@ -63,28 +63,30 @@ def compile_stop(text: str) -> StopPattern:
 class StopStrings:
     """Passes text on up to the first stop string, and holds back text that could be the start of one.
 
-    The match that ends first wins; of several that end together, the longest. Invariant: the text held back is the
-    longest suffix of all text so far that starts a stop string.
+    The match that ends first wins; of several that end together, the longest. With `passes_match` the match itself is
+    passed on, too, and nothing is held back. Invariant: otherwise the text held back is the longest suffix of all text
+    so far that starts a stop string.
     """
 
-    def __init__(self, patterns: Sequence[StopPattern]) -> None:
+    def __init__(self, patterns: Sequence[StopPattern], *, passes_match: bool = False) -> None:
         self.matched: str | None = None
         self._patterns = patterns
+        self._passes_match = passes_match
         self._progress = [0] * len(patterns)
         self._held = ""
 
-    def feed(self, text: str) -> str:
-        """Add text; return the text that no stop string can contain. Feed nothing after a match."""
+    def feed(self, text: str, *, may_match: bool = True) -> str:
+        """Add text, in which a match may end; return the text to pass on. Feed nothing after a match."""
         assert self.matched is None
         if not self._patterns:
             return text
         buffer = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
             matched = self._advance(char)
-            if matched:
+            if matched and may_match:
                 self.matched, self._held = matched, ""
-                return buffer[: end - len(matched)]
-        certain = len(buffer) - max(self._progress)
+                return buffer[: end if self._passes_match else end - len(matched)]
+        certain = len(buffer) - (0 if self._passes_match else max(self._progress))
         self._held = buffer[certain:]
         return buffer[:certain]
 
@@ -101,9 +103,10 @@ class StopStrings:
             while length and stop[length] != char:
                 length = borders[length - 1]
             length += stop[length] == char
+            if length == len(stop):
+                matched = max(matched, stop, key=len)
+                length = borders[-1]  # the next match may begin within this one
             self._progress[i] = length
-            if length == len(stop) > len(matched):
-                matched = stop
         return matched
 
 
@@ -159,12 +162,14 @@ class Delta:
     stop_reason: str | int | None = None
     reasoning: str = ""
     prompt_logprobs: PromptScores | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
         scored = self.logprobs is not None or self.prompt_logprobs is not None
-        return not (self.text or self.reasoning or scored) and self.finish_reason is None
+        return not (self.text or self.reasoning or scored or self.token_ids) and self.finish_reason is None
 
     @property
     def is_text_alone(self) -> bool:
@@ -172,10 +177,12 @@ class Delta:
         return self == Delta(self.text)
 
     @property
-    def num_scores(self) -> int:
-        """The number of tokens with logprobs."""
-        num_of_prompt = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs.entries)
-        return num_of_prompt + len(self.logprobs or ())
+    def num_entries(self) -> int:
+        """The number of entries of its lists: of logprobs and of token ids."""
+        num_scored = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs.entries)
+        return num_scored + sum(
+            len(entries or ()) for entries in (self.logprobs, self.token_ids, self.prompt_token_ids)
+        )
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -186,7 +193,9 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
+        prompt_token_ids=next((delta.prompt_token_ids for delta in deltas if delta.prompt_token_ids), None),
         logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],
+        token_ids=None if last.token_ids is None else tuple(i for delta in deltas for i in delta.token_ids or ()),
     )
 
 
@@ -197,7 +206,9 @@ class ChoiceOutput:
     prompt. logprobs and prompt_logprobs are the number of likeliest tokens to report with each token, None for no
     report. Tokens in `skip` have no text. Stop strings are searched in generated text only. A token that stops (end of
     text, stop_token_ids) counts and has a logprobs entry, but no text. `channel_of` assigns each token to the text, to
-    the reasoning, or to neither; without it everything is text.
+    the reasoning, or to neither; without it everything is text. No stop string ends before the token after the first
+    min_tokens. With includes_stop the text has the stop string, and that of the token that stops. `returned_prompt` is
+    the prompt if token ids are to be returned. With names_ids the logprobs name a token by its id.
     """
 
     def __init__(
@@ -212,13 +223,20 @@ class ChoiceOutput:
         generates: bool = True,
         skip: Container[int] = (),
         channel_of: Callable[[int, bytes], Channel | None] | None = None,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+        returned_prompt: tuple[int, ...] | None = None,
+        names_ids: bool = False,
     ) -> None:
         self.num_tokens = 0
         self.finish_reason: EndReason | None = None
         self._token_bytes, self._skip = tokenizer.token_bytes, skip
+        self._name_bytes = _id_name if names_ids else tokenizer.token_bytes
         self._detokenizer = Detokenizer()
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stop, passes_match=includes_stop)
         self._stop_token_ids = stop_token_ids
+        self._min_tokens, self._includes_stop = min_tokens, includes_stop
+        self._returned_prompt, self._returns_ids = returned_prompt, returned_prompt is not None
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self._echo, self._generates = deque(echo), generates
         self._echoed_text: list[str] = []
@@ -244,12 +262,14 @@ class ChoiceOutput:
         self._echo_prompt((None,) * len(self._echo))
         logprobs, self._echoed_scores = (None if self._logprobs is None else self._echoed_scores), []
         text, self._echoed_text = "".join(self._echoed_text), []
+        num_before = self.num_tokens
         for i, token_id in enumerate(output.token_ids):
             data = self._token_bytes(token_id)
             if logprobs is not None:
-                logprobs.append(self._score(data, output.logprobs[i]))
+                logprobs.append(self._score(token_id, output.logprobs[i]))
             self.num_tokens += 1
-            if output.stop_token_id is not None and i == len(output.token_ids) - 1:
+            is_stop_token = output.stop_token_id is not None and i == len(output.token_ids) - 1
+            if is_stop_token and not self._includes_stop:
                 break
             if self._channel_of is not None:
                 text += self._enter(self._channel_of(token_id, data))
@@ -257,7 +277,7 @@ class ChoiceOutput:
                 text += self._feed(self._detokenizer.decode(data))
             if self._stops.matched is not None:
                 break
-        return self._end(text, logprobs, output)
+        return self._with_ids(self._end(text, logprobs, output), output.token_ids[: self.num_tokens - num_before])
 
     def _end(self, text: str, logprobs: list[TokenScore] | None, output: TokenOutput) -> Delta:
         """Return the delta, with the finish reason if the output is the last."""
@@ -282,7 +302,7 @@ class ChoiceOutput:
             token_id = self._echo.popleft()
             data = self._token_bytes(token_id)
             if self._logprobs is not None:
-                self._echoed_scores.append(self._score(data, entry))
+                self._echoed_scores.append(self._score(token_id, entry))
             piece = self._detokenizer.decode(b"" if token_id in self._skip else data)
             self._offset += len(piece)
             self._echoed_text.append(piece)
@@ -300,14 +320,27 @@ class ChoiceOutput:
         if self._channel != "text":
             return ""
         self._offset += len(text)
-        return self._stops.feed(text)
+        return self._stops.feed(text, may_match=self.num_tokens > self._min_tokens)
 
-    def _score(self, data: bytes, entry: TokenLogprobs | None) -> TokenScore:
+    def _with_ids(self, delta: Delta, token_ids: tuple[int, ...]) -> Delta:
+        """Add the ids of the tokens that count, and once those of the prompt, if they are requested."""
+        if not self._returns_ids:
+            return delta
+        prompt, self._returned_prompt = self._returned_prompt, None
+        return replace(delta, token_ids=token_ids, prompt_token_ids=prompt)
+
+    def _score(self, token_id: int, entry: TokenLogprobs | None) -> TokenScore:
+        data = self._name_bytes(token_id)
         if entry is None:
             return TokenScore(data, self._offset, None, ())
         best = entry.top[: self._logprobs]
-        top = tuple((self._token_bytes(token_id), max(value, MIN_LOGPROB)) for token_id, value in best)
+        top = tuple((self._name_bytes(other), max(value, MIN_LOGPROB)) for other, value in best)
         return TokenScore(data, self._offset, max(entry.logprob, MIN_LOGPROB), top)
+
+
+def _id_name(token_id: int) -> bytes:
+    """Return vLLM's name of a token whose text does not matter."""
+    return b"token_id:%d" % token_id
 
 
 def token_name(data: bytes) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
@@ -17,10 +16,10 @@ from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.harmony import HarmonyChannels
 from gptserve.server.completions.output import Delta, StopPattern, compile_stop, join_deltas
-from gptserve.server.completions.service import Service
+from gptserve.server.completions.prompt import bad_word_ids, encode_bad_words, encode_prompt
+from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
 
-THREAD_CHARACTERS = 2000  # about 0.5 ms of tokenizing; below that a thread costs more than it saves
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 
 
@@ -53,10 +52,16 @@ class CompletionPlan:
     echo: bool
     channels: HarmonyChannels | None
 
+    @property
+    def answer_id(self) -> str:
+        """The id of the answer. A client that chooses it may choose the same again, so it is nothing's key."""
+        chosen = self.body.request_id
+        return self.identity.completion_id if chosen is None else f"{self.shape.id_prefix}-{chosen}"
+
     def head(self, *, of_chunk: bool = False) -> dict[str, object]:
         """Return the first fields of the answer or, of_chunk, of each of its chunks."""
         return {
-            "id": self.identity.completion_id,
+            "id": self.answer_id,
             "object": self.shape.chunk_object if of_chunk else self.shape.object,
             "created": self.identity.created,
             "model": self.identity.model,
@@ -84,18 +89,24 @@ async def plan_completion(body: CompletionRequest, service: Service) -> Completi
     if body.best_of not in (None, body.n or 1):
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")
-    params = body.sampling_params()
-    token_ids = [tuple(await _encode(prompt, service)) for prompt in prompts]
+    params = body.sampling_params(service.options.sampling_defaults, bad_words=await bad_word_ids(body, service))
+    token_ids = [tuple(await encode_prompt(prompt, body, params.max_tokens, service)) for prompt in prompts]
     check_size(body, params, token_ids, service)
     return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service), echo=bool(body.echo))
 
 
 def restore_completion(
-    fields: dict[str, object], prompts: Sequence[tuple[int, ...]], max_tokens: int, identity: Identity
+    fields: dict[str, object],
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    identity: Identity,
+    *,
+    tokenizer: Tokenizer,
 ) -> CompletionPlan:
     """Rebuild the plan of a completion from the fields of its body."""
     body = CompletionRequest.model_validate(fields)
-    params = replace(body.sampling_params(), max_tokens=max_tokens)
+    params = body.sampling_params({}, bad_words=encode_bad_words(body.bad_words, tokenizer))
+    params = replace(params, max_tokens=max_tokens)
     return make_plan(body, TEXT_SHAPE, prompts, params, identity, echo=bool(body.echo))
 
 
@@ -114,8 +125,6 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
         raise InvalidRequestError(message, param="priority")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError("prompt_logprobs may be given only with stream false", param="prompt_logprobs")
 
 
 def check_size(
@@ -140,18 +149,6 @@ def check_size(
             "n times the number of prompts times max_tokens times (logprobs + 1), plus n times the prompts' tokens "
             f"times (prompt_logprobs + 1), may be at most {options.max_logprobs_held}, got {of_answer} + {of_prompts}",
             param="prompt_logprobs" if is_prompts_fault else "logprobs",
-        )
-
-
-def check_length(text: str, service: Service) -> None:
-    """Raise InvalidRequestError for a text that is too long for the context, before it is tokenized."""
-    limit = service.engine.info.max_model_len
-    num_bytes, max_bytes = len(text.encode()), limit * service.tokenizer.max_token_bytes
-    if num_bytes > max_bytes:
-        raise InvalidRequestError(
-            f"prompt has {num_bytes} bytes; no more than {max_bytes} can fit this model's context of {limit} tokens",
-            param="prompt",
-            code="context_length_exceeded",
         )
 
 
@@ -202,12 +199,3 @@ def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequ
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     return prompt
-
-
-async def _encode(prompt: str | list[int], service: Service) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    check_length(prompt, service)
-    if len(prompt) > THREAD_CHARACTERS:
-        return await asyncio.to_thread(service.tokenizer.encode_prompt, prompt)
-    return service.tokenizer.encode_prompt(prompt)

@@ -38,6 +38,10 @@ class CompletionOutput:
                 generates=plan.body.max_tokens != 0,
                 skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
                 channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
+                min_tokens=request.params.min_tokens,
+                includes_stop=bool(plan.body.include_stop_str_in_output),
+                returned_prompt=request.prompt_token_ids if plan.body.return_token_ids else None,
+                names_ids=bool(plan.body.return_tokens_as_token_ids),
             )
             for request in plan.requests
         ]
@@ -143,7 +147,7 @@ class CompletionRun:
         self._metrics.request_latency.observe(time.perf_counter() - self._started_at)
         first = self._first_token_at
         return {
-            "completion_id": self._plan.identity.completion_id,
+            "completion_id": self._plan.answer_id,
             "prompt_tokens": self._plan.num_prompt_tokens,
             "completion_tokens": self.output.num_tokens,
             "ttft_s": None if first is None else round(first - self._started_at, 6),

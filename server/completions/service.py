@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -36,8 +36,11 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of `text`, with the special tokens that begin or end a prompt."""
 
-    def encode_with_special(self, text: str) -> list[int]:
-        """Return the token ids of `text`; the name of a special token in it becomes that token."""
+    def encode_with_special(self, text: str, *, template: bool = False) -> list[int]:
+        """Return the token ids of `text`; the name of a special token in it becomes that token.
+
+        With `template` add the special tokens that begin or end a prompt.
+        """
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token."""
@@ -47,13 +50,18 @@ class Tokenizer(Protocol):
 class AppOptions:
     """The settings, what was made of them, and limits that are no settings. Chats need a chat_template.
 
-    max_choices limits the number of prompts times n; max_tokens_held and max_logprobs_held limit one request, all its
-    choices together.
+    Requests may name the model by its aliases, too. sampling_defaults are the model's own values of sampling
+    parameters, max_new_tokens is its own limit of an answer in a chat. max_choices limits the number of prompts times
+    n; max_tokens_held and max_logprobs_held limit one request, all its choices together.
     """
 
     settings: ServerSettings
     model_name: str
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    max_new_tokens: int | None = None
     chat_template: ChatTemplate | None = None
+    tokenizer_info: Mapping[str, object] = field(default_factory=lambda: {"tokenizer_class": "unknown"})
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     max_choices: int = 128
     max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context
@@ -104,9 +112,9 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raise ServiceError unless `name` is the model served."""
-        served = self.options.model_name
-        if name != served:
-            message = f"model {show(name)} does not exist; this server has {served!r}"
+        served = (self.options.model_name, *self.options.aliases)
+        if name not in served:
+            message = f"model {show(name)} does not exist; this server has {', '.join(map(repr, served))}"
             raise ServiceError("model_not_found", message, param="model")
 
     def _check_open(self) -> None:

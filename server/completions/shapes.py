@@ -34,19 +34,22 @@ class Shape:
 
 def _text_choice(index: int, delta: Delta) -> Json:
     logprobs = None if delta.logprobs is None else _parallel_lists(delta.logprobs)
-    return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(delta), **_prompt_logprobs(delta)}
+    return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(delta), **_of_prompt(delta)}
 
 
 def _nothing(_first: Delta) -> Json:
     return {}
 
 
-def _prompt_logprobs(delta: Delta) -> Json:
-    """Return vLLM's list of the prompt's tokens, if the request asked for it."""
-    if delta.prompt_logprobs is None:
-        return {}
-    ranked = delta.prompt_logprobs.ranked()
-    return {"prompt_logprobs": (None if tokens is None else _by_id(tokens) for tokens in ranked)}
+def _of_prompt(delta: Delta) -> Json:
+    """Return vLLM's lists of the prompt's tokens that the request asked for."""
+    lists: Json = {}
+    if delta.prompt_logprobs is not None:
+        ranked = delta.prompt_logprobs.ranked()
+        lists["prompt_logprobs"] = (None if tokens is None else _by_id(tokens) for tokens in ranked)
+    if delta.prompt_token_ids is not None:
+        lists["prompt_token_ids"] = iter(delta.prompt_token_ids)
+    return lists
 
 
 def _by_id(ranked: Sequence[RankedToken]) -> Json:
@@ -110,7 +113,8 @@ def _token(data: bytes, logprob: float) -> Json:
 
 
 def _end(delta: Delta) -> Json:
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+    token_ids = {} if delta.token_ids is None else {"token_ids": iter(delta.token_ids)}
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, **token_ids}
 
 
 TEXT_SHAPE = Shape("cmpl", "text_completion", "text_completion", _text_choice, _text_choice, _nothing)
@@ -120,6 +124,6 @@ CHAT_SHAPE = Shape(
     chunk_object="chat.completion.chunk",
     choice=_message_choice,
     part=_delta_choice,
-    after_choices=_prompt_logprobs,
+    after_choices=_of_prompt,
     opening=_opening_choice,
 )

@@ -36,11 +36,12 @@ Reply = Callable[[Request], Iterable[TokenOutput]]
 
 
 class ByteTokenizer:
-    """Token i is byte i; EOS is the end of text, and after it come other special tokens."""
+    """Token i is byte i; EOS is the end of text, and after it come other special tokens. Prompts begin with `begin`."""
 
     max_token_bytes = 13
 
-    def __init__(self, *special: str) -> None:
+    def __init__(self, *special: str, begin: Sequence[int] = ()) -> None:
+        self._begin = begin
         self._special = {text: EOS + i for i, text in enumerate(("<|endoftext|>", *special))}
         self._texts = {token_id: text.encode() for text, token_id in self._special.items()}
 
@@ -52,11 +53,12 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_prompt(self, text: str) -> list[int]:
-        return self.encode(text)
+        return [*self._begin, *self.encode(text)]
 
-    def encode_with_special(self, text: str) -> list[int]:
+    def encode_with_special(self, text: str, *, template: bool = False) -> list[int]:
         parts = re.split("(" + "|".join(map(re.escape, self._special)) + ")", text)
-        return [id_ for part in parts for id_ in ([self._special[part]] if part in self._special else part.encode())]
+        ids = [id_ for part in parts for id_ in ([self._special[part]] if part in self._special else part.encode())]
+        return [*self._begin, *ids] if template else ids
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._texts[token_id] if token_id >= EOS else bytes([token_id])

@@ -71,7 +71,6 @@ INVALID_VALUES = [
      "prompt_logprobs: input should be less than or equal to 20, got 21"),
     ({"prompt_logprobs": -1}, "prompt_logprobs",
      "prompt_logprobs: input should be greater than or equal to 0, got -1"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "prompt_logprobs may be given only with stream false"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message",
      "continue_final_message must not be true together with add_generation_prompt"),
     ({"chat_template_kwargs": {"tools": [], "documents": []}}, "chat_template_kwargs",

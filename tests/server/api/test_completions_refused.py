@@ -223,7 +223,6 @@ INVALID_VALUES = [
      "prompt_logprobs: input should be less than or equal to 20, got 21"),
     ({"prompt_logprobs": -1, "echo": True, "logprobs": 2}, "prompt_logprobs",
      "prompt_logprobs: input should be greater than or equal to 0, got -1"),
-    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "prompt_logprobs may be given only with stream false"),
     ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "max_tokens must be at least 1, got 0"),
     ({"max_tokens": 0, "echo": False}, "max_tokens", "max_tokens must be at least 1, got 0"),
     ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be at least 1, got -1"),

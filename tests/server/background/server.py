@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,8 @@ class Server:
         self.lifecycle = Lifecycle()
         metrics = Metrics(self.engine, "m")
         self.service = Service(self.engine, ByteTokenizer(), app_options("m", **options), self.lifecycle, metrics)
-        self.store = BackgroundStore(
-            self.service, self.journal, {TEXT_SHAPE.object: restore_completion}, clock=self.clock
-        )
+        restore = {TEXT_SHAPE.object: partial(restore_completion, tokenizer=self.service.tokenizer)}
+        self.store = BackgroundStore(self.service, self.journal, restore, clock=self.clock)
 
     async def begin(self, key: str | None = None, **fields: Any) -> BackgroundJob:
         fields = {"prompt": "x", "seed": 1, **fields}

@@ -48,6 +48,21 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_restart_goes_on_with_the_parameters_that_were_in_force(tmp_path: Path) -> None:
+    body = {"top_k": 7, "min_tokens": 2, "bad_words": ["ab"], "allowed_token_ids": [97, 98], "max_tokens": 4}
+
+    async def test() -> None:
+        async with started(Server(tmp_path, sampling_defaults={"temperature": 0.5, "top_k": 3})) as first:
+            await first.begin(**body)
+            begun = first.engine.submitted
+            assert (begun[0].params.temperature, begun[0].params.top_k) == (0.5, 7)
+        async with started(Server(tmp_path, sampling_defaults={"top_p": 0.5, "temperature": 1.5})) as second:
+            await asyncio.sleep(0)
+            assert second.engine.submitted == begun
+
+    run(test())
+
+
 def test_a_restart_within_a_prompt_goes_on_with_the_next_of_its_scores(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"prompt": [97] * 200, "max_tokens": 2, "prompt_logprobs": 1}
 

@@ -132,9 +132,9 @@ def test_a_conversation_is_rendered_beside_the_event_loop(make_api: MakeApi, mon
     encode = ByteTokenizer.encode_with_special
     api = make_api(FakeEngineClient())
 
-    def spy(self: ByteTokenizer, text: str) -> list[int]:
+    def spy(self: ByteTokenizer, text: str, **options: bool) -> list[int]:
         threads.append(threading.current_thread() is not threading.main_thread())
-        return encode(self, text)
+        return encode(self, text, **options)
 
     monkeypatch.setattr(ByteTokenizer, "encode_with_special", spy)
     assert api.chat(max_tokens=1).status_code == 200
@@ -144,7 +144,7 @@ def test_a_conversation_is_rendered_beside_the_event_loop(make_api: MakeApi, mon
 def test_a_conversation_that_cannot_fit_is_refused_before_it_is_tokenized(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def encode(_self: object, text: str) -> list[int]:
+    def encode(_self: object, text: str, **_options: bool) -> list[int]:
         raise AssertionError("tokenized")
 
     monkeypatch.setattr(ByteTokenizer, "encode_with_special", encode)

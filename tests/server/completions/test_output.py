@@ -35,13 +35,13 @@ def split(data: bytes, cuts: Sequence[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def naive_cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Search the text so far after each character; the longest stop string that ends there wins."""
-    for end in range(1, len(text) + 1):
+def naive_cut(text: str, stops: Sequence[str], first: int = 1, *, includes: bool = False) -> tuple[str, str | None]:
+    """Search the text so far after each character from the `first`; the longest stop string that ends there wins."""
+    for end in range(first, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             longest = max(ending, key=len)
-            return text[: end - len(longest)], longest
+            return text[: end if includes else end - len(longest)], longest
     return text, None
 
 
@@ -114,6 +114,46 @@ def test_stop_strings_equal_the_search_of_the_whole_text_for_every_split(
     else:
         shown += stop_strings.flush()
     assert (shown, stop_strings.matched) == naive_cut(text, stops)
+
+
+@given(st.text("ab", max_size=14), STOPS, st.integers(0, 14), st.booleans())
+def test_stop_strings_that_end_too_early_are_text(text: str, stops: list[str], min_tokens: int, includes: bool) -> None:
+    patterns = [compile_stop(stop) for stop in stops]
+    choice = ChoiceOutput(ByteTokenizer(), stop=patterns, min_tokens=min_tokens, includes_stop=includes)
+    whole = join_deltas(feed_all(choice, text.encode()) or [Delta("")])
+    assert (whole.text, whole.stop_reason) == naive_cut(text, stops, min_tokens + 1, includes=includes)
+
+
+def test_a_stop_string_that_is_included_is_not_held_back() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("END")], includes_stop=True)
+    assert [choice.add(output(token_id)).text for token_id in b"aEN"] == ["a", "E", "N"]
+    assert choice.add(output(*b"Dx")) == Delta("D", None, "stop", "END")
+
+
+def test_a_stop_token_that_is_included_has_its_text_unless_it_is_special() -> None:
+    for stop_token_id, skip, text in ((98, (), "ab"), (EOS, (EOS,), "a"), (EOS, (), "a<|endoftext|>")):
+        choice = ChoiceOutput(ByteTokenizer(), stop_token_ids=(98, EOS), includes_stop=True, skip=skip)
+        delta = choice.add(output(97, stop_token_id, finish_reason=FinishReason.STOP, stop_token_id=stop_token_id))
+        assert delta == Delta(text, None, "stop", stop_token_id)
+
+
+def test_token_ids_are_those_that_count() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ND")], returned_prompt=(1, 2))
+    assert choice.add(output(0xC3)) == Delta("", token_ids=(0xC3,), prompt_token_ids=(1, 2))
+    deltas = [choice.add(output(*b"\xa9EN")), choice.add(output(*b"Dxy"))]
+    assert [delta.token_ids for delta in deltas] == [tuple(b"\xa9EN"), tuple(b"D")]
+    assert not any(delta.is_empty or delta.prompt_token_ids for delta in deltas)
+    assert choice.num_tokens == 5
+
+
+def test_logprobs_may_name_tokens_by_their_ids() -> None:
+    choice = ChoiceOutput(ByteTokenizer(), logprobs=1, names_ids=True, echo=(0xC3,))
+    delta = choice.add(output(0xA9, logprobs=(TokenLogprobs(0xA9, -1.0, 2, ((98, -0.5),)),)))
+    assert delta.text == "é"
+    assert delta.logprobs == [
+        TokenScore(b"token_id:195", 0, None, ()),
+        TokenScore(b"token_id:169", 0, -1.0, ((b"token_id:98", -0.5),)),
+    ]
 
 
 def test_the_naive_search_finds_what_ends_first() -> None:
@@ -256,7 +296,7 @@ def test_the_scores_of_a_prompt_may_come_in_pieces_before_its_first_token(num_wi
     assert delta.prompt_logprobs is not None
     assert at_once.prompt_logprobs is not None
     assert list(delta.prompt_logprobs.ranked()) == list(at_once.prompt_logprobs.ranked())
-    assert delta.num_scores == 2 * len(prompt) + 1
+    assert delta.num_entries == 2 * len(prompt) + 1
 
 
 def test_an_echo_alone_leaves_out_what_was_generated() -> None:
