@@ -20,14 +20,17 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.process.client import EngineClient
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
+from gptserve.engine.request import SamplingParams
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.logs import load_logging_engine
 from gptserve.server.settings import ServerSettings
+from gptserve.weights.generation import load_sampling_defaults
 from gptserve.weights.source import model_name, resolve_model
 
 if TYPE_CHECKING:  # they import the web framework
@@ -155,12 +158,19 @@ class ServingProcess:
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import load_tls
         from gptserve.weights.chat.template import load_chat_template
+        from gptserve.weights.tokenizers.info import load_tokenizer_info
         from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
         settings = self._settings
+        name, *aliases = settings.served_model_names or (model_name(settings.model),)
+        defaults, max_new_tokens = _sampling_defaults(settings, self._folder)
         options = AppOptions(
             settings,
-            model_name=settings.served_model_name or model_name(settings.model),
+            model_name=name,
+            aliases=tuple(aliases),
+            sampling_defaults=defaults,
+            max_new_tokens=max_new_tokens,
+            tokenizer_info=load_tokenizer_info(self._folder),
             chat_template=load_chat_template(self._folder, settings.chat_template),
         )
         app = create_app(self._engine, Tokenizer.of_model(self._folder), options, self._journal)
@@ -206,6 +216,22 @@ class ServingProcess:
         await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead(), asyncio.sleep(limit_s))
         if lifecycle.num_active:
             logger.warning("cutting off %s", _requests(lifecycle.num_active))
+
+
+def _sampling_defaults(settings: ServerSettings, folder: Path) -> tuple[dict[str, float], int | None]:
+    """Return the model's sampling parameters and its limit of an answer in a chat. Raises StartError, WeightsError."""
+    if settings.generation_config == "none":
+        return {}, None
+    defaults = load_sampling_defaults(folder)
+    shown = " ".join(f"{name}={value:g}" for name, value in defaults.items())
+    max_new_tokens = defaults.pop("max_new_tokens", None)
+    try:
+        SamplingParams(max_tokens=int(max_new_tokens or 1), **defaults)  # type: ignore[arg-type]
+    except InvalidRequestError as error:
+        raise StartError(f"generation_config.json: {error}; start with --generation-config none") from error
+    if shown:
+        logger.info("sampling defaults of the model: %s (--generation-config none turns them off)", shown)
+    return defaults, None if max_new_tokens is None else int(max_new_tokens)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.server.operations.keys import KEY_RULE, KeyFileError, is_key, read_key_file
 from gptserve.weights.chat.template import PLAIN_NAME
 
+GenerationConfig = Literal["auto", "none"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -100,7 +101,12 @@ class ServerSettings:
         "Jinja file to use instead of the model's own chat template, or 'plain' for lines of \"User: ...\" and "
         '"Assistant: ..."',
     ] = None
-    served_model_name: Annotated[str | None, "name of the model in the API (default: its own)"] = None
+    served_model_names: Annotated[
+        tuple[str, ...], "name of the model in the API; repeatable, answers give the first (default: its own)"
+    ] = ()
+    generation_config: Annotated[
+        GenerationConfig, "whether requests take sampling defaults from the model's generation_config.json"
+    ] = "auto"
     host: Annotated[str, "address to listen on; 0.0.0.0 is all addresses"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
     api_keys: Annotated[
@@ -153,6 +159,8 @@ class ServerSettings:
             read_key_file(self.api_key_file)
         if self.protect_operations and not self.needs_key:
             raise SettingsError("protect-operations needs api-key or api-key-file, got neither")
+        if not all(self.served_model_names):
+            raise SettingsError("served-model-name must not be empty, got ''")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
         if self.chat_template not in (None, PLAIN_NAME) and not Path(str(self.chat_template)).is_file():
@@ -353,4 +361,6 @@ def _parse_texts(value: object) -> tuple[str, ...]:
 
 def _as_text(value: object) -> str:
     """Return `value` in the form of a variable."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model this server has."""
+"""GET /v1/models and /v1/models/{id}: the one model this server has, under each of its names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ def models_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["models"])
     created = int(time.time())
+    names = (service.options.model_name, *service.options.aliases)
 
-    def model() -> Model:
+    def model(name: str) -> Model:
         service.check_alive()
-        limit = service.engine.info.max_model_len
-        return Model(id=service.options.model_name, created=created, owned_by="gptserve", max_model_len=limit)
+        limit, defaults = service.engine.info.max_model_len, service.options.sampling_defaults
+        return Model(
+            id=name, created=created, owned_by="gptserve", max_model_len=limit, sampling_defaults=dict(defaults)
+        )
 
     @router.get("/v1/models", summary="List the models", responses=error_responses(401, 503))
     async def list_models() -> ModelList:
-        return ModelList(data=[model()])
+        return ModelList(data=[model(name) for name in names])
 
     # The id is a path: that of a hub model has a slash in it.
     @router.get(
@@ -36,7 +39,8 @@ def models_router(service: Service) -> APIRouter:
         responses=error_responses(401, 404, 503),
     )
     async def retrieve_model(request: Request) -> Model:
-        service.check_model(request.path_params["model"])
-        return model()
+        name = request.path_params["model"]
+        service.check_model(name)
+        return model(name)
 
     return router

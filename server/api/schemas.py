@@ -452,6 +452,8 @@ class Model(_Model):
     created: int
     owned_by: str
     max_model_len: int
+    sampling_defaults: dict[str, float]
+    """of requests that leave these fields out"""
 
 
 class ModelList(_Model):

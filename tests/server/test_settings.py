@@ -25,6 +25,7 @@ WRITTEN = {
     "revision": "main",
     "chat-template": "plain",
     "served-model-name": "teller",
+    "generation-config": "none",
     "host": "0.0.0.0",
     "port": "9000",
     "api-key": "secret-1,secret-2",

@@ -38,3 +38,28 @@ def test_an_unknown_model_is_a_404(api: Api) -> None:
         "param": "model",
         "code": "model_not_found",
     }
+
+
+def test_a_model_has_all_its_names(make_api: Callable[..., Api]) -> None:
+    api = make_api(FakeEngineClient(), aliases=("gpt-4o", "org/other"))
+    models = api.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == [MODEL, "gpt-4o", "org/other"]
+    assert [api.get(f"/v1/models/{model['id']}").json() for model in models] == models
+    for name in (MODEL, "gpt-4o", "org/other", None):
+        assert api.complete(prompt="x", model=name).json()["model"] == MODEL
+    message = "model 'gpt-9' does not exist; this server has 'test-model', 'gpt-4o', 'org/other'"
+    assert api.complete(prompt="x", model="gpt-9").json()["error"]["message"] == message
+
+
+def test_a_models_own_sampling_defaults_are_shown_and_taken(make_api: Callable[..., Api]) -> None:
+    api = make_api(FakeEngineClient(), sampling_defaults={"temperature": 0.5, "top_k": 3}, max_new_tokens=5)
+    body = api.get("/v1/models").json()
+    ModelList.model_validate(body, strict=True, extra="forbid")
+    assert body["data"][0]["sampling_defaults"] == {"temperature": 0.5, "top_k": 3}
+    api.complete(prompt="x")
+    api.complete(prompt="x", temperature=1, top_k=0)
+    api.chat()
+    api.chat(max_tokens=9)
+    params = [request.params for request in api.engine.submitted]
+    assert [(p.temperature, p.top_k) for p in params] == [(0.5, 3), (1.0, 0), (0.5, 3), (0.5, 3)]
+    assert [p.max_tokens for p in params] == [16, 16, 5, 9], "a completion has OpenAI's limit, a chat the model's"
