@@ -20,6 +20,7 @@ from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
+from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.store import BackgroundStore, Restore
 from gptserve.server.completions.chat import restore_chat
@@ -67,7 +68,7 @@ def create_app(
     app.state.metrics = metrics
     for make_router in (completions_router, chat_router, background_router):
         app.include_router(make_router(service, store))
-    for make_plain_router in (models_router, operations_router):
+    for make_plain_router in (tokenize_router, models_router, operations_router):
         app.include_router(make_plain_router(service))
     return app
 

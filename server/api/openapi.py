@@ -37,9 +37,10 @@ def text(media_type: str) -> dict[str, Any]:
     return {"content": {media_type: {"schema": {"type": "string"}}}}
 
 
-def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return FastAPI's `openapi_extra` for a route that parses its body itself, as `model`."""
-    schema = {"$ref": _REF.format(model=model.__name__)}
+def json_body(*models: type[BaseModel]) -> dict[str, Any]:
+    """Return FastAPI's `openapi_extra` for a route that parses its body itself, as one of `models`."""
+    references = [{"$ref": _REF.format(model=model.__name__)} for model in models]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses, openapi_document, text
 from gptserve.server.api.schemas import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
+from gptserve.server.api.tokenize import TOKENIZE_BODIES
 from gptserve.server.completions.service import Service
 
 _NO_KEY: dict[str, Any] = {"security": []}
@@ -59,7 +60,7 @@ def operations_router(service: Service) -> APIRouter:
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
         if not document:
-            models = (CompletionRequest, ChatRequest, ChatCompletionChunk)
+            models = (CompletionRequest, ChatRequest, ChatCompletionChunk, *TOKENIZE_BODIES)
             make = partial(openapi_document, request.app, models, needs_key=settings.needs_key)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)

@@ -365,6 +365,45 @@ def test_a_model_without_a_chat_template_takes_the_one_chosen(launch: Any, tmp_p
     assert mine_answer["choices"][0]["message"]["content"] == expected["choices"][0]["text"]
 
 
+def test_a_model_has_names_sampling_defaults_and_a_tokenizer(launch: Any) -> None:
+    process = launch("--served-model-name", "teller", "--served-model-name", "gpt-4o")
+    process.wait_for_line("sampling defaults of the model: temperature=0.8 (--generation-config none turns them off)")
+    with process.wait_until_ready() as client:
+        models = client.get("/v1/models").json()["data"]
+        info = client.get("/tokenizer_info").json()
+        eos = client.post("/tokenize", json={"prompt": info["eos_token"], "add_special_tokens": False}).json()
+        text = client.post("/detokenize", json={"tokens": [*eos["tokens"], 5]}).json()["prompt"]
+        again = client.post("/tokenize", json={"prompt": text, "model": "gpt-4o"}).json()
+        drawn = {"prompt": "Once upon a time", "seed": 3, "max_tokens": 30, "model": "gpt-4o"}
+        by_default, as_said, otherwise = (
+            client.post("/v1/completions", json={**drawn, **fields}).json()
+            for fields in ({}, {"temperature": 0.8}, {"temperature": 1.3})
+        )
+
+    assert [(model["id"], model["sampling_defaults"]) for model in models] == [
+        ("teller", {"temperature": 0.8}),
+        ("gpt-4o", {"temperature": 0.8}),
+    ]
+    assert (info["tokenizer_class"], eos["tokens"], again["tokens"]) == ("GPT2Tokenizer", [0], [0, 5])
+    assert by_default["model"] == "teller"
+    assert by_default["choices"] == as_said["choices"] != otherwise["choices"]
+
+
+def test_sampling_defaults_that_are_not_valid_end_the_start(launch: Any, tmp_path: Path) -> None:
+    for path in (ROOT / "weights" / "storyteller").iterdir():
+        if path.is_file():
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"temperature": 3.0}')
+    status, log = launch(str(tmp_path)).wait()
+    assert status == 1
+    rule = "generation_config.json: temperature must be in [0.0, 2.0], got 3.0; start with --generation-config none"
+    assert rule in log
+    assert "Traceback" not in log
+    with launch(str(tmp_path), "--generation-config", "none").wait_until_ready() as client:
+        assert client.get("/v1/models").json()["data"][0]["sampling_defaults"] == {}
+
+
 def test_a_chat_template_that_is_not_valid_ends_the_start(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
     status, log = launch("--chat-template", str(tmp_path / "broken.jinja")).wait()

@@ -1,0 +1,138 @@
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in vLLM's shapes.
+
+As in vLLM, and other than in the prompt of a completion, the text of a special token is that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.body import parse_json_object
+from gptserve.server.api.completions import read_body
+from gptserve.server.api.openapi import error_responses, json_body
+from gptserve.server.api.token_schemas import (
+    ConversationToTokenize,
+    DetokenizedText,
+    TextToTokenize,
+    TokenizerInfo,
+    Tokens,
+    TokensToText,
+)
+from gptserve.server.completions.answer import json_response
+from gptserve.server.completions.chat import check_conversation, encode_conversation
+from gptserve.server.completions.output import token_name
+from gptserve.server.completions.prompt import THREAD_CHARACTERS, check_length
+from gptserve.server.completions.service import Service
+
+TOKENIZE_BODIES = (TextToTokenize, ConversationToTokenize, TokensToText)
+_ERRORS = error_responses(400, 401, 404, 408, 413, 415, 503)
+
+
+def tokenize_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(tags=["tokens"])
+
+    @router.post(
+        "/tokenize",
+        summary="Turn a text or a conversation into tokens",
+        openapi_extra=json_body(TextToTokenize, ConversationToTokenize),
+        responses={200: {"model": Tokens}, **_ERRORS},
+    )
+    async def tokenize(request: Request) -> Response:
+        service.check_alive()
+        body = await read_body(request, service, _parse)
+        _check_model(body.model, service)
+        if isinstance(body, ConversationToTokenize):
+            check_conversation(body, service)
+            return await service.in_thread(_tokenize_conversation, body, service)
+        check_length(body.prompt, service)
+        if len(body.prompt) > THREAD_CHARACTERS:
+            return await service.in_thread(_tokenize_text, body, service)
+        return _tokenize_text(body, service)
+
+    @router.post(
+        "/detokenize",
+        summary="Turn tokens into text",
+        openapi_extra=json_body(TokensToText),
+        responses={200: {"model": DetokenizedText}, **_ERRORS},
+    )
+    async def detokenize(request: Request) -> Response:
+        service.check_alive()
+        body = await read_body(request, service, lambda raw: TokensToText.model_validate(parse_json_object(raw)))
+        _check_model(body.model, service)
+        _check_tokens(body.tokens, service)
+        if len(body.tokens) > THREAD_CHARACTERS:
+            return await service.in_thread(_detokenize, body.tokens, service)
+        return _detokenize(body.tokens, service)
+
+    @router.get(
+        "/tokenizer_info",
+        summary="Describe the tokenizer",
+        responses={200: {"model": TokenizerInfo}, **error_responses(401, 503)},
+    )
+    async def tokenizer_info() -> Response:
+        service.check_alive()
+        info: dict[str, object] = {}
+        if eos := service.engine.info.eos_token_ids:
+            info["eos_token"] = token_name(service.tokenizer.token_bytes(eos[0]))
+        info |= service.options.tokenizer_info
+        if service.options.chat_template is not None:
+            info["chat_template"] = service.options.chat_template.source
+        return JSONResponse(info)
+
+    return router
+
+
+def _parse(raw: bytearray) -> TextToTokenize | ConversationToTokenize:
+    fields = parse_json_object(raw)
+    return (ConversationToTokenize if "messages" in fields else TextToTokenize).model_validate(fields)
+
+
+def _check_model(name: str | None, service: Service) -> None:
+    if name is not None:
+        service.check_model(name)
+
+
+def _check_tokens(token_ids: Sequence[int], service: Service) -> None:
+    """Raise InvalidRequestError for more tokens than a prompt may have, or for ids that the model does not have."""
+    info = service.engine.info
+    if len(token_ids) > info.max_model_len:
+        rule = f"tokens may be at most {info.max_model_len}, this model's context, got {len(token_ids)}"
+        raise InvalidRequestError(rule, param="tokens", code="context_length_exceeded")
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size), None)
+    if wrong is not None:
+        message = f"tokens: token ids must be in [0, {info.vocab_size}), got {wrong}"
+        raise InvalidRequestError(message, param="tokens")
+
+
+def _tokenize_text(body: TextToTokenize, service: Service) -> Response:
+    template = body.add_special_tokens is not False
+    token_ids = service.tokenizer.encode_with_special(body.prompt, template=template)
+    return _tokens(token_ids, service, with_texts=bool(body.return_token_strs))
+
+
+def _tokenize_conversation(body: ConversationToTokenize, service: Service) -> Response:
+    token_ids = encode_conversation(body, service, add_special=bool(body.add_special_tokens))
+    return _tokens(token_ids, service, with_texts=bool(body.return_token_strs))
+
+
+def _tokens(token_ids: list[int], service: Service, *, with_texts: bool) -> Response:
+    texts = (token_name(service.tokenizer.token_bytes(token_id)) for token_id in token_ids)
+    return json_response(
+        {
+            "count": len(token_ids),
+            "max_model_len": service.engine.info.max_model_len,
+            "tokens": iter(token_ids),
+            "token_strs": texts if with_texts else None,
+        }
+    )
+
+
+def _detokenize(token_ids: Sequence[int], service: Service) -> Response:
+    data = b"".join(map(service.tokenizer.token_bytes, token_ids))
+    return json_response({"prompt": data.decode(errors="replace")})
