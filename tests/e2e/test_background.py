@@ -33,7 +33,7 @@ SHAPES: list[dict[str, Any]] = [
     {"prompt": "Once upon a time"},
     {"prompt": "There was a fox", "temperature": 0},
     {"prompt": "A badger", "logprobs": 3, "echo": True},
-    {"prompt": "One day", "n": 2},
+    {"prompt": "One day", "n": 2, "bad_words": ["the", "and"], "min_tokens": 99, "return_token_ids": True},
     {"prompt": ["In spring", "In winter"], "stop": ["zebra", "\n\nThe end of it"]},
     CHAT | {"logprobs": True, "top_logprobs": 2},
 ]

@@ -27,6 +27,8 @@ BODIES: list[dict[str, Any]] = [
         "stream": seed % 4 > 0,
         "logprobs": 1 if seed % 3 == 0 else None,
         "n": 2 if seed % 5 == 0 else 1,
+        "bad_words": ["the", "and"] if seed % 2 else None,
+        "min_tokens": 200 if seed % 2 else None,
     }
     for seed, prompt in enumerate(["Once upon a time", "The fox", "A long way from here,", "Mia said"] * 8)
 ]
