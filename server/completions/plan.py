@@ -141,6 +141,9 @@ def check_size(
         message = f"n times the number of prompts times max_tokens may be at most {max_tokens_held}, got {times}"
         raise InvalidRequestError(message, param="max_tokens")
     num_prompt_tokens = n * sum(map(len, prompts))
+    if body.return_token_ids and num_prompt_tokens > max_tokens_held:
+        rule = f"n times the prompts' tokens may be at most {max_tokens_held} with return_token_ids"
+        raise InvalidRequestError(f"{rule}, got {num_prompt_tokens}", param="return_token_ids")
     of_answer = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
     of_prompts = 0 if params.prompt_logprobs is None else num_prompt_tokens * (params.prompt_logprobs + 1)
     if of_answer + of_prompts > options.max_logprobs_held:

@@ -80,6 +80,16 @@ def test_token_ids_of_a_chat_stand_where_vllm_has_them(api: Api, streams: bool) 
     assert [token_id for found in ids for token_id in found] == [97, 98]
 
 
+def test_the_ids_of_prompts_that_are_held_are_bounded(make_api: MakeApi) -> None:
+    api = make_api(FakeEngineClient(), max_tokens_held=10)
+    body = {"prompt": "x" * 129, "max_tokens": 1, "n": 2}
+    assert api.complete(**body).status_code == 200
+    assert api.complete(**{**body, "n": 1}, return_token_ids=True).status_code == 200
+    error = api.complete(**body, return_token_ids=True).json()["error"]
+    message = "n times the prompts' tokens may be at most 256 with return_token_ids, got 258"
+    assert (error["param"], error["message"]) == ("return_token_ids", message)
+
+
 def test_logprobs_may_name_tokens_by_their_ids(api: Api) -> None:
     found = choice(api, max_tokens=1, logprobs=1, echo=True, return_tokens_as_token_ids=True)["logprobs"]
     assert found["tokens"] == ["token_id:120", "token_id:97"]
