@@ -36,6 +36,11 @@ class FinishReason(StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"  # it waited too long to be admitted
 
 
+def context_limit(num_tokens: int) -> str:
+    """Return the beginning of a message, in OpenAI's words: client libraries look for them."""
+    return f"This model's maximum context length is {num_tokens} tokens"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. An invalid value raises InvalidRequestError, which names the field.
@@ -126,13 +131,12 @@ class Request:
         if num_prompt == 0:
             raise InvalidRequestError("prompt must hold at least one token, got an empty one", param="prompt")
         if num_prompt >= limit:
-            rule = f"this model's context of {limit} tokens leaves room for {limit - 1}"
-            message = f"prompt has {num_prompt} tokens; {rule}"
+            message = f"{context_limit(limit)}, with a new one; the prompt has {num_prompt}"
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         together = num_prompt + max_tokens
         if together > limit:
-            lengths = f"max_tokens is {max_tokens} and prompt has {num_prompt} tokens, together {together}"
-            message = f"{lengths}; this model's context is {limit} tokens"
+            lengths = f"the prompt has {num_prompt} and max_tokens is {max_tokens}, together {together}"
+            message = f"{context_limit(limit)}; {lengths}"
             raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
         if len(self.generated_token_ids) >= max_tokens:
             rule = f"generated_token_ids must be fewer than max_tokens, which is {max_tokens}"

@@ -11,8 +11,10 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
@@ -34,6 +36,8 @@ from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKey
 from gptserve.server.operations.keys import ApiKeys
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
+
+MAX_PATH = 200  # characters of a path in a message
 
 
 def create_app(
@@ -60,7 +64,11 @@ def create_app(
         version=_version(),
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
         redirect_slashes=False,
-        middleware=[Middleware(RequestEnvelope), Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths)],
+        middleware=[
+            *_cross_origin(settings.origins),
+            Middleware(RequestEnvelope),
+            Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths),
+        ],
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
@@ -73,13 +81,44 @@ def create_app(
     return app
 
 
+def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
+    """Return the middleware that lets pages of these origins call the API. Preflights carry no key, so it comes first.
+
+    https://fetch.spec.whatwg.org/#http-cors-protocol
+    """
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-gptserve-ignored", "retry-after"],
+        )
+    ]
+
+
 async def _answer_routing_error(request: Request, error: Exception) -> Response:
     """Put Starlette's own errors, no such route or method, into the envelope of all others."""
     assert isinstance(error, HTTPException)
-    told = ServiceError("not_found", f"there is no route {request.method} {request.url.path}")
+    asked = f"{request.method} {request.url.path[:MAX_PATH]}"
+    told = ServiceError("not_found", f"there is no route {asked}; {_what_to_call(request)}")
     if error.status_code == 405:
-        told = ServiceError("method_not_allowed", f"this route does not take {request.method} {request.url.path}")
+        takes = (error.headers or {})["Allow"]
+        told = ServiceError("method_not_allowed", f"this route does not take {asked}; it takes {takes}")
     return error_response(report(told, request.scope), error.headers)
+
+
+def _what_to_call(request: Request) -> str:
+    """Return a hint at the route that a client probably means: with /v1, or without a slash at its end."""
+    path = request.url.path.rstrip("/")
+    for likely in (path, f"/v1{path}", path.replace("/v1/v1/", "/v1/")):
+        scope = {**request.scope, "path": likely}
+        routes = request.app.router.routes
+        if likely != request.url.path and any(route.matches(scope)[0] is Match.FULL for route in routes):
+            return f"call {request.method} {likely}"
+    return "/openapi.json lists the routes"
 
 
 def _version() -> str:

@@ -36,6 +36,7 @@ _INJECTED = re.compile(
     r"GPTSERVE_([A-Z0-9_]+_)?"
     r"((SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=|PORT=(tcp|udp|sctp)://)"
 )
+_ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")  # as a browser sends it: no path, and no slash at its end
 _ENGINE_HELP = {
     "device": "device to compute on",
     "dtype": "data type of weights, activations and KV cache",
@@ -120,6 +121,11 @@ class ServerSettings:
     ] = None
     protect_operations: Annotated[bool, "require a key for /metrics, /version and /openapi.json, too"] = False
     priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
+    allowed_origins: Annotated[
+        str | None,
+        "web pages that may call the API: their origins, such as https://chat.example.com, with commas between, or *",
+    ] = None
+    strict_fields: Annotated[bool, "refuse requests with fields that nobody reads"] = False
     ssl_keyfile: Annotated[Path | None, "private key for TLS, in PEM"] = None
     ssl_certfile: Annotated[Path | None, "certificate chain for TLS, in PEM"] = None
     max_body_bytes: Annotated[int, "maximum size of a request body; a larger one gets status 413"] = 2 * 2**20
@@ -165,6 +171,11 @@ class ServerSettings:
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
         if self.chat_template not in (None, PLAIN_NAME) and not Path(str(self.chat_template)).is_file():
             raise SettingsError(f"chat-template must be a file or {PLAIN_NAME!r}, got {self.chat_template!r}")
+        if not all(map(_ORIGIN.fullmatch, self.origins)):
+            raise SettingsError(
+                f"allowed-origins must be * or such as https://a.example,http://b.example:3000, got "
+                f"{self.allowed_origins!r}"
+            )
         for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name} must be a file, got {path}")
@@ -173,6 +184,11 @@ class ServerSettings:
     def needs_key(self) -> bool:
         """Whether requests need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The allowed origins, each apart."""
+        return () if self.allowed_origins is None else tuple(map(str.strip, self.allowed_origins.split(",")))
 
     @property
     def is_local(self) -> bool:

@@ -31,7 +31,8 @@ IDEMPOTENCY_KEY = {
 _PATH = "/v1/completions/{id}"
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _BY_ID = {"parameters": [_ID]}
-_NUMBER = {"type": "integer", "minimum": 0}
+_MAX_EVENT = 10**18 - 1
+_NUMBER = {"type": "integer", "minimum": 0, "maximum": _MAX_EVENT}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
 _RESULT: dict[int | str, dict[str, Any]] = {
@@ -105,12 +106,11 @@ def _last_event_seen(request: Request) -> int:
 
     Raises ServiceError.
     """
-    for name, given in (("starting_after", request.query_params), ("Last-Event-ID", request.headers)):
-        value = given.get(name)
-        if value is not None:
-            rule = "the id of an event, a whole number of at least 0"
-            return int(_checked(name, value, r"[0-9]{1,18}", rule))
-    return 0
+    rule = f"the id of an event, a whole number from 0 to {_MAX_EVENT}"
+    sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
+    given = ((name, source.get(name)) for name, source in sources)
+    seen = [int(_checked(name, value, r"[0-9]{1,18}", rule)) for name, value in given if value is not None]
+    return seen[0] if seen else 0
 
 
 def _checked(name: str, value: str, pattern: str, rule: str) -> str:

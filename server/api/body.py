@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -16,6 +17,9 @@ MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one t
 # No other thread runs while a body is parsed and checked. A body at one limit takes 10 to 40 ms, at all of them 50 ms.
 # A prompt of 128k token ids has half the commas. Marks in strings count, too: a prompt may be a JSON document.
 MAX_COUNTS = {b"[": 2**16, b"{": 2**14, b":": 2**16, b",": 2**18}
+
+
+_CARELESS_TYPES = frozenset({"", "application/x-www-form-urlencoded"})
 
 
 class IncomingBodies:
@@ -72,7 +76,7 @@ def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
             message = f"the body may have {mark.decode()!r} at most {max_count} times, in strings or not, got {count}"
             raise ServiceError("body_too_complex", message)
     try:
-        value = from_json(raw)
+        value = from_json(raw.removeprefix(BOM_UTF8))
     except ValueError as error:
         raise ServiceError("invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -81,10 +85,20 @@ def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
 
 
 def _check_head(request: Request, max_bytes: int) -> None:
-    """Raise ServiceError if the headers announce another type or too large a body."""
+    """Raise ServiceError if the headers announce another type, a coding or too large a body.
+
+    Clients that only post, such as `curl -d`, announce a form or nothing. Browsers send such a body without asking this
+    server, from any page, so it is refused if they name the page's origin.
+    """
     content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
+    media_type = content_type.partition(";")[0].strip().lower()
+    is_careless = media_type in _CARELESS_TYPES and "origin" not in request.headers
+    if media_type != "application/json" and not is_careless:
         message = f"content-type must be application/json, got {content_type or 'none'}"
+        raise ServiceError("unsupported_media_type", message)
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        message = f"the body must not be encoded, got content-encoding {show(coding)}"
         raise ServiceError("unsupported_media_type", message)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:

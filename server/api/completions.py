@@ -21,6 +21,7 @@ from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api import schemas
 from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key
 from gptserve.server.api.body import parse_json_object
+from gptserve.server.api.fields import ignored_names, take_fields
 from gptserve.server.api.openapi import error_responses, json_body, text
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
@@ -29,11 +30,12 @@ from gptserve.server.completions.chat import plan_chat
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.completions.service import Service
+from gptserve.server.http.envelope import log_fields
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 
 Body = TypeVar("Body", bound=schemas.GenerationRequest)
-Parsed = TypeVar("Parsed")
+Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
@@ -63,12 +65,6 @@ def _router(
     body_model, answer_model, chunk_model = models
     description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
 
-    def parse(raw: bytearray, key: str | None, started_at: float) -> tuple[Body, BackgroundRequest | None]:
-        fields = parse_json_object(raw)
-        body = body_model.model_validate(fields)
-        is_background = body.background or key is not None
-        return body, BackgroundRequest.of(path, fields, key, started_at) if is_background else None
-
     @router.post(
         path,
         summary=summary,
@@ -83,20 +79,36 @@ def _router(
         started_at = time.perf_counter()
         service.admit()  # refuse before reading megabytes
         key = idempotency_key(request)
-        body, background = await read_body(request, service, lambda raw: parse(raw, key, started_at))
-        if background is not None:
+        fields, body = await read_body(request, service, lambda _: body_model)
+        if body.background or key is not None:
             _check_id(body)
+            background = BackgroundRequest.of(path, fields, key, started_at)
             return await answer_in_background(request, service, store, background, body, lambda: plan(body, service))
         return CompletionResponse(service, await plan(body, service), started_at)
 
     return router
 
 
-async def read_body(request: Request, service: Service, parse: Callable[[bytearray], Parsed]) -> Parsed:
-    """Read the body within the limits and return what `parse` makes of it, in a thread if it is large."""
-    options = service.options
-    async with service.bodies.read(request, options.settings.max_body_bytes, options.body_limit_s) as raw:
-        return parse(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, raw)
+async def read_body(
+    request: Request, service: Service, choose: Callable[[dict[str, object]], type[Parsed]]
+) -> tuple[dict[str, object], Parsed]:
+    """Read the body within the limits; return its fields, and the model of them that `choose` names.
+
+    A large body is parsed in a thread. Raises what these raise, ValidationError too.
+    """
+    settings = service.options.settings
+
+    def parse(raw: bytearray) -> tuple[dict[str, object], Parsed, list[str]]:
+        given = parse_json_object(raw)
+        model = choose(given)
+        fields, ignored = take_fields(given, model, strict=settings.strict_fields)
+        return fields, model.model_validate(fields), ignored
+
+    async with service.bodies.read(request, settings.max_body_bytes, service.options.body_limit_s) as raw:
+        fields, body, ignored = parse(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, raw)
+    if ignored:
+        log_fields(request.scope)["ignored"] = ignored_names(ignored)
+    return fields, body
 
 
 def _check_id(body: schemas.GenerationRequest) -> None:

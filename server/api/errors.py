@@ -37,6 +37,8 @@ _CODES = {
 }
 # The rest of the body is not read, so the connection cannot carry another request.
 _CLOSING = ("request_timeout", "body_too_large", "too_many_bodies")
+# OpenAI's clients try every 409 and 500 three times. These stay the same.
+_FINAL = ("idempotency_key_reused", "cancelled", "generation_failed", "model_changed")
 
 # Replaces those of pydantic's messages that use Python's words.
 _JSON_RULES = {
@@ -80,6 +82,8 @@ def headers_of(error: ServiceError) -> dict[str, str]:
     retry_after_s = UNAVAILABLE_RETRY_AFTER_S if status_of(error) == 503 else error.retry_after_s
     if retry_after_s is not None:
         headers["retry-after"] = str(retry_after_s)
+    if error.code in _FINAL:
+        headers["x-should-retry"] = "false"
     if error.code in _CLOSING:
         headers["connection"] = "close"
     if error.code == "invalid_api_key":

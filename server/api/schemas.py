@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from gptserve.engine.request import MAX_LOGPROBS, SamplingParams
 from gptserve.server.completions.output import EndReason
@@ -73,16 +73,7 @@ class _Model(BaseModel):
 
 
 class _RequestModel(_Model):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_the_first_unknown(cls, value: Any) -> Any:
-        """Drop all unknown fields but one: pydantic would check each of a million and block the event loop."""
-        if not isinstance(value, dict) or len(value) <= len(cls.__pydantic_fields__):
-            return value
-        unknown = next(name for name in value if name not in cls.__pydantic_fields__)
-        return {name: value[name] for name in (*cls.__pydantic_fields__, unknown) if name in value}
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class StreamOptions(_RequestModel):
@@ -183,7 +174,6 @@ class CompletionRequest(GenerationRequest):
     """how many likeliest tokens to report with each token"""
     echo: bool | None = None
     """return the prompt first; max_tokens may be 0 then"""
-    suffix: None = None
 
     def sampling_params(self, defaults: Mapping[str, float], **chosen: Any) -> SamplingParams:
         """Return the parameters. With echo the engine scores the prompt, and always computes at least one token."""
@@ -222,12 +212,6 @@ class Message(_RequestModel):
         return given
 
 
-class TextFormat(_RequestModel):
-    """The only response format."""
-
-    type: Literal["text"]
-
-
 class Conversation(_RequestModel):
     """Messages, and how to make a prompt of them."""
 
@@ -238,6 +222,16 @@ class Conversation(_RequestModel):
     """go on with the last message instead"""
     chat_template_kwargs: dict[str, Any] | None = None
     """variables for the chat template"""
+    reasoning_effort: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = None
+    """a variable for the chat template, which may ignore it"""
+    verbosity: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = None
+    """a variable for the chat template, which may ignore it"""
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables for the chat template; chat_template_kwargs win."""
+        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        given = {name: value for name, value in named.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
 
 class ChatRequest(Conversation, GenerationRequest):
@@ -248,8 +242,6 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """needs logprobs true"""
-    tool_choice: Literal["none"] | None = None
-    response_format: TextFormat | None = None
 
 
 class PromptTokensDetails(_Model):

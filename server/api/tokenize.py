@@ -5,14 +5,13 @@ As in vLLM, and other than in the prompt of a completion, the text of a special 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.completions import read_body
 from gptserve.server.api.openapi import error_responses, json_body
 from gptserve.server.api.token_schemas import (
@@ -45,7 +44,7 @@ def tokenize_router(service: Service) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         service.check_alive()
-        body = await read_body(request, service, _parse)
+        _, body = await read_body(request, service, _model_of)
         _check_model(body.model, service)
         if isinstance(body, ConversationToTokenize):
             check_conversation(body, service)
@@ -63,7 +62,7 @@ def tokenize_router(service: Service) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         service.check_alive()
-        body = await read_body(request, service, lambda raw: TokensToText.model_validate(parse_json_object(raw)))
+        _, body = await read_body(request, service, lambda _: TokensToText)
         _check_model(body.model, service)
         _check_tokens(body.tokens, service)
         if len(body.tokens) > THREAD_CHARACTERS:
@@ -88,9 +87,8 @@ def tokenize_router(service: Service) -> APIRouter:
     return router
 
 
-def _parse(raw: bytearray) -> TextToTokenize | ConversationToTokenize:
-    fields = parse_json_object(raw)
-    return (ConversationToTokenize if "messages" in fields else TextToTokenize).model_validate(fields)
+def _model_of(fields: Mapping[str, object]) -> type[TextToTokenize | ConversationToTokenize]:
+    return ConversationToTokenize if fields.get("messages") is not None else TextToTokenize
 
 
 def _check_model(name: str | None, service: Service) -> None:

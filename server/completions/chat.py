@@ -104,7 +104,7 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
     continues, adds = bool(body.continue_final_message), body.add_generation_prompt
     text = template.render(
         [message.to_template() for message in body.messages],
-        body.chat_template_kwargs or {},
+        body.template_variables(),
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
     )

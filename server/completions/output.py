@@ -20,12 +20,9 @@ MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have; vLLM
 
 
 Channel = Literal["text", "reasoning"]
-EndReason = Literal["stop", "length", "timeout"]
-_END_REASONS: dict[FinishReason, EndReason] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.TIMEOUT: "timeout",
-}
+EndReason = Literal["stop", "length"]
+TIMEOUT = "timeout"
+"""The stop_reason of a choice whose time ran out. Its finish_reason is "length": clients know no other."""
 
 Detokenizer = partial(codecs.getincrementaldecoder("utf-8"), "replace")
 """Decodes UTF-8 that arrives in arbitrary pieces.
@@ -230,6 +227,7 @@ class ChoiceOutput:
     ) -> None:
         self.num_tokens = 0
         self.finish_reason: EndReason | None = None
+        self.is_timed_out = False
         self._token_bytes, self._skip = tokenizer.token_bytes, skip
         self._name_bytes = _id_name if names_ids else tokenizer.token_bytes
         self._detokenizer = Detokenizer()
@@ -284,13 +282,16 @@ class ChoiceOutput:
         stop_reason: str | int | None = None
         if output.finish_reason is not None and self._stops.matched is None:
             text += self._feed(self._detokenizer.decode(b"", True))
-            self.finish_reason = _END_REASONS[output.finish_reason]
-            if self.finish_reason == "stop" and output.stop_token_id in self._stop_token_ids:
+            self.finish_reason = "stop" if output.finish_reason is FinishReason.STOP else "length"
+            if output.finish_reason is FinishReason.TIMEOUT:
+                stop_reason = TIMEOUT
+            elif output.stop_token_id in self._stop_token_ids:
                 stop_reason = output.stop_token_id
         if self._stops.matched is not None:
             self.finish_reason, stop_reason = "stop", self._stops.matched
         elif self.finish_reason is not None:
             text += self._stops.flush()
+        self.is_timed_out = (self.finish_reason, stop_reason) == ("length", TIMEOUT)
         reasoning, self._reasoning = self._reasoning, ""
         entries, self._prompt_entries = self._prompt_entries, []
         scores = PromptScores(entries, self._prompt_logprobs or 0, self._token_bytes) if entries else None

@@ -156,11 +156,11 @@ def check_size(
 
 
 def new_identity(shape: Shape, body: GenerationRequest, service: Service) -> Identity:
-    """Return the identity of a new completion; without a seed in the body, draw one."""
+    """Return the identity of a new completion; without a seed in the body, or for seed -1, draw one."""
     return Identity(
         completion_id=f"{shape.id_prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
-        seed=secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed is None else body.seed,
+        seed=secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed in (None, -1) else body.seed,
         model=service.options.model_name,
         fingerprint=service.engine.info.fingerprint,
         batch_invariant=service.engine.info.batch_invariant,

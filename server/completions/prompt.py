@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.request import context_limit
 from gptserve.server.api.schemas import GenerationRequest
 from gptserve.server.completions.service import Service, Tokenizer
 
@@ -50,7 +51,7 @@ def check_length(text: str, service: Service) -> None:
     num_bytes, max_bytes = len(text.encode()), limit * service.tokenizer.max_token_bytes
     if num_bytes > max_bytes:
         raise InvalidRequestError(
-            f"prompt has {num_bytes} bytes; no more than {max_bytes} can fit this model's context of {limit} tokens",
+            f"{context_limit(limit)}, which no more than {max_bytes} bytes can fit; the prompt has {num_bytes}",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import FinishReason, TokenOutput
-from gptserve.server.completions.output import ChoiceOutput, Delta
+from gptserve.server.completions.output import TIMEOUT, ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Tokenizer
 from gptserve.server.errors import ServiceError
@@ -141,7 +141,10 @@ class CompletionRun:
     def close(self) -> dict[str, Any]:
         """Count the choices by finish reason, the unfinished as aborted or failed; return the fields for the log."""
         unfinished = FinishReason.ERROR if self.is_failed else FinishReason.ABORT
-        reasons = Counter(choice.finish_reason or unfinished.value for choice in self.output.choices)
+        reasons = Counter(
+            TIMEOUT if choice.is_timed_out else choice.finish_reason or unfinished.value
+            for choice in self.output.choices
+        )
         for reason, count in reasons.items():
             self._metrics.count_finished(reason, count)
         self._metrics.request_latency.observe(time.perf_counter() - self._started_at)

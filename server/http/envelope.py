@@ -52,15 +52,18 @@ class RequestEnvelope:
         request_id = _request_id(scope)
         fields: dict[str, Any] = {"request_id": request_id.decode(), "status": None}
         scope.setdefault("state", {})["log_fields"] = fields
+        # HEAD is GET without the body, which uvicorn leaves out (RFC 9110, section 9.3.2).
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 fields["status"] = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                ignored = [(b"x-gptserve-ignored", fields["ignored"].encode())] if "ignored" in fields else []
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(routed, receive, send_with_id)
         except ClientDisconnect:
             fields["status"] = CLIENT_GONE
         except Exception as error:

@@ -29,8 +29,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     The parser may hold max_head_bytes, and one slice of a read, that it has not reported yet: a head, the framing of
     chunks, trailers, blank lines. A head must arrive within wait_limit_s; the timer starts on connect, on a request's
-    first byte and after a response. While the write buffer is full, a client must read MIN_BYTES_TAKEN, or everything,
-    in every write_limit_s. Nothing else is written during an answer.
+    first byte and after a response whose request is still arriving. An idle connection is closed after idle_limit_s.
+    While the write buffer is full, a client must read MIN_BYTES_TAKEN, or everything, in every write_limit_s. Nothing
+    else is written during an answer.
     """
 
     max_head_bytes = 64 * 1024  # eight times nginx's default; a request here needs a few hundred bytes
@@ -39,6 +40,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     max_unread_bytes = 256 * 1024  # of a body after its answer, as in Go's net/http; then the connection is closed
     max_pipelined = 32  # requests that wait for the one before; few clients send even one
     wait_limit_s = 30.0
+    idle_limit_s = 75.0  # between two requests, nginx's default; clients' pools drop connections after 5 to 60 s
 
     def __init__(self, config: Config, state: ServerState, connections: Connections, write_limit_s: float) -> None:
         super().__init__(config, state, app_state={})
@@ -120,7 +122,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_answering() or self.transport.is_closing():
             return
         if self._part != "head":
-            self._begin_wait()
+            self._begin_wait(self.wait_limit_s if self._part == "body" else self.idle_limit_s)
         if self.transport.get_write_buffer_size() == 0:
             self._connections.set_idle(self, self.hang_up)
 
@@ -152,7 +154,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _count(self, num_bytes: int) -> None:
         """Count parsed bytes, and refuse the request over a limit."""
@@ -169,9 +171,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _begin_wait(self) -> None:
+    def _begin_wait(self, limit_s: float | None = None) -> None:
+        """Give up after limit_s, by default wait_limit_s."""
         self._end_wait()
-        self._wait = self.loop.call_later(self.wait_limit_s, self._give_up)
+        self._wait = self.loop.call_later(limit_s or self.wait_limit_s, self._give_up)
 
     def _end_wait(self) -> None:
         if self._wait is not None:
@@ -198,6 +201,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_answering() and self._part == "head":
             self.transport.write(raw_response(error))
         self.transport.close()
+
+
+class _Unchunked:
+    """Answers an HTTP/1.0 request: without chunks (RFC 9112, section 7.1). Closing ends the body.
+
+    uvicorn sends chunks to every client. It checks each part of a body against the length that is left, so that length
+    is set to the length of each part.
+    """
+
+    def __init__(self, app: Any, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_unchunked(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._cycle.chunked_encoding = False
+            else:
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_unchunked)
 
 
 def raw_response(error: ServiceError) -> bytes:

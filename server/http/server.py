@@ -58,6 +58,7 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=math.ceil(protocol.idle_limit_s),
             timeout_graceful_shutdown=math.ceil(stop_limit_s),
         )
         config.load()

@@ -84,14 +84,14 @@ def test_an_integer_too_large_for_a_float_is_refused_or_accepted_like_any_other(
             {},
             "prompt",
             "context_length_exceeded",
-            "prompt has 32 tokens; this model's context of 32 tokens leaves room for 31",
+            "This model's maximum context length is 32 tokens, with a new one; the prompt has 32",
         ),
         (
             (1,) * 20,
             {"max_tokens": 13},
             "max_tokens",
             "context_length_exceeded",
-            "max_tokens is 13 and prompt has 20 tokens, together 33; this model's context is 32 tokens",
+            "This model's maximum context length is 32 tokens; the prompt has 20 and max_tokens is 13, together 33",
         ),
         (
             (1,),

@@ -32,6 +32,8 @@ WRITTEN = {
     "api-key-file": KEY_FILE,
     "protect-operations": "true",
     "priority-scheduling": "true",
+    "strict-fields": "true",
+    "allowed-origins": "https://a.example,http://b.example:3000",
     "ssl-keyfile": __file__,
     "ssl-certfile": __file__,
     "max-body-bytes": "1MiB",
@@ -71,6 +73,7 @@ SWITCHES = {
     "enable-prefix-caching": "--no-enable-prefix-caching",
     "protect-operations": "--protect-operations",
     "priority-scheduling": "--priority-scheduling",
+    "strict-fields": "--strict-fields",
 }
 COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},
@@ -327,6 +330,10 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
         (("--api-key-file", "no"), "api-key-file must be a file that can be read, got no: No such file or directory"),
         (("--ssl-keyfile", __file__), "ssl-keyfile and ssl-certfile go together"),
         (("--ssl-keyfile", "no", "--ssl-certfile", __file__), "ssl-keyfile must be a file, got no"),
+        (
+            ("--allowed-origins", "https://a.example/"),
+            "allowed-origins must be * or such as https://a.example,http://b.example:3000, got 'https://a.example/'",
+        ),
         (("--chat-template", "no"), "chat-template must be a file or 'plain', got 'no'"),
         (("--config", "no.toml"), "config must be a file that can be read, got no.toml: No such file"),
     ],

@@ -264,11 +264,18 @@ def test_a_bad_event_number_is_refused(serve: Serve, name: str, value: str) -> N
         value = value.encode().decode("latin-1")
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": f"{name} must be the id of an event, a whole number of at least 0, got {value!r}",
+        "message": f"{name} must be the id of an event, a whole number from 0 to 999999999999999999, got {value!r}",
         "type": "invalid_request_error",
         "param": name,
         "code": "invalid_value",
     }
+
+
+def test_a_bad_event_number_is_refused_beside_a_good_one(serve: Serve) -> None:
+    server = serve(FakeEngineClient())
+    path = "/events?starting_after=1"
+    response = get(server, begin(server), path, headers={"last-event-id": "x"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
 @pytest.mark.parametrize(("method", "rest"), [("GET", ""), ("GET", "/events"), ("POST", "/cancel")])

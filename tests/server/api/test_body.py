@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 from collections.abc import Callable
@@ -30,17 +31,13 @@ def fits(size: int) -> bytes:
     return body + b" " * (size - len(body))
 
 
-@pytest.mark.parametrize(
-    ("content_type", "shown"),
-    [("text/plain", "text/plain"), (None, "none"), ("application/jsonx", "application/jsonx"), ("", "none")],
-)
-def test_another_content_type_is_a_415(api: Api, content_type: str | None, shown: str) -> None:
-    headers = {} if content_type is None else {"content-type": content_type}
-    response = api.request("POST", "/v1/completions", content=b'{"prompt":"x"}', headers=headers)
+@pytest.mark.parametrize("content_type", ["text/plain", "application/jsonx", "multipart/form-data"])
+def test_another_content_type_is_a_415(api: Api, content_type: str) -> None:
+    response = api.request("POST", "/v1/completions", content=b'{"prompt":"x"}', headers={"content-type": content_type})
     assert response.status_code == 415
     assert response.json() == {
         "error": {
-            "message": f"content-type must be application/json, got {shown}",
+            "message": f"content-type must be application/json, got {content_type}",
             "type": "invalid_request_error",
             "param": None,
             "code": "unsupported_media_type",
@@ -52,6 +49,33 @@ def test_another_content_type_is_a_415(api: Api, content_type: str | None, shown
 def test_json_may_name_its_charset(api: Api, content_type: str) -> None:
     headers = {"content-type": content_type}
     assert api.request("POST", "/v1/completions", content=b'{"prompt":"x"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("content_type", [None, "", "application/x-www-form-urlencoded"])
+def test_a_client_that_only_posts_means_json(api: Api, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = api.request("POST", "/v1/completions", content=b'{"prompt":"x"}', headers=headers)
+    assert response.status_code == 200
+    response = api.request("POST", "/v1/completions", content=b"prompt=x", headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded"])
+def test_what_any_web_page_could_send_unasked_is_refused(api: Api, content_type: str | None) -> None:
+    headers = {"origin": "https://evil.example"} | ({} if content_type is None else {"content-type": content_type})
+    response = api.request("POST", "/v1/completions", content=b'{"prompt":"x"}', headers=headers)
+    assert response.status_code == 415
+
+
+def test_an_encoded_body_is_a_415_that_names_the_coding(api: Api) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = api.request("POST", "/v1/completions", content=gzip.compress(b'{"prompt":"x"}'), headers=headers)
+    assert response.status_code == 415
+    assert response.json()["error"]["message"] == "the body must not be encoded, got content-encoding 'gzip'"
+
+
+def test_a_byte_order_mark_is_ignored(api: Api) -> None:
+    assert api.post_raw(b'\xef\xbb\xbf{"prompt":"x"}').status_code == 200
 
 
 @pytest.mark.parametrize(("size", "status"), [(LIMIT, 200), (LIMIT + 1, 413)])

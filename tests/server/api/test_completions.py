@@ -534,7 +534,8 @@ def test_what_has_not_ended_in_time_ends_with_the_text_so_far(
     response = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=20)
     answer = response.json()
     assert response.status_code == 200
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["timeout", "timeout"]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+    assert [choice["stop_reason"] for choice in answer["choices"]] == ["timeout", "timeout"]
     assert all("ab".startswith(choice["text"]) for choice in answer["choices"])
     assert sum(len(choice["text"]) for choice in answer["choices"]) == answer["usage"]["completion_tokens"]
     assert sorted(engine.aborted) == [f"{answer['id']}-0", f"{answer['id']}-1"]
@@ -548,7 +549,7 @@ def test_a_stream_out_of_time_has_a_last_chunk_that_says_so(serve: Callable[...,
     with stream(server, timeout_ms=50, stream_options={"include_usage": True}) as events:
         *chunks, usage, end = events.rest()
     last = json.loads(chunks[-1])["choices"][0]
-    assert (last["text"], last["finish_reason"]) == ("", "timeout")
+    assert (last["text"], last["finish_reason"], last["stop_reason"]) == ("", "length", "timeout")
     assert json.loads(usage)["usage"]["completion_tokens"] == len(chunks) - 1
     assert end == "[DONE]"
 
@@ -574,3 +575,9 @@ def test_a_request_that_is_not_admitted_in_time_is_a_503_or_an_error_event(make_
     }
     assert (whole.status_code, whole.headers["retry-after"], whole.json()["error"]) == (503, "5", expected)
     assert json.loads(streamed.text.removeprefix("data: ")) == {"error": expected}
+
+
+def test_seed_minus_one_draws_one(api: Api) -> None:
+    seeds = {api.complete(prompt="x", seed=-1).json()["seed"] for _ in range(4)}
+    assert len(seeds) == 4
+    assert min(seeds) >= 0

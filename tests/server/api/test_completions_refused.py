@@ -11,6 +11,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from gptserve.server.api.fields import MAX_IGNORED
 from gptserve.server.api.schemas import CompletionRequest
 from tests.server.conftest import Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient
@@ -73,7 +74,6 @@ INVALID_JSON = {
     "a lone low surrogate": (b'{"prompt": "\\udc00"}', "lone leading surrogate in hex escape at line 1 column 18"),
     "a surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80"}', "invalid unicode code point at line 1 column 13"),
     "bytes that are not UTF-8": (b'{"prompt": "\xff"}', "invalid unicode code point at line 1 column 13"),
-    "a byte order mark": (b'\xef\xbb\xbf{"prompt": "x"}', "expected value at line 1 column 1"),
     "a control character": (
         b'{"prompt": "\n"}',
         "control character (\\u0000-\\u001F) found while parsing a string at line 2 column 0",
@@ -92,7 +92,7 @@ def test_a_body_that_is_no_object(bystander: Bystander, content: bytes, shown: s
     check(bystander, content, 400, "invalid_type", None, message)
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data"])
 def test_a_wrong_content_type(bystander: Bystander, content_type: str) -> None:
     response = bystander.post(b'{"prompt": "x"}', content_type)
     assert response.status_code == 415
@@ -120,14 +120,12 @@ NO_INTEGER = "input should be a valid integer, got"
 NO_NUMBER = "input should be a valid number, got"
 
 UNKNOWN_FIELDS = [
-    ({"foo": 1}, "foo", "unknown field foo, got 1"),
-    ({"max_token": 5}, "max_token", "unknown field max_token, got 5"),
-    ({"messages": []}, "messages", "unknown field messages, got []"),
-    ({"text": "x"}, "text", "unknown field text, got 'x'"),
+    ({"max_token": 5}, "max_token", "unknown field max_token; did you mean max_tokens?"),
+    ({"messages": []}, "messages", "messages is not a field of this route"),
     (
-        {"stream": True, "stream_options": {"usage": True}},
-        "stream_options.usage",
-        "unknown field stream_options.usage, got true",
+        {"stream": True, "stream_options": {"include_use": True}},
+        "stream_options.include_use",
+        "unknown field stream_options.include_use; did you mean stream_options.include_usage?",
     ),
 ]
 
@@ -138,7 +136,6 @@ def test_an_unknown_field(bystander: Bystander, fields: dict[str, Any], param: s
 
 
 WRONG_TYPES = [
-    ({"prompt": None}, "prompt", f"prompt: {PROMPT_RULE}, got null"),
     ({"prompt": 5}, "prompt", f"prompt: {PROMPT_RULE}, got 5"),
     ({"prompt": {"a": 1}}, "prompt", f"prompt: {PROMPT_RULE}, got {{'a': 1}}"),
     ({"prompt": ["a", 1]}, "prompt", "prompt[1]: input should be a valid string, got 1"),
@@ -167,7 +164,6 @@ WRONG_TYPES = [
     ({"stop_token_ids": 5}, "stop_token_ids", "stop_token_ids: input should be an array, got 5"),
     ({"logit_bias": []}, "logit_bias", "logit_bias: input should be an object, got []"),
     ({"logit_bias": {"5": "x"}}, "logit_bias", f"logit_bias.5: {NO_NUMBER} 'x'"),
-    ({"suffix": "x"}, "suffix", "suffix: input should be null, got 'x'"),
     ({"stream_options": 1}, "stream_options", "stream_options: input should be an object, got 1"),
     ({"timeout_ms": 1.5}, "timeout_ms", f"timeout_ms: {NO_INTEGER} 1.5"),
     ({"background": 1}, "background", "background: input should be a valid boolean, got 1"),
@@ -226,7 +222,7 @@ INVALID_VALUES = [
     ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "max_tokens must be at least 1, got 0"),
     ({"max_tokens": 0, "echo": False}, "max_tokens", "max_tokens must be at least 1, got 0"),
     ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be at least 1, got -1"),
-    ({"seed": -1}, "seed", "seed must be in [0, 2**63), got -1"),
+    ({"seed": -2}, "seed", "seed must be in [0, 2**63), got -2"),
     ({"seed": 2**63}, "seed", f"seed must be in [0, 2**63), got {2**63}"),
     ({"priority": -1}, "priority",
      "priority must be 0 unless the server was started with --priority-scheduling, got -1"),
@@ -268,17 +264,18 @@ def test_an_invalid_value(bystander: Bystander, fields: dict[str, Any], param: s
     check(bystander, body_of(fields), 400, "invalid_value", param, message)
 
 
+CONTEXT = "This model's maximum context length is 256 tokens"
 TOO_LONG = [
-    ({"prompt": "x" * 256}, "prompt", "prompt has 256 tokens; this model's context of 256 tokens leaves room for 255"),
-    ({"prompt": [97] * 300}, "prompt", "prompt has 300 tokens; this model's context of 256 tokens leaves room for 255"),
+    ({"prompt": "x" * 256}, "prompt", f"{CONTEXT}, with a new one; the prompt has 256"),
+    ({"prompt": [97] * 300}, "prompt", f"{CONTEXT}, with a new one; the prompt has 300"),
     ({"prompt": "x" * 10**6}, "prompt",
-     "prompt has 1000000 bytes; no more than 3328 can fit this model's context of 256 tokens"),
+     f"{CONTEXT}, which no more than 3328 bytes can fit; the prompt has 1000000"),
     ({"prompt": "x" * 256, "max_tokens": 0, "echo": True}, "prompt",
-     "prompt has 256 tokens; this model's context of 256 tokens leaves room for 255"),
+     f"{CONTEXT}, with a new one; the prompt has 256"),
     ({"max_tokens": 256}, "max_tokens",
-     "max_tokens is 256 and prompt has 1 tokens, together 257; this model's context is 256 tokens"),
+     f"{CONTEXT}; the prompt has 1 and max_tokens is 256, together 257"),
     ({"max_tokens": 2**40}, "max_tokens",
-     f"max_tokens is {2**40} and prompt has 1 tokens, together {2**40 + 1}; this model's context is 256 tokens"),
+     f"{CONTEXT}; the prompt has 1 and max_tokens is {2**40}, together {2**40 + 1}"),
 ]  # fmt: skip
 
 
@@ -314,24 +311,8 @@ def body_of(fields: dict[str, Any]) -> bytes:
     return json.dumps({"prompt": "x", **fields}).encode()
 
 
-@pytest.mark.parametrize(
-    ("content", "code", "message"),
-    [
-        (
-            b'{"prompt": [' + b"[]," * 60_000 + b"[]]}",
-            "invalid_value",
-            "prompt: list should have at most 128 items after validation, not 129, got [[], [], [], [], ...]",
-        ),
-        (
-            b'{"prompt": "x", ' + b",".join(b'"k%d": 0' % i for i in range(60_000)) + b"}",
-            "unknown_parameter",
-            "unknown field k0, got 0",
-        ),
-    ],
-    ids=["prompts", "fields"],
-)
-def test_masses_are_refused_by_the_first_too_many(
-    bystander: Bystander, content: bytes, code: str, message: str, monkeypatch: pytest.MonkeyPatch
+def test_masses_of_prompts_are_refused_by_the_first_too_many(
+    bystander: Bystander, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     validate = CompletionRequest.model_validate
@@ -340,13 +321,19 @@ def test_masses_are_refused_by_the_first_too_many(
         try:
             return validate(value)
         except ValidationError as error:
-            checked = error.errors()[0]["input"]
-            seen.append((len(checked) if isinstance(checked, list) else checked, error.error_count()))
+            seen.append((len(error.errors()[0]["input"]), error.error_count()))
             raise
 
     monkeypatch.setattr(CompletionRequest, "model_validate", watch)
-    check(bystander, content, 400, code, "prompt" if code == "invalid_value" else "k0", message)
-    assert seen == [(129 if code == "invalid_value" else 0, 1)]
+    message = "prompt: list should have at most 128 items after validation, not 129, got [[], [], [], [], ...]"
+    check(bystander, b'{"prompt": [' + b"[]," * 60_000 + b"[]]}", 400, "invalid_value", "prompt", message)
+    assert seen == [(129, 1)]
+
+
+def test_masses_of_unknown_fields_are_refused(bystander: Bystander) -> None:
+    content = body_of({f"k{i}": 0 for i in range(60_000)})
+    message = "the body may have at most 64 unknown fields"
+    check(bystander, content, 400, "unknown_parameter", f"k{MAX_IGNORED}", message)
 
 
 def test_more_choices_than_the_queue_can_ever_hold_are_no_case_for_trying_again(make_api: Callable[..., Api]) -> None:

@@ -164,7 +164,7 @@ def test_a_stream_is_cancelled_midway_asynchronously(serve: Serve) -> None:
     ("arguments", "error", "code", "param"),
     [
         ({"temperature": 9}, openai.BadRequestError, "invalid_value", "temperature"),
-        ({"extra_body": {"foo": 1}}, openai.BadRequestError, "unknown_parameter", "foo"),
+        ({"extra_body": {"max_token": 1}}, openai.BadRequestError, "unknown_parameter", "max_token"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
         ({"model": "gpt-9"}, openai.NotFoundError, "model_not_found", "model"),
     ],

@@ -35,7 +35,7 @@ def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) 
     schema = document["components"]["schemas"]["CompletionRequest"]
     assert set(schema["properties"]) == set(CompletionRequest.model_fields)
     assert schema["required"] == ["prompt"]
-    assert schema["additionalProperties"] is False
+    assert schema.get("additionalProperties") is not False, "unknown fields are let through"
 
 
 def test_a_chats_body_and_answers_are_described(document: dict[str, Any]) -> None:

@@ -105,7 +105,9 @@ def test_what_takes_long_runs_beside_the_event_loop(
     assert threads == [long]
 
 
-TOO_LONG = "prompt has 3329 bytes; no more than 3328 can fit this model's context of 256 tokens"
+TOO_LONG = (
+    "This model's maximum context length is 256 tokens, which no more than 3328 bytes can fit; the prompt has 3329"
+)
 REFUSED = [
     ("/tokenize", {}, 400, "missing_required_parameter", "prompt", "prompt is required"),
     ("/tokenize", {"prompt": 5}, 400, "invalid_type", "prompt", "prompt: input should be a valid string, got 5"),

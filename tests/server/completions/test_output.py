@@ -311,7 +311,9 @@ def test_an_echo_alone_leaves_out_what_was_generated() -> None:
 def test_an_echo_alone_whose_time_is_up_says_so() -> None:
     choice = ChoiceOutput(ByteTokenizer(), logprobs=0, echo=(97,), generates=False)
     delta = choice.add(output(finish_reason=FinishReason.TIMEOUT))
-    assert (delta.text, delta.finish_reason) == ("a", "timeout"), "its prompt has no scores, as nothing was computed"
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a", "length", "timeout"), (
+        "its prompt has no scores, as nothing was computed"
+    )
 
 
 def in_channels(token_id: int, _data: bytes) -> Channel | None:
@@ -352,4 +354,4 @@ def test_tokens_that_are_not_whole_utf8_are_named_by_their_bytes(data: bytes, na
 def test_out_of_time_a_choice_ends_with_all_that_was_held_back() -> None:
     choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("END")])
     assert choice.add(output(*b"aEN", 0xE2)) == Delta("a")
-    assert choice.add(output(finish_reason=FinishReason.TIMEOUT)) == Delta("EN�", None, "timeout")
+    assert choice.add(output(finish_reason=FinishReason.TIMEOUT)) == Delta("EN�", None, "length", "timeout")

@@ -48,7 +48,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(api: Api, monk
     response = api.complete(prompt="é" * (most // 2 + 1))
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": f"prompt has {most + 2} bytes; no more than {most} can fit this model's context of 256 tokens",
+        "message": f"This model's maximum context length is 256 tokens, which no more than {most} bytes can fit; "
+        f"the prompt has {most + 2}",
         "type": "invalid_request_error",
         "param": "prompt",
         "code": "context_length_exceeded",

@@ -41,7 +41,7 @@ class ImpatientLater(BoundedHttpProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.wait_limit_s = 0.05
+        self.wait_limit_s = self.idle_limit_s = 0.05
 
 
 def exchange(server: LiveServer, parts: Iterable[bytes]) -> bytes:
@@ -389,3 +389,56 @@ def test_uvicorn_still_has_what_is_built_upon() -> None:
     attributes, headers = asyncio.run(names())
     assert attributes >= {"pipeline", "cycle", "flow", "headers", "transport", "loop"}
     assert headers == {b"host"}
+
+
+class ImpatientWhenIdle(BoundedHttpProtocol):
+    wait_limit_s = 3600.0
+    idle_limit_s = 0.05
+
+
+def test_an_idle_connection_has_a_limit_of_its_own(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(), protocol=ImpatientWhenIdle)
+    assert exchange(server, [GET + b"\r\n"]).startswith(b"HTTP/1.1 200 ")
+    assert server.server.config.timeout_keep_alive == 1, "uvicorn's own limit is not shorter"
+
+
+@pytest.mark.parametrize("header", [b"", b"connection: keep-alive\r\n"])
+def test_a_stream_over_http_1_0_ends_with_its_connection_and_has_no_chunks(
+    serve: Callable[..., LiveServer], header: bytes
+) -> None:
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\nhost: t\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n"
+    answer = exchange(serve(FakeEngineClient()), [head % (len(body), header) + body])
+    headers, _, events = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in headers.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert all(block.startswith(b"data: ") for block in events.split(b"\n\n")[:-1])
+
+
+def test_an_answer_over_http_1_0_is_whole(serve: Callable[..., LiveServer]) -> None:
+    answer = exchange(serve(FakeEngineClient()), [GET.replace(b"1.1", b"1.0") + b"\r\n"])
+    assert b"\r\ncontent-length: " in answer
+    assert answer.endswith(b"}")
+
+
+@pytest.mark.parametrize("path", [b"/version", b"/v1/models", b"/health"])
+def test_head_is_get_without_the_body(serve: Callable[..., LiveServer], path: bytes) -> None:
+    server = serve(FakeEngineClient())
+    request = b" " + path + b" HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"
+    whole, head = exchange(server, [b"GET" + request]), exchange(server, [b"HEAD" + request])
+
+    def fields(answer: bytes) -> list[bytes]:
+        lines = answer.partition(b"\r\n\r\n")[0].split(b"\r\n")
+        return [line for line in lines if not line.startswith((b"date", b"x-request-id"))]
+
+    assert fields(head) == fields(whole)
+    assert head.endswith(b"\r\n\r\n")
+    assert not whole.endswith(b"\r\n\r\n")
+
+
+def test_head_of_a_route_without_get_is_a_405(serve: Callable[..., LiveServer]) -> None:
+    answer = exchange(
+        serve(FakeEngineClient()), [b"HEAD /v1/completions HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"]
+    )
+    assert answer.startswith(b"HTTP/1.1 405 ")

@@ -1,0 +1,189 @@
+"""The fields of a body that its model does not have: which ask for nothing, which are refused, which are let through.
+
+Clients send many fields that do not change the answer. A field that would change it, and is not supported, is refused
+in words. A field that no table knows is let through and its name is reported, unless it looks like a slip of the pen.
+`completions.py` calls `take_fields` before pydantic checks the rest. docs/api.md repeats UNREAD; a test compares them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import BaseModel
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.schemas import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from gptserve.server.errors import show
+
+MAX_IGNORED = 64  # each costs a search for similar names; no client sends as many
+_MAX_SHOWN = 20  # names in the response header
+_MAX_NAME = 60  # characters of each
+
+Value = bool | int | float | str | list[str] | dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A field that the server knows and does not read. Only its `neutral` values, and null, ask for nothing.
+
+    Without a `lack`, every value asks for nothing. With one, it says what other values ask for.
+    """
+
+    neutral: tuple[Value, ...] = ()
+    lack: str = ""
+
+
+_HINT = Unread()
+_TOOLS, _FORMAT, _BEAMS = "tools are", "structured output is", "beam search is"
+_TEMPLATE, _MEDIA = "a chat template of the request is", "media other than text are"
+
+UNREAD: dict[str, Unread] = {
+    **dict.fromkeys(("store", "metadata", "service_tier", "safety_identifier", "prediction"), _HINT),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"), _HINT),
+    "tools": Unread(([],), _TOOLS),
+    "tool_choice": Unread(("none", "auto"), _TOOLS),
+    "functions": Unread(([],), _TOOLS),
+    "function_call": Unread(("none", "auto"), _TOOLS),
+    "web_search_options": Unread((), "web search is"),
+    "response_format": Unread(({"type": "text"},), _FORMAT),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), Unread((), _FORMAT)),
+    **dict.fromkeys(("guided_grammar", "structural_tag", "grammar", "json_schema"), Unread((), _FORMAT)),
+    **dict.fromkeys(("regex", "ebnf"), Unread((), _FORMAT)),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), _HINT),
+    "modalities": Unread((["text"],), _MEDIA),
+    "audio": Unread((), _MEDIA),
+    "mm_processor_kwargs": Unread(({},), _MEDIA),
+    "media_io_kwargs": Unread(({},), _MEDIA),
+    "suffix": Unread(("",), "a suffix is"),
+    "use_beam_search": Unread((False,), _BEAMS),
+    "length_penalty": Unread((1,), _BEAMS),
+    "early_stopping": Unread((False,), _BEAMS),
+    "documents": Unread(([],), "a list of documents is"),
+    "chat_template": Unread((), _TEMPLATE),
+    "include_reasoning": Unread((True,), "leaving out the reasoning is"),
+    "logits_processors": Unread(([],), "a processor of logits is"),
+    "prompt_embeds": Unread((), "a prompt of embeddings is"),
+    "kv_transfer_params": Unread(({},), "transfer of the KV cache is"),
+    "vllm_xargs": Unread(({},), "an argument of vLLM's plugins is"),
+}
+"""Fields of OpenAI's API, of vLLM and of others."""
+
+_OF_STREAM_OPTIONS = {"include_obfuscation": _HINT}
+_OF_MESSAGES = {
+    **dict.fromkeys(("type", "id", "annotations", "provider_specific_fields"), _HINT),
+    "refusal": Unread(("",), "a refusal in a message is"),
+    "tool_calls": Unread(([],), _TOOLS),
+    "function_call": Unread(({},), _TOOLS),
+    "audio": Unread(({},), _MEDIA),
+}
+_OF_PARTS = {"cache_control": _HINT, "annotations": _HINT, "id": _HINT}
+
+FOREIGN = frozenset(
+    {
+        # transformers and text-generation-inference
+        *("max_new_tokens", "min_new_tokens", "max_length", "min_length", "no_repeat_ngram_size", "num_beams"),
+        *("do_sample", "watermark", "truncate", "top_n_tokens", "return_full_text", "decoder_input_details"),
+        # llama.cpp and Ollama
+        *("repeat_penalty", "repeat_last_n", "n_predict", "num_predict", "num_ctx", "n_keep", "cache_prompt"),
+        *("typical_p", "tfs_z", "top_a", "mirostat", "mirostat_tau", "mirostat_eta", "penalize_nl"),
+        # Anthropic, Mistral and SGLang
+        *("stop_sequences", "thinking", "random_seed", "safe_prompt", "separate_reasoning", "stream_reasoning"),
+    }
+)
+"""Fields of other APIs that resemble ours and are no slips of the pen."""
+
+_ROUTES = (CompletionRequest, ChatRequest)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads one body, and collects the names that are let through."""
+
+    strict: bool
+    ignored: dict[str, None] = field(default_factory=dict)
+
+    def take(
+        self, given: Mapping[str, object], model: type[BaseModel], unread: Mapping[str, Unread], where: str = ""
+    ) -> dict[str, object]:
+        """Return the fields that `model` has; null is the same as no field. Raises InvalidRequestError."""
+        taken: dict[str, object] = {}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if name in model.model_fields:
+                taken[name] = value
+            elif name in unread:
+                _check_neutral(unread[name], where + name, value)
+            else:
+                self._ignore(where + name, value, (*model.model_fields, *unread))
+        return taken
+
+    def _ignore(self, name: str, value: object, known: Iterable[str]) -> None:
+        if name in self.ignored:
+            return
+        shown = show(name)[1:-1]
+        if any(name in route.model_fields for route in _ROUTES):
+            raise _unknown(f"{shown} is not a field of this route", shown)
+        if self.strict:
+            raise _unknown(f"unknown field {shown}, got {show(value)}", shown)
+        if len(self.ignored) == MAX_IGNORED:
+            raise _unknown(f"the body may have at most {MAX_IGNORED} unknown fields", shown)
+        where, dot, last = name.rpartition(".")
+        similar = difflib.get_close_matches(last[:_MAX_NAME], known, n=1, cutoff=0.75)
+        if similar and last not in FOREIGN:
+            raise _unknown(f"unknown field {shown}; did you mean {where}{dot}{similar[0]}?", shown)
+        self.ignored[name] = None
+
+
+def take_fields(
+    given: Mapping[str, object], model: type[BaseModel], *, strict: bool = False
+) -> tuple[dict[str, object], list[str]]:
+    """Return the fields of a body that its model reads, and the names of those that nobody reads.
+
+    `strict` refuses the latter. Raises InvalidRequestError.
+    """
+    reader = _Reader(strict)
+    calls_no_tool = given.get("tool_choice") == "none" or given.get("function_call") == "none"
+    unread = UNREAD | dict.fromkeys(("tools", "functions"), _HINT) if calls_no_tool else UNREAD
+    taken = reader.take(given, model, unread)
+    options, messages = taken.get("stream_options"), taken.get("messages")
+    if isinstance(options, dict):
+        taken["stream_options"] = reader.take(options, StreamOptions, _OF_STREAM_OPTIONS, "stream_options.")
+    if isinstance(messages, list):
+        taken["messages"] = [_take_message(message, reader) for message in messages]
+    return taken, list(reader.ignored)
+
+
+def ignored_names(names: list[str]) -> str:
+    """Return names for a header and the log: ASCII, escaped, and no more than a line."""
+    shown = [quote(name[:_MAX_NAME], safe=".") for name in names[:_MAX_SHOWN]]
+    return ", ".join(shown + [f"and {len(names) - _MAX_SHOWN} more"] * (len(names) > _MAX_SHOWN))
+
+
+def _take_message(message: Any, reader: _Reader) -> Any:
+    if not isinstance(message, dict):
+        return message
+    taken = reader.take(message, Message, _OF_MESSAGES, "messages.")
+    content = taken.get("content")
+    if isinstance(content, list):
+        taken["content"] = [
+            reader.take(part, TextPart, _OF_PARTS, "messages.content.") if isinstance(part, dict) else part
+            for part in content
+        ]
+    elif content is None and taken.get("role") == "assistant":
+        taken["content"] = ""
+    return taken
+
+
+def _check_neutral(rule: Unread, name: str, value: object) -> None:
+    if rule.lack and value not in rule.neutral:
+        message = f"{rule.lack} not supported by this server; leave out {name}"
+        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+
+
+def _unknown(message: str, name: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param=name, code="unknown_parameter")
