@@ -11,13 +11,13 @@ import ctypes
 import hashlib
 import logging
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,9 @@ class CpuAttention:
 
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
         """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
-        num_threads = torch.get_num_threads()
+        # The threads of the linears beside it: those of two pools would wait for each other's to stop spinning.
+        in_team = cache.element_size == 2 and bool(native.supported_variants())
+        num_threads = native.num_threads() if in_team else torch.get_num_threads()
         if metadata is self._metadata and num_threads == self._batch.num_threads:
             return self._batch
         starts_S1, lens_S = metadata.query_starts_S1, metadata.kv_lens_S
@@ -133,7 +135,7 @@ class CpuAttention:
             scratch=self._scratch.data_ptr(),
             scratch_stride=self._scratch.shape[1],
             max_kv_len=max_kv_len,
-            parallel=self._parallel,
+            parallel=native.parallel() if in_team else self._parallel,
             num_threads=num_threads,
         )
         return self._batch
@@ -210,17 +212,8 @@ def _per_head(floats_H: Tensor | None, spec: AttentionSpec) -> int | None:
 
 def _load_library() -> ctypes.CDLL | None:
     """Return the library that the installation built beside this file, None if there is none of this ABI."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_cpu_paged{suffix}")
-        if not path.exists():
-            continue
-        try:
-            library = ctypes.CDLL(str(path))
-            if library.paged_abi() != ABI:
-                raise OSError(f"its version is {library.paged_abi()}, not {ABI}: install the package again")
-        except OSError as error:
-            logger.warning("the CPU attention kernel %s is not used: %s", path, error)
-            return None
+    library = native.open_library(__file__, "_cpu_paged", "paged_abi", ABI)
+    if library is not None:
         library.paged_scratch_floats.argtypes = (c_int64, c_int64)
         library.paged_scratch_floats.restype = c_int64
         library.paged_write.argtypes = (POINTER(_Batch), POINTER(_Cache), c_void_p, c_void_p, c_int64)
@@ -230,8 +223,7 @@ def _load_library() -> ctypes.CDLL | None:
             *(c_int64, c_float, c_int64, c_void_p, c_void_p, c_float, c_int),
         )
         library.paged_attend.restype = None
-        return library
-    return None
+    return library
 
 
 def _find_parallel() -> int | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend, choose_backend
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
@@ -21,7 +22,7 @@ from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
-from gptserve.engine.model.linear import MIN_ROWS, has_onednn, rows_are_independent
+from gptserve.engine.model.linear import MIN_ROWS, has_onednn, product_of, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepThreads, StepWork
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
@@ -111,7 +112,9 @@ class ModelRunner:
         if self.device.type != "cpu":
             return self._run(batch)
         before = torch.get_num_threads()
-        torch.set_num_threads(self._choose_threads(self._step_work.of(batch)))
+        num_threads = self._choose_threads(self._step_work.of(batch))
+        torch.set_num_threads(num_threads)
+        native.set_num_threads(num_threads)
         try:
             return self._run(batch)
         finally:
@@ -184,7 +187,7 @@ def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.d
     """Return whether a row's bits are the same in any batch; on a CPU, warn if they are not."""
     if device.type != "cpu":
         return False
-    if not has_onednn():
+    if product_of(device, dtype) == "torch":
         logger.warning(
             "linear: this torch has no oneDNN; matrix products are slower and their bits depend on the batch"
         )
@@ -232,6 +235,7 @@ def _set_num_threads(config: EngineConfig) -> int:
     num_cpus = usable_cpus()
     num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
     torch.set_num_threads(num_threads)
+    native.set_num_threads(num_threads)
     logger.info("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
     return num_threads
 
