@@ -20,6 +20,7 @@ def library(name: str, sources: list[str], headers: list[str]) -> Extension:
             *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno"),
             *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0"),
         ],
+        extra_link_args=["-pthread"],
         optional=True,
     )
 

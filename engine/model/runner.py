@@ -7,6 +7,7 @@ dtype, threads, context and cache size. It does not know why a sequence was sche
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -88,7 +89,10 @@ class ModelRunner:
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
-        self._choose_threads = choose_threads or StepThreads(num_threads, FreeCpus()).choose
+        # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
+        self._in_team = product_of(self.device, dtype) == "native"
+        free_cpus = (lambda: math.inf) if self._in_team else FreeCpus()
+        self._choose_threads = choose_threads or StepThreads(num_threads, free_cpus).choose
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(
@@ -113,7 +117,7 @@ class ModelRunner:
             return self._run(batch)
         before = torch.get_num_threads()
         num_threads = self._choose_threads(self._step_work.of(batch))
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(1 if self._in_team else num_threads)
         native.set_num_threads(num_threads)
         try:
             return self._run(batch)

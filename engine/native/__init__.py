@@ -70,8 +70,8 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def num_threads() -> int:
-    """Return what set_num_threads has set for this thread."""
-    num: int = library().native_num_threads()
+    """Return what set_num_threads has set for this thread; 1 without the library."""
+    num: int = library().native_num_threads() if supported_variants() else 1
     return num
 
 
