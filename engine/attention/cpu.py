@@ -2,7 +2,8 @@
 
 This file packs pointers and sizes, and checks what the kernel does not check. The arithmetic is in cpu_paged_kernel.h.
 The installation builds the library if there is a C++ compiler; without it `is_available()` is False and choose_backend
-takes another backend. The kernel runs in torch's OpenMP pool, with torch.get_num_threads() threads.
+takes another backend. The kernel runs in the threads of the linears beside it: in bf16 in the team of engine/native, if
+there is one, else in torch's OpenMP pool.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class CpuAttention:
         code = Path(library._name).read_bytes()
         self.build = f"{INSTRUCTIONS[self._instructions]} {hashlib.sha256(code).hexdigest()}"
         self._parallel = _find_parallel()
+        self._team = native.parallel() if native.supported_variants() else None
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None
         self._batch = _Batch()
@@ -110,7 +112,7 @@ class CpuAttention:
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
         """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
         # The threads of the linears beside it: those of two pools would wait for each other's to stop spinning.
-        in_team = cache.element_size == 2 and bool(native.supported_variants())
+        in_team = cache.element_size == 2 and self._team is not None
         num_threads = native.num_threads() if in_team else torch.get_num_threads()
         if metadata is self._metadata and num_threads == self._batch.num_threads:
             return self._batch
@@ -135,7 +137,7 @@ class CpuAttention:
             scratch=self._scratch.data_ptr(),
             scratch_stride=self._scratch.shape[1],
             max_kv_len=max_kv_len,
-            parallel=native.parallel() if in_team else self._parallel,
+            parallel=self._team if in_team else self._parallel,
             num_threads=num_threads,
         )
         return self._batch

@@ -177,7 +177,7 @@ static const Finish FINISH[NUM_ACTIVATIONS] = {finish<IDENTITY>, finish<GELU>, f
 
 // Fetch a step of the weights that lies AHEAD, up to `end`.
 static inline void prefetch(const bf16* at, const bf16* end) {
-    if (at + AHEAD >= end) return;
+    if (end - at <= AHEAD) return;
     UNROLL for (int i = 0; i < STEP; i += 32) _mm_prefetch((const char*)(at + AHEAD + i), _MM_HINT_T0);
 }
 
