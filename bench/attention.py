@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from bench.machine import cpu_name
+from bench.machine import versions
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.attention.reference import ReferenceAttention
@@ -63,8 +63,7 @@ def main() -> None:
     for name, us in rows:
         numbers = f"{us['write']:>9.1f}{us['cpu']:>9.1f}{us['bmm']:>9.1f}{us['reference']:>11.1f}"
         print(f"{name:<22}{numbers}{us['bmm'] / us['cpu']:>9.2f}")
-    machine = {"device": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    print(json.dumps({"bench": "attention", **machine, "dtype": args.dtype, "spec": asdict(spec), "rows": rows}))
+    print(json.dumps({"bench": "attention", **versions(), "dtype": args.dtype, "spec": asdict(spec), "rows": rows}))
 
 
 def _measure(case: Case, spec: AttentionSpec, dtype: torch.dtype, args: argparse.Namespace) -> dict[str, float]:

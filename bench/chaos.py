@@ -32,7 +32,7 @@ import httpx
 import psutil
 
 from bench.machine import cpu_name
-from bench.serving import free_port
+from bench.server import free_port, serve_command
 
 LIMIT_S = 120.0
 KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
@@ -94,11 +94,9 @@ class Server:
         self.is_down = asyncio.Event()
 
     async def start(self) -> None:
-        command = [Path(sys.executable).with_name("gptserve"), "serve", "--port", str(self.port), "--device", "cpu"]
+        command = serve_command(self.port, "--device", "cpu", "--state-dir", self._folder / "state")
         with (self._folder / "log").open("a") as log:
-            self.process = psutil.Popen(
-                [*command, "--state-dir", str(self._folder / "state")], stderr=log, start_new_session=True
-            )
+            self.process = psutil.Popen(command, stderr=log, start_new_session=True)
         self.starts += 1
         await self.wait_until_ready()
 

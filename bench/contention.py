@@ -26,14 +26,13 @@ from unittest import mock
 
 import torch
 
-from bench.machine import cpu_name
+from bench.engines import seconds
+from bench.machine import versions
 from bench.models import SHAPES, write_model
-from bench.serving import versions
 from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.model.runner import ModelRunner
-from gptserve.engine.request import Request, SamplingParams
 from gptserve.weights.source import EMBEDDED_MODEL, resolve_model
 
 NEIGHBOUR = "import os, time\nwhile time.monotonic() < {end} and os.getppid() == {parent}: pass"
@@ -58,7 +57,8 @@ def main() -> None:
             folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False, kv_cache_bytes=KV_CACHE_BYTES
         )
         with mock.patch.object(native, "supported_variants", return_value=()):  # without our products and their team
-            fixed = ModelRunner(config, choose_threads=lambda _: torch.get_num_threads())  # all of them, between steps
+            fixed = ModelRunner(config)
+        fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
         engines = {"adaptive": Engine(config), "fixed": Engine(config, runner=fixed)}
     speeds: dict[tuple[int, str, int, str], list[float]] = {}
     for _ in range(args.repeats):
@@ -67,9 +67,8 @@ def main() -> None:
                 measure(engines, num_neighbours, args, speeds)
     rows = [row(speeds, batch, kind, n) for batch in args.batch for kind in KINDS for n in args.neighbours]
     show(rows)
-    report = {"benchmark": "contention", **vars(args), "device": cpu_name(), "threads": torch.get_num_threads()}
-    report |= {"load_before": load, "dtype": engines["fixed"].info.dtype, "rows": rows}
-    print(json.dumps(report | versions()))
+    report = {"benchmark": "contention", **vars(args), "load_before": load, "dtype": engines["fixed"].info.dtype}
+    print(json.dumps({**report, "rows": rows, **versions()}))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -117,13 +116,7 @@ def measure(
 def speed(engine: Engine, batch: int, args: argparse.Namespace, params: dict[str, Any]) -> float:
     """Return tokens per second, prefill and decode together."""
     prompts = torch.randint(engine.info.vocab_size, (batch, args.prompt_len)).tolist()
-    start = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        chosen = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True, **params)
-        engine.add(Request(str(i), tuple(prompt), chosen, seed=i))
-    while engine.has_work:
-        engine.step()
-    return batch * args.max_tokens / (time.perf_counter() - start)
+    return batch * args.max_tokens / seconds(engine, prompts, args.max_tokens, **params)
 
 
 def row(speeds: dict[tuple[int, str, int, str], list[float]], batch: int, kind: str, number: int) -> dict[str, Any]:

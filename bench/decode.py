@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -20,11 +19,11 @@ from typing import Any
 
 import torch
 
-from bench.machine import cpu_name
+from bench.engines import seconds
+from bench.machine import cpu_name, versions
 from bench.models import SHAPES, write_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.request import Request, SamplingParams
 
 
 def main() -> None:
@@ -61,10 +60,11 @@ def measure(engine: Engine, reference: Any, batch: int, args: argparse.Namespace
     for repeat in range(args.repeats + 1):
         generator = torch.Generator().manual_seed(repeat)
         prompts = torch.randint(engine.info.vocab_size, (batch, args.prompt_len), generator=generator)
-        seconds = time_engine(engine, prompts, args.max_tokens), time_transformers(reference, prompts, args.max_tokens)
+        ours_s = seconds(engine, prompts.tolist(), args.max_tokens, temperature=0.0)
+        theirs_s = time_transformers(reference, prompts, args.max_tokens)
         if repeat:  # the first round warms up both
-            ours.append(batch * args.max_tokens / seconds[0])
-            theirs.append(batch * args.max_tokens / seconds[1])
+            ours.append(batch * args.max_tokens / ours_s)
+            theirs.append(batch * args.max_tokens / theirs_s)
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     return {
         "batch": batch,
@@ -72,18 +72,6 @@ def measure(engine: Engine, reference: Any, batch: int, args: argparse.Namespace
         "transformers": statistics.median(theirs),
         "ratio": ratio,
     }
-
-
-def time_engine(engine: Engine, prompts: torch.Tensor, max_tokens: int) -> float:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    start = time.perf_counter()
-    for i, prompt in enumerate(prompts.tolist()):
-        engine.add(Request(str(i), tuple(prompt), params, seed=0))
-    num_tokens = 0
-    while engine.has_work:
-        num_tokens += sum(len(output.token_ids) for output in engine.step())
-    assert num_tokens == len(prompts) * max_tokens
-    return time.perf_counter() - start
 
 
 def time_transformers(model: Any, prompts: torch.Tensor, max_tokens: int) -> float:
@@ -113,11 +101,9 @@ def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> 
         "repeats": args.repeats,
         "dtype": engine.info.dtype,
         "attention_backend": engine.info.attention_backend,
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "python": platform.python_version(),
+        **versions(),
+        "device": name,
     }
 
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +23,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.engines import seconds
+from bench.machine import versions
 from bench.models import SHAPES, write_model
-from bench.serving import versions
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.sampler import SamplingPosition
 
 
@@ -51,9 +50,10 @@ def main() -> None:
         exact, loose = [], []
         for _ in range(args.repeats + 1):  # the first round warms up
             prompts = torch.randint(50000, (batch, args.prompt_len)).tolist()
-            exact.append(batch * args.max_tokens / seconds(engine, prompts, args.max_tokens, temperature))
+            num_tokens = batch * args.max_tokens
+            exact.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))
             with without():
-                loose.append(batch * args.max_tokens / seconds(engine, prompts, args.max_tokens, temperature))
+                loose.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))
         ratio = statistics.median(a / b for a, b in zip(exact[1:], loose[1:], strict=True))
         rows.append({"rule": rule, "batch": batch, "exact": statistics.median(exact[1:]), "ratio": ratio})
         rows[-1]["without"] = statistics.median(loose[1:])
@@ -61,16 +61,6 @@ def main() -> None:
     for row in rows:
         print(f"{row['rule']:32} {row['batch']:>5} {row['exact']:>12.1f} {row['without']:>10.1f} {row['ratio']:>6.3f}")
     print(json.dumps({"benchmark": "exactness", **vars(args), "dtype": engine.info.dtype, "rows": rows, **versions()}))
-
-
-def seconds(engine: Engine, prompts: list[list[int]], max_tokens: int, temperature: float) -> float:
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
-    start = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(str(i), tuple(prompt), params, seed=i))
-    while engine.has_work:
-        engine.step()
-    return time.perf_counter() - start
 
 
 @contextmanager

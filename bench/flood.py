@@ -16,15 +16,15 @@ import json
 import multiprocessing
 import socket
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+
+from bench.server import running_server
 
 LIMIT_S = 60.0
 MAX_GROWTH_BYTES = 4 * 2**30  # an attack that comes so far is ended: the machine has other uses
@@ -109,9 +109,8 @@ def parse_arguments() -> argparse.Namespace:
 async def suffer(name: str, args: argparse.Namespace) -> Finding:
     """Start a server and return what it and its clients noticed of one attack."""
     finding = Finding(name)
-    with server() as (process, port):
+    with running_server("--device", "cpu", "--num-threads", "1", "--log-level", "error") as (process, port):
         url = f"http://127.0.0.1:{port}"
-        await wait_until_ready(process, url)
         finding.rss_before_mb = process.memory_info().rss / 2**20
         done = asyncio.Event()
         watchers = [ask_for_health(url, finding, done), read_stream(url, finding, done)]
@@ -124,31 +123,6 @@ async def suffer(name: str, args: argparse.Namespace) -> Finding:
             finally:
                 done.set()
     return finding
-
-
-@contextlib.contextmanager
-def server() -> Iterator[tuple[psutil.Popen, int]]:
-    """Run `gptserve serve` with the embedded model."""
-    from bench.serving import free_port  # it imports torch, which the attacker would wait for
-
-    port = free_port()
-    command = [Path(sys.executable).with_name("gptserve"), "serve", "--port", str(port), "--device", "cpu"]
-    process = psutil.Popen([*command, "--num-threads", "1", "--log-level", "error"], start_new_session=True)
-    try:
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def wait_until_ready(process: psutil.Popen, url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(LIMIT_S):
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if (await client.get("/ready")).status_code == 200:
-                    return
-            assert process.poll() is None, "the server ended"
-            await asyncio.sleep(0.05)
 
 
 async def strike(name: str, port: int, args: argparse.Namespace, finding: Finding) -> None:

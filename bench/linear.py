@@ -18,9 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.machine import cpu_name
+from bench.machine import versions
 from bench.models import SHAPES
-from bench.serving import versions
 from gptserve.engine import native
 from gptserve.engine.model.linear import MIN_ROWS, Linear, NativeLinear, PackedLinear
 
@@ -50,7 +49,7 @@ def main() -> None:
     print(f"{'rows':>5} " + " ".join(f"{side + ' ms':>16} {'ratio':>6}" for side in sides))
     for row in rows:
         print(f"{row['rows']:>5} " + " ".join(f"{row['ms'][s]:>16.1f} {row['ratio'][s]:>6.2f}" for s in sides))
-    print(json.dumps({"benchmark": "linear", **vars(args), "device": cpu_name(), "rows": rows, **versions()}))
+    print(json.dumps({"benchmark": "linear", **vars(args), "rows": rows, **versions()}))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The name of this machine's CPU, which every benchmark prints."""
+"""The machine and the versions that a benchmark ran on, which every benchmark prints."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     name = found[1].strip() if found else platform.processor() or platform.machine()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{name}, {num_cores} {'core' if num_cores == 1 else 'cores'}"
+
+
+def versions() -> dict[str, object]:
+    """Return the device, torch's version and threads, and Python's version."""
+    import torch  # here, as some benchmarks do without
+
+    numbers = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
+    return {"device": cpu_name(), **numbers}

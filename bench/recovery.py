@@ -14,15 +14,15 @@ import asyncio
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
+from bench.machine import versions
 from bench.models import SHAPES, write_model, write_tokenizer
-from bench.serving import free_port, versions, wait_until_ready
+from bench.server import running_server
 
 
 def main() -> None:
@@ -39,31 +39,25 @@ def main() -> None:
 
 
 def measure(shape: str, num_streams: int, repeats: int) -> dict[str, float]:
-    port = free_port()
-    command = [Path(sys.executable).with_name("gptserve"), "serve", "--port", str(port), "--log-level", "error"]
     with tempfile.TemporaryDirectory() as name:
+        model = []
         if shape != "storyteller":
             write_model(Path(name), shape)
             write_tokenizer(Path(name))
-            command.append(name)
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            wait_until_ready(port, process)
-            pauses = [asyncio.run(kill_once(port, process.pid, num_streams)) for _ in range(repeats)]
-        finally:
-            process.terminate()
-            process.wait(60)
+            model.append(name)
+        with running_server("--log-level", "error", *model, stderr=subprocess.DEVNULL) as (process, port):
+            pauses = [asyncio.run(kill_once(port, process, num_streams)) for _ in range(repeats)]
     first, last = zip(*((min(found), max(found)) for found in pauses), strict=True)
     return {"first_s": statistics.median(first), "last_s": statistics.median(last)}
 
 
-async def kill_once(port: int, pid: int, num_streams: int) -> list[float]:
+async def kill_once(port: int, server: psutil.Popen, num_streams: int) -> list[float]:
     """Kill the engine once every stream has sent some events; return each stream's pause."""
     readers = [await open_stream(port, seed) for seed in range(num_streams)]
     for reader, _ in readers:
         for _ in range(20):
             await next_event(reader)
-    [engine] = [p for p in psutil.Process(pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    [engine] = [p for p in server.children() if "spawn_main" in " ".join(p.cmdline())]
     killed_at = time.perf_counter()
     engine.kill()
     pauses = await asyncio.gather(*(pause(reader, killed_at) for reader, _ in readers))

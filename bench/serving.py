@@ -12,14 +12,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import platform
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -27,8 +22,9 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import cpu_name
+from bench.machine import versions
 from bench.models import SHAPES, write_model, write_tokenizer
+from bench.server import running_server
 
 Prompts = list[list[int]]
 
@@ -39,7 +35,8 @@ def main() -> None:
         folder = Path(name)
         write_model(folder, args.shape)
         write_tokenizer(folder)
-        with own_engine(folder, args.dtype) as engine, server(folder, args.dtype, args.in_process) as port:
+        arguments = [folder, "--dtype", args.dtype, *["--in-process"] * args.in_process]
+        with own_engine(folder, args.dtype) as engine, running_server(*arguments) as (_, port):
             rates = [measure(engine, port, repeat, args) for repeat in range(args.repeats + 1)][1:]
     own, http = (statistics.median(column) for column in zip(*rates, strict=True))
     ratio = statistics.median(b / a for a, b in rates)
@@ -112,9 +109,9 @@ def own_engine(folder: Path, dtype: str) -> Iterator[Connection]:
 
 
 def compute_on_request(pipe: Connection, folder: Path, dtype: str) -> None:
+    from bench.engines import seconds
     from gptserve.engine.config import EngineConfig
     from gptserve.engine.engine import Engine
-    from gptserve.engine.request import Request, SamplingParams
 
     engine = Engine(EngineConfig(model_dir=folder, dtype=dtype))  # type: ignore[arg-type]
     while True:
@@ -122,50 +119,7 @@ def compute_on_request(pipe: Connection, folder: Path, dtype: str) -> None:
             prompts, max_tokens = pipe.recv()
         except EOFError:
             return
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        start = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            engine.add(Request(str(i), tuple(prompt), params, seed=0))
-        while engine.has_work:
-            engine.step()
-        pipe.send(time.perf_counter() - start)
-
-
-@contextmanager
-def server(folder: Path, dtype: str, in_process: bool) -> Iterator[int]:
-    """Run `gptserve serve` and yield its port."""
-    port = free_port()
-    command = [Path(sys.executable).with_name("gptserve"), "serve", str(folder), "--port", str(port), "--dtype", dtype]
-    process = subprocess.Popen(command + ["--in-process"] * in_process)
-    try:
-        wait_until_ready(port, process)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise TimeoutError("the server did not become ready")
-
-
-def versions() -> dict[str, object]:
-    numbers = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
-    return {"device": cpu_name(), **numbers}
+        pipe.send(seconds(engine, prompts, max_tokens, temperature=0.0))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import cpu_name
+from bench.machine import versions
 from bench.models import write_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
@@ -81,7 +80,8 @@ def main() -> None:
             f"{row['case']:>10} {row['step_tokens']:>12} {row['accepted']:>9.0%} {row['tokens_per_step']:>9.2f} "
             f"{row['plain']:>7.1f} {row['drafts']:>7.1f} {row['ratio']:>6.2f}"
         )
-    print(json.dumps({"benchmark": "speculation", **describe(args), "rows": rows}))
+    settings = {name: getattr(args, name) for name in ("ngram", "max_tokens", "repeats", "dtype")}
+    print(json.dumps({"benchmark": "speculation", **settings, **versions(), "rows": rows}))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -141,19 +141,6 @@ def complete(side: Engine, request: Request) -> tuple[list[int], float]:
     while side.has_work:
         token_ids += (token for output in side.step() for token in output.token_ids)
     return token_ids, time.perf_counter() - start
-
-
-def describe(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "ngram": args.ngram,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
-        "dtype": args.dtype,
-        "device": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

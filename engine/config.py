@@ -44,36 +44,26 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, kind in (("device", Device), ("dtype", DType), ("attention_backend", AttentionBackendName)):
-            if getattr(self, name) not in get_args(kind):
-                choices = ", ".join(get_args(kind))
-                raise InvalidConfigurationError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+            choices = get_args(kind)
+            self._check(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            _check_at_least(name, getattr(self, name), 1)
+            self._check_at_least(name, 1)
+        self._check_at_least("max_num_queued_reqs", 0)
         for name, low in (("num_blocks", 1), ("kv_cache_bytes", 1), ("max_model_len", 2), ("num_threads", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                _check_at_least(name, value, low)
-        _check_at_least("max_num_queued_reqs", self.max_num_queued_reqs, 0)
-        if self.max_queue_time_s is not None and not 0.0 < self.max_queue_time_s < math.inf:
-            raise InvalidConfigurationError(
-                f"max_queue_time_s must be a number of seconds over 0, got {self.max_queue_time_s}"
-            )
-        lengths = (0, *range(MIN_NGRAM, MAX_NGRAM + 1))
-        if not isinstance(self.speculative_ngram, int) or self.speculative_ngram not in lengths:
-            raise InvalidConfigurationError(
-                f"speculative_ngram must be 0 or in [{MIN_NGRAM}, {MAX_NGRAM}], got {self.speculative_ngram!r}"
-            )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise InvalidConfigurationError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
-            )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise InvalidConfigurationError(
-                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
-                f"got {self.max_num_batched_tokens}"
-            )
+            if getattr(self, name) is not None:
+                self._check_at_least(name, low)
+        limit_s, ngram = self.max_queue_time_s, self.speculative_ngram
+        self._check("max_queue_time_s", limit_s is None or 0.0 < limit_s < math.inf, "a number of seconds over 0")
+        is_length = isinstance(ngram, int) and ngram in (0, *range(MIN_NGRAM, MAX_NGRAM + 1))
+        self._check("speculative_ngram", is_length, f"0 or in [{MIN_NGRAM}, {MAX_NGRAM}]")
+        self._check("gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "in (0, 1]")
+        is_enough = self.max_num_batched_tokens >= self.max_num_seqs
+        self._check("max_num_batched_tokens", is_enough, f"at least max_num_seqs ({self.max_num_seqs})")
 
+    def _check_at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        self._check(name, isinstance(value, int) and value >= low, f"an integer of at least {low}")
 
-def _check_at_least(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or value < low:
-        raise InvalidConfigurationError(f"{name} must be an integer of at least {low}, got {value!r}")
+    def _check(self, name: str, is_valid: bool, rule: str) -> None:
+        if not is_valid:
+            raise InvalidConfigurationError(f"{name} must be {rule}, got {getattr(self, name)!r}")

@@ -52,9 +52,7 @@ class Engine:
             drafter = PromptLookup(config.speculative_ngram)
         self._runner = ModelRunner(config, progress) if runner is None else runner
         self.info: EngineInfo = self._runner.info
-        self._pool = BlockPool(
-            self.info.num_blocks, self.info.block_size, enable_prefix_caching=config.enable_prefix_caching
-        )
+        self._pool = BlockPool(self.info.num_blocks, self.info.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=config.max_num_seqs,
@@ -109,7 +107,8 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute one batch; return an output for each request that got tokens or prompt logprobs, or ended."""
         batch = self._scheduler.schedule()
-        outputs = [self._refuse(sequence.request.request_id) for sequence in self._scheduler.expire_waiting()]
+        expired = [sequence.request.request_id for sequence in self._scheduler.expire_waiting()]
+        outputs = [self._fail(request_id, self._never_admitted, FinishReason.QUEUE_TIMEOUT) for request_id in expired]
         if not batch.items:
             return outputs
         try:
@@ -135,24 +134,24 @@ class Engine:
         scores: list[TokenLogprobs | None] = [None] if first == 0 else []
         scores += [entry for position, entry in entries if position >= first]
         if any(entry is not None and math.isnan(entry.logprob) for entry in scores):
-            self.abort(request_id)
-            return [TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=_NOT_FINITE)]
+            self._scheduler.abort(request_id)
+            return [self._fail(request_id, _NOT_FINITE)]
         self._num_scored[request_id] += len(scores)
         return [
             TokenOutput(request_id, (), prompt_logprobs=tuple(scores[start : start + MAX_SCORES_PER_OUTPUT]))
             for start in range(0, len(scores), MAX_SCORES_PER_OUTPUT)
         ]
 
-    def _refuse(self, request_id: str) -> TokenOutput:
+    def _fail(self, request_id: str, error: str, reason: FinishReason = FinishReason.ERROR) -> TokenOutput:
+        """Return the last output of a request that the scheduler has ended without a token."""
         self._num_scored.pop(request_id, None)
-        return TokenOutput(request_id, (), finish_reason=FinishReason.QUEUE_TIMEOUT, error=self._never_admitted)
+        return TokenOutput(request_id, (), finish_reason=reason, error=error)
 
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence
         request_id = sequence.request.request_id
         self._num_scored.pop(request_id, None)
         self._num_generated_tokens += len(progress.token_ids)
-        failed = progress.finish_reason is FinishReason.ERROR
         return TokenOutput(
             request_id=request_id,
             token_ids=progress.token_ids,
@@ -160,7 +159,7 @@ class Engine:
             finish_reason=progress.finish_reason,
             stop_token_id=progress.stop_token_id,
             num_cached_tokens=sequence.num_cached_tokens,
-            error=_NOT_FINITE if failed else None,
+            error=_NOT_FINITE if progress.finish_reason is FinishReason.ERROR else None,
         )
 
     def _recover(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:
@@ -178,10 +177,7 @@ class Engine:
             self._warm_up()
         except Exception:
             raise error from None
-        request_id = convicted.request.request_id
-        self._num_scored.pop(request_id, None)
-        message = f"the step that computed this request failed: {error}"
-        return [TokenOutput(request_id, (), finish_reason=FinishReason.ERROR, error=message)]
+        return [self._fail(convicted.request.request_id, f"the step that computed this request failed: {error}")]
 
     def _warm_up(self) -> None:
         """Decode one token, so that only an engine that can is called ready. Raises what the step raises."""

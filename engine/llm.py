@@ -44,7 +44,7 @@ class LLM:
         folder = resolve_model(None if model is None else str(model), revision)
         self.tokenizer = Tokenizer.of_model(folder)
         with LoadingBar() as bar:
-            self.engine = Engine(EngineConfig(model_dir=folder, **options), bar.update)
+            self.engine = Engine(EngineConfig(model_dir=folder, **options), bar.show)
         self._num_requests = 0
 
     def generate(
@@ -74,8 +74,6 @@ class LLM:
         """
         if self.engine.has_work:
             raise EngineError("this LLM is computing another stream: exhaust or close that first")
-        for request in requests:
-            request.check(self.engine.info)
         live = {request.request_id for request in requests}
         try:
             for request in requests:
@@ -99,14 +97,13 @@ class LLM:
             raise EngineError(last.error or "the request ended without a reason")
         token_ids = tuple(token for output in outputs for token in output.token_ids)
         text_ids = token_ids[:-1] if last.stop_token_id is not None else token_ids
+        scores = tuple(entry for output in outputs for entry in output.prompt_logprobs or ())
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             token_ids=token_ids,
             text=self.tokenizer.decode(token for token in text_ids if token not in self.tokenizer.special_ids),
             finish_reason=last.finish_reason,
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
-            prompt_logprobs=None
-            if request.params.prompt_logprobs is None
-            else tuple(entry for output in outputs for entry in output.prompt_logprobs or ()),
+            prompt_logprobs=None if request.params.prompt_logprobs is None else scores,
             seed=request.seed,
         )

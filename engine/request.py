@@ -65,10 +65,8 @@ class SamplingParams:
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_range(name, value, 0, MAX_LOGPROBS)
+        _check_range("logprobs", self.logprobs or 0, 0, MAX_LOGPROBS)
+        _check_range("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_LOGPROBS)
         _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
         _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id, bias in self.logit_bias.items():
@@ -106,19 +104,22 @@ class Request:
 
     def check(self, info: EngineInfo) -> None:
         """Raise InvalidRequestError unless an engine with this `info` can compute this request."""
-        num_prompt, limit = len(self.prompt_token_ids), info.max_model_len
+        num_prompt, max_tokens, limit = len(self.prompt_token_ids), self.params.max_tokens, info.max_model_len
         if num_prompt == 0:
             raise InvalidRequestError("prompt must hold at least one token, got an empty one", param="prompt")
         if num_prompt >= limit:
-            raise context_length_error(num_prompt, None, limit)
-        if num_prompt + self.params.max_tokens > limit:
-            raise context_length_error(num_prompt, self.params.max_tokens, limit)
-        if len(self.generated_token_ids) >= self.params.max_tokens:
-            raise InvalidRequestError(
-                f"generated_token_ids must be fewer than max_tokens, which is {self.params.max_tokens}, "
-                f"got {len(self.generated_token_ids)}",
-                param="generated_token_ids",
-            )
+            rule = f"this model's context of {limit} tokens leaves room for {limit - 1}"
+            message = f"prompt has {num_prompt} tokens; {rule}"
+            raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+        together = num_prompt + max_tokens
+        if together > limit:
+            lengths = f"max_tokens is {max_tokens} and prompt has {num_prompt} tokens, together {together}"
+            message = f"{lengths}; this model's context is {limit} tokens"
+            raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
+        if len(self.generated_token_ids) >= max_tokens:
+            rule = f"generated_token_ids must be fewer than max_tokens, which is {max_tokens}"
+            message = f"{rule}, got {len(self.generated_token_ids)}"
+            raise InvalidRequestError(message, param="generated_token_ids")
         for name, ids in (
             ("prompt", self.prompt_token_ids),
             ("generated_token_ids", self.generated_token_ids),
@@ -127,9 +128,8 @@ class Request:
         ):
             if ids and (min(ids) < 0 or max(ids) >= info.vocab_size):
                 worst = min(ids) if min(ids) < 0 else max(ids)
-                raise InvalidRequestError(
-                    f"{name}: token ids must be in [0, {info.vocab_size}), got {worst}", param=name
-                )
+                message = f"{name}: token ids must be in [0, {info.vocab_size}), got {worst}"
+                raise InvalidRequestError(message, param=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,29 +184,11 @@ class EngineInfo:
     """Whether the bits of a request's numbers do not depend on the other requests in a batch."""
 
 
-def context_length_error(num_prompt: int, max_tokens: int | None, limit: int) -> InvalidRequestError:
-    """Return the error for a request that does not fit a context of `limit` tokens."""
-    if max_tokens is None:
-        message = f"prompt has {num_prompt} tokens; this model's context of {limit} tokens leaves room for {limit - 1}"
-        return InvalidRequestError(message, param="prompt", code="context_length_exceeded")
-    message = (
-        f"max_tokens is {max_tokens} and prompt has {num_prompt} tokens, together {num_prompt + max_tokens}; "
-        f"this model's context is {limit} tokens"
-    )
-    return InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
-
-
 def _check_range(
-    name: str,
-    value: float,
-    low: float | None,
-    high: float | None,
-    *,
-    open_low: bool = False,
-    param: str | None = None,
+    name: str, value: float, low: float, high: float | None, *, open_low: bool = False, param: str | None = None
 ) -> None:
     """Raise InvalidRequestError unless low <= value <= high (low < value with open_low) and value is finite."""
-    too_low = low is not None and (value <= low if open_low else value < low)
+    too_low = value <= low if open_low else value < low
     not_finite = isinstance(value, float) and not math.isfinite(value)
     if not_finite or too_low or (high is not None and value > high):
         rule = f"at least {low}" if high is None else f"in {'(' if open_low else '['}{low}, {high}]"

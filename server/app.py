@@ -16,20 +16,18 @@ from starlette.responses import Response
 
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
-from gptserve.server.api.chat import chat_router
-from gptserve.server.api.completions import completions_router
+from gptserve.server.api.completions import chat_router, completions_router
+from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.background.journal import Journal
-from gptserve.server.background.resume import Restore
-from gptserve.server.background.store import BackgroundStore
+from gptserve.server.background.store import BackgroundStore, Restore
 from gptserve.server.completions.chat import restore_chat
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.plan import restore_completion
-from gptserve.server.completions.service import AppOptions as AppOptions
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import AppOptions, Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
-from gptserve.server.errors import error_response, routing_error
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
 from gptserve.server.operations.keys import ApiKeys
@@ -52,8 +50,9 @@ def create_app(
     }
     store = BackgroundStore(service, journal or Journal(None), restore)
     metrics.watch_background(store.counts)
-    keys = ApiKeys(options.api_keys, options.api_key_file)
-    open_paths = PROBE_PATHS if options.protect_operations else PROBE_PATHS | OPERATION_PATHS
+    settings = options.settings
+    keys = ApiKeys(settings.api_keys, settings.api_key_file)
+    open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
@@ -76,7 +75,10 @@ def create_app(
 async def _answer_routing_error(request: Request, error: Exception) -> Response:
     """Put Starlette's own errors, no such route or method, into the envelope of all others."""
     assert isinstance(error, HTTPException)
-    return error_response(report(routing_error(error, request.method, request.url.path), request.scope))
+    told = ServiceError("not_found", f"there is no route {request.method} {request.url.path}")
+    if error.status_code == 405:
+        told = ServiceError("method_not_allowed", f"this route does not take {request.method} {request.url.path}")
+    return error_response(report(told, request.scope), error.headers)
 
 
 def _version() -> str:

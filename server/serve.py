@@ -7,7 +7,6 @@ of routes or of the engine's work. `cli` calls `serve`; the web framework is imp
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -26,12 +25,14 @@ from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.logs import load_logging_engine
 from gptserve.server.settings import ServerSettings
 from gptserve.weights.source import model_name, resolve_model
 
-if TYPE_CHECKING:
-    from gptserve.server.http.server import HttpServer  # it imports the web framework
+if TYPE_CHECKING:  # they import the web framework
+    from gptserve.server.background.store import BackgroundStore
+    from gptserve.server.http.server import HttpServer
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # not 0, so that an orchestrator restarts the server
@@ -109,21 +110,22 @@ class ServingProcess:
                 loading.cancel()
                 logger.info("shutting down (Ctrl-C again to quit)")
                 return EXIT_OK
-            return await self._serve(loading.result())
+            return await self._serve(*loading.result())
         finally:
             self._limit_closing(CLOSING_LIMIT_S)
             await self._finish(self._engine.close(), "the engine")
             await self._finish(self._journal.close(), "the journal")
             await self._finish(loop.shutdown_default_executor(), "a thread")
 
-    async def _load(self) -> HttpServer:
+    async def _load(self) -> tuple[HttpServer, BackgroundStore, Lifecycle]:
         try:
             await self._journal.open()  # fails before the model is loaded
-            server, _ = await asyncio.gather(asyncio.to_thread(self._build_server), self._engine.start())
-            await server.store.start()
+            built, _ = await asyncio.gather(asyncio.to_thread(self._build_server), self._engine.start())
+            _, store, _ = built
+            await store.start()
         except JournalError as error:
             raise StartError(f"state-dir: {error}") from error
-        return server
+        return built
 
     def _receive_signal(self) -> None:
         if self._told_to_stop.is_set():
@@ -145,9 +147,10 @@ class ServingProcess:
             logger.warning("ending without %s: it does not finish", name)
             self.hangs = True
 
-    def _build_server(self) -> HttpServer:
+    def _build_server(self) -> tuple[HttpServer, BackgroundStore, Lifecycle]:
         """Import the web framework and open the tokenizer, in a thread: this takes as long as to load a small model."""
-        from gptserve.server.app import AppOptions, create_app
+        from gptserve.server.app import create_app
+        from gptserve.server.completions.service import AppOptions
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import load_tls
@@ -156,16 +159,9 @@ class ServingProcess:
 
         settings = self._settings
         options = AppOptions(
+            settings,
             model_name=settings.served_model_name or model_name(settings.model),
-            api_keys=settings.api_keys,
-            api_key_file=settings.api_key_file,
-            protect_operations=settings.protect_operations,
-            priority_scheduling=settings.priority_scheduling,
-            max_body_bytes=settings.max_body_bytes,
-            keep_alive_s=settings.sse_keep_alive_interval_s,
             chat_template=load_chat_template(self._folder, settings.chat_template),
-            result_ttl_s=settings.result_ttl_s,
-            max_results=settings.max_results,
         )
         app = create_app(self._engine, Tokenizer.of_model(self._folder), options, self._journal)
         try:
@@ -173,20 +169,18 @@ class ServingProcess:
             tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)
         except ValueError as error:
             raise StartError(str(error)) from error
-        return HttpServer(
-            app,
-            options.model_name,
-            connections,
-            write_limit_s=settings.write_timeout_s,
-            stop_limit_s=LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S,
-            tls=tls,
+        app.state.metrics.watch_connections(connections)
+        write_limit_s, stop_limit_s = settings.write_timeout_s, LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S
+        server = HttpServer(
+            app, options.model_name, connections, write_limit_s=write_limit_s, stop_limit_s=stop_limit_s, tls=tls
         )
+        return server, app.state.store, app.state.lifecycle
 
-    async def _serve(self, server: HttpServer) -> int:
+    async def _serve(self, server: HttpServer, store: BackgroundStore, lifecycle: Lifecycle) -> int:
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(self._told_to_stop.wait(), self._engine.wait_until_dead(), serving)
         if self._told_to_stop.is_set():
-            await self._drain(server)
+            await self._drain(store, lifecycle)
         self._limit_closing(CLOSING_LIMIT_S)
         status = EXIT_OK
         if not self._engine.is_alive:
@@ -199,20 +193,17 @@ class ServingProcess:
             why = "told to stop again" if self._told_twice.is_set() else f"{LAST_EVENTS_LIMIT_S} s have passed"
             server.hang_up(why)
         await self._finish(serving, "requests that wait for the journal")
-        await self._finish(server.store.settle(), "background completions")
+        await self._finish(store.settle(), "background completions")
         return status
 
-    async def _drain(self, server: HttpServer) -> None:
+    async def _drain(self, store: BackgroundStore, lifecycle: Lifecycle) -> None:
         """Refuse new requests, suspend durable background jobs, wait for other requests up to the time limit."""
-        lifecycle, limit_s = server.lifecycle, self._settings.shutdown_timeout_s
+        limit_s = self._settings.shutdown_timeout_s
         lifecycle.drain()
         waiting = f"; waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
         logger.info("shutting down%s (Ctrl-C again to quit)", waiting)
-        suspending = asyncio.create_task(server.store.suspend())  # begins even with a time limit of 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                idle = asyncio.gather(suspending, lifecycle.wait_idle())
-                await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead())
+        idle = asyncio.gather(store.suspend(), lifecycle.wait_idle())  # suspends even with a time limit of 0
+        await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead(), asyncio.sleep(limit_s))
         if lifecycle.num_active:
             logger.warning("cutting off %s", _requests(lifecycle.num_active))
 
@@ -222,12 +213,8 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
         raise StartError(f"cannot listen on {host} port {port}: {error.strerror}") from error
     return listener

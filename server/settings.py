@@ -2,8 +2,8 @@
 
 The fields of ServerSettings and EngineConfig are the one table of options: each is a flag (--max-num-seqs), a variable
 (GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Unknown names are
-errors, except the variables that Kubernetes makes for a Service. Only this file reads variables; it imports neither
-torch nor the web framework. `cli` calls it.
+errors, except the variables that Kubernetes makes for a Service. It imports neither torch nor the web
+framework. `cli` calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -29,9 +29,11 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 _VARIABLE_PREFIX = "GPTSERVE_"
 _REDACTED = "***"
-# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables, but for GPTSERVE_PORT.
+# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables, as NAME=VALUE. GPTSERVE_PORT
+# is also a setting: only its value tells whether it is the address of a Service.
 _INJECTED = re.compile(
-    r"GPTSERVE_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+    r"GPTSERVE_([A-Z0-9_]+_)?"
+    r"((SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=|PORT=(tcp|udp|sctp)://)"
 )
 _ENGINE_HELP = {
     "device": "device to compute on",
@@ -64,6 +66,15 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("shutdown_timeout_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
     ("result_ttl_s", lambda seconds: 0 <= seconds < math.inf, "at least 0 seconds"),
 )
+_SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+# The rule in words and the converter of a text, by the type of a field.
+_FORMATS: dict[type, tuple[str, Callable[[Any], object]]] = {
+    str: ("text", str),
+    int: ("a whole number", int),
+    float: ("a number", float),
+    bool: ("true or false", lambda text: _SWITCH[text.lower()]),
+    Path: ("a path", Path),
+}
 
 
 class SettingsError(Exception):
@@ -76,7 +87,7 @@ class ServerSettings:
 
     Every field with a default is an option, and its annotation is the help text. repr=False marks a secret. A tuple is
     a repeatable flag, named in the singular. `sources` gives the source of each value that is not the default, by
-    option name.
+    option name. Raises SettingsError or KeyFileError.
     """
 
     engine: EngineConfig
@@ -136,7 +147,12 @@ class ServerSettings:
             value = getattr(self, name)
             if not holds(value):
                 raise SettingsError(f"{_option_name(name)} must be {rule}, got {value}")
-        self._check_keys()
+        if not all(map(is_key, self.api_keys)):
+            raise SettingsError(f"api-key must be {KEY_RULE}, got {_REDACTED}")
+        if self.api_key_file is not None:
+            read_key_file(self.api_key_file)
+        if self.protect_operations and not self.needs_key:
+            raise SettingsError("protect-operations needs api-key or api-key-file, got neither")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
         if self.chat_template not in (None, PLAIN_NAME) and not Path(str(self.chat_template)).is_file():
@@ -144,17 +160,6 @@ class ServerSettings:
         for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name} must be a file, got {path}")
-
-    def _check_keys(self) -> None:
-        if not all(map(is_key, self.api_keys)):
-            raise SettingsError(f"api-key must be {KEY_RULE}, got {_REDACTED}")
-        if self.api_key_file is not None:
-            try:
-                read_key_file(self.api_key_file)
-            except KeyFileError as error:
-                raise SettingsError(str(error)) from None
-        if self.protect_operations and not self.needs_key:
-            raise SettingsError("protect-operations needs api-key or api-key-file, got neither")
 
     @property
     def needs_key(self) -> bool:
@@ -180,8 +185,8 @@ class ServerSettings:
 class Option:
     """One setting. `name` is its key in a file and, after two dashes, its flag; `field` is the dataclass field.
 
-    `convert` parses a text or raises ValueError; for a tuple it also takes a list of texts. `rule` describes the texts
-    that it accepts.
+    `convert` parses a text or raises ValueError or KeyError; for a tuple it also takes a list of texts. `rule`
+    describes the texts that it accepts.
     """
 
     name: str
@@ -203,7 +208,7 @@ class Option:
         """Convert a text, or a value of argparse or TOML, to the field's type. Raises SettingsError."""
         try:
             return self.convert(value if isinstance(self.default, tuple) else _as_text(value))
-        except ValueError:
+        except (ValueError, KeyError):
             given = _REDACTED if self.secret else repr(value)
             raise SettingsError(f"{source} must be {self.rule}, got {given}") from None
 
@@ -217,9 +222,11 @@ class Option:
 
 def server_options() -> tuple[Option, ...]:
     """Return all options, the server's before the engine's."""
-    hints = get_type_hints(ServerSettings, include_extras=True)
-    notes = {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return (*_options_of(ServerSettings, notes), *_options_of(EngineConfig, _ENGINE_HELP, of_engine=True))
+    options: list[Option] = []
+    for owner in (ServerSettings, EngineConfig):
+        hints = get_type_hints(owner, include_extras=True)
+        options += [_option_of(f, hints[f.name]) for f in fields(owner) if f.default is not MISSING]
+    return tuple(options)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -251,9 +258,9 @@ def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -
     of_engine = {options[name].field: value for name, value in values.items() if options[name].of_engine}
     try:
         engine = EngineConfig(model_dir=Path(str(values.get("model", ""))), **of_engine)  # type: ignore[arg-type]
-    except InvalidConfigurationError as error:
+        return ServerSettings(engine=engine, sources=sources, **of_server)  # type: ignore[arg-type]
+    except (InvalidConfigurationError, KeyFileError) as error:
         raise SettingsError(str(error)) from None
-    return ServerSettings(engine=engine, sources=sources, **of_server)  # type: ignore[arg-type]
 
 
 def parse_size(text: str) -> int:
@@ -272,30 +279,18 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {bare[nearest[0]]}?" if nearest else ""
 
 
-def client_api_key(environment: Mapping[str, str]) -> str | None:
-    """Return the key for clients on this machine, from the same variable as the server's."""
-    return environment.get(f"{_VARIABLE_PREFIX}API_KEY") or None
-
-
 def injected_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the variables that Kubernetes or a container link made for a Service called gptserve or gptserve-…."""
-    return [variable for variable, value in environment.items() if _is_injected(variable, value)]
-
-
-def _is_injected(variable: str, value: str) -> bool:
-    if _INJECTED.fullmatch(variable) is not None:
-        return True
-    # A Service's address comes as GPTSERVE_PORT, which is also a setting; only the value tells them apart.
-    is_port = variable.startswith(_VARIABLE_PREFIX) and variable.endswith("_PORT")
-    return is_port and re.match("(tcp|udp|sctp)://", value) is not None
+    return [variable for variable, value in environment.items() if _INJECTED.match(f"{variable}={value}")]
 
 
 def _from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """Return value and source by option name."""
     names = {option.variable: option.name for option in options.values()}
+    injected = injected_variables(environment)
     given: dict[str, tuple[object, str]] = {}
     for variable, value in environment.items():
-        if not variable.startswith(_VARIABLE_PREFIX) or _is_injected(variable, value):
+        if not variable.startswith(_VARIABLE_PREFIX) or variable in injected:
             continue
         if variable not in names:
             raise SettingsError(f"unknown variable {variable}{suggestion(variable, names)}")
@@ -325,45 +320,27 @@ def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[obj
     return given
 
 
-def _options_of(cls: type, notes: Mapping[str, str], *, of_engine: bool = False) -> list[Option]:
-    """Return an option for each field of `cls` with a default."""
-    hints = get_type_hints(cls, include_extras=True)
-    options = []
-    for f in fields(cls):
-        if f.default is MISSING:
-            continue
-        name = _option_name(f.name)
-        if isinstance(f.default, tuple):
-            name = name.removesuffix("s")
-        rule, convert, choices = _format_of(f.name, hints[f.name])
-        options.append(Option(name, f.name, of_engine, f.default, notes[f.name], not f.repr, rule, convert, choices))
-    return options
+def _option_of(f: Field[Any], hint: Any) -> Option:
+    """Return the option of a field with this type hint; only those of ServerSettings are Annotated with their help."""
+    of_engine = get_origin(hint) is not Annotated
+    hint, text = (hint, _ENGINE_HELP[f.name]) if of_engine else get_args(hint)
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    name = _option_name(f.name)
+    convert: Callable[[Any], object]
+    if choices:
+        rule, convert = f"one of {', '.join(choices)}", dict(zip(choices, choices, strict=True)).__getitem__
+    elif isinstance(f.default, tuple):
+        name, rule, convert = name.removesuffix("s"), "text or a list of texts", _parse_texts
+    elif name.endswith("-bytes"):
+        rule, convert = "a number of bytes such as 4096, 512MiB or 2GiB", parse_size
+    else:
+        rule, convert = _FORMATS[(*get_args(hint), hint)[0]]  # a union's first type is the one beside None
+    return Option(name, f.name, of_engine, f.default, text, not f.repr, rule, convert, choices)
 
 
 def _option_name(field_name: str) -> str:
     """Return the option's name: the field's without the unit of seconds, with dashes."""
     return field_name.removesuffix("_s").replace("_", "-")
-
-
-def _format_of(name: str, hint: Any) -> tuple[str, Callable[[str], object], tuple[str, ...]]:
-    """Return rule, converter and choices of a field of this name and type."""
-    if get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        return f"one of {', '.join(choices)}", lambda text: choices[choices.index(text)], choices
-    if get_origin(hint) is tuple:
-        return "text or a list of texts", _parse_texts, ()
-    if name.endswith("_bytes"):
-        return "a number of bytes such as 4096, 512MiB or 2GiB", parse_size, ()
-    formats: dict[object, tuple[str, Callable[[str], object], tuple[str, ...]]] = {
-        str: ("text", str, ()),
-        int: ("a whole number", int, ()),
-        float: ("a number", float, ()),
-        bool: ("true or false", _parse_bool, ()),
-        Path: ("a path", Path, ()),
-    }
-    return formats[next(t for t in get_args(hint) or (hint,) if t is not type(None))]
 
 
 def _parse_texts(value: object) -> tuple[str, ...]:
@@ -374,15 +351,6 @@ def _parse_texts(value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _parse_bool(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError(f"{text!r} is neither true nor false")
-    return words[text.lower()]
-
-
 def _as_text(value: object) -> str:
     """Return `value` in the form of a variable."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,10 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.size_budget import code_lines
 from gptserve.engine.request import SamplingParams
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest
-from gptserve.server.app import AppOptions, create_app
+from gptserve.server.app import create_app
 from gptserve.server.http.connections import Connections
 from gptserve.server.operations.metrics import Metrics
 from gptserve.weights.families import FAMILIES
+from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 ROOT = Path(__file__).parents[1]
@@ -261,7 +262,7 @@ def test_every_model_family_has_a_row() -> None:
 
 
 def test_every_route_has_a_row() -> None:
-    paths = create_app(FakeEngineClient(), ByteTokenizer(), AppOptions("m")).openapi()["paths"]
+    paths = create_app(FakeEngineClient(), ByteTokenizer(), app_options("m")).openapi()["paths"]
     routes = {f"{method.upper()} {path}" for path, operations in paths.items() for method in operations}
 
     assert_rows("docs/api.md", "## Routes", routes | {"GET /openapi.json"})  # which does not describe itself
@@ -282,7 +283,8 @@ def test_every_sampling_parameter_can_be_asked_for() -> None:
 
 def test_every_error_code_has_a_row() -> None:
     sources = [path.read_text(encoding="utf-8") for top in ("server", "engine") for path in (ROOT / top).rglob("*.py")]
-    codes = {code for source in sources for code in re.findall(r'\bcode="(\w+)"', source)}
+    given = re.compile(r'\b(?:code=|ServiceError\(|super\(\).__init__\()"(\w+)"')
+    codes = {code for source in sources for code in given.findall(source)}
 
     assert len(codes) > 20
     assert codes - column("docs/api.md", "## Errors", 1) == set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ from gptserve.weights.families.family import Family, Source
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.source import require_safetensors
 
-ACCEPTED_DTYPES = frozenset(("F32", "F16", "BF16"))
-PACKED_DTYPES = frozenset(("U8",))
+ACCEPTED_DTYPES = ("BF16", "F16", "F32")
+PACKED_DTYPES = ("U8",)
 NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every layer alike
 
 SAMPLES = 8  # evenly spread over a tensor, its two ends included
@@ -62,11 +63,7 @@ class Checkpoint:
         self.num_bytes = sum(map(self._num_bytes, self._sources.values()))
 
     def stream(
-        self,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        progress: Callable[[int, int], None] | None = None,
+        self, *, dtype: torch.dtype, device: torch.device | str, progress: Callable[[int, int], None] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (canonical name, contiguous tensor of its own memory) in canonical order.
 
@@ -222,12 +219,9 @@ def _check_tensors(
 ) -> None:
     """Raise InvalidCheckpointError unless the files hold exactly the expected tensors, in readable dtypes."""
     expected = {name: shape for source in sources.values() for name, shape in source.parts}
+    is_ignored = re.compile(family.ignored).fullmatch
     missing = [name for name in expected if name not in found]
-    unexpected = [
-        shown(files[0].name)
-        for name, files in found.items()
-        if name not in expected and not family.ignored.fullmatch(name)
-    ]
+    unexpected = [shown(files[0].name) for name, files in found.items() if not (name in expected or is_ignored(name))]
     misshapen, mistyped = [], []
     for name, shape in expected.items():
         files = found.get(name, ())
@@ -239,11 +233,11 @@ def _check_tensors(
             if stored.shape != its_shape:
                 misshapen.append(f"{shown_name} is {shown(list(stored.shape))}, expected {list(its_shape)}")
             if stored.dtype not in dtypes:
-                mistyped.append(f"{shown_name} is {stored.dtype}, expected one of {', '.join(sorted(dtypes))}")
-    kinds = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen), ("mistyped", mistyped))
+                mistyped.append(f"{shown_name} is {stored.dtype}, expected one of {', '.join(dtypes)}")
+    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen, "mistyped": mistyped}
     faults = [
         f"{len(names)} {kind} ({'; '.join(names[:NAMES_SHOWN])}{'; ...' if len(names) > NAMES_SHOWN else ''})"
-        for kind, names in kinds
+        for kind, names in kinds.items()
         if names
     ]
     if faults:

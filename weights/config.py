@@ -72,7 +72,7 @@ class ModelConfig:
     position: Position | None = "learned"
     """The kind of position embedding that is added to the token's; None: none."""
     position_offset: int = 0
-    """Sinusoidal: position p takes row p + offset."""
+    """Position p takes row p + offset of the sinusoids, or of the table in the file, whose first rows are unused."""
     rotaries: tuple[Rotary | None, ...] = ()
     """Per layer; empty: no layer has one."""
     alibi_slopes: tuple[float, ...] = ()

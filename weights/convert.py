@@ -28,6 +28,8 @@ def convert(source: Path, target: Path, tokenizer: Path | None = None) -> None:
     JSON files beside the source, and those of the folder `tokenizer` if given. Checks the configuration and the names,
     shapes and dtypes of all tensors. Raises WeightsError, and then leaves no folder.
     """
+    from gptserve.weights.checkpoint import Checkpoint  # it imports torch
+
     files = _find_files(source)
     if target.exists():
         raise InvalidCheckpointError(f"{target} must not exist yet")
@@ -45,17 +47,10 @@ def convert(source: Path, target: Path, tokenizer: Path | None = None) -> None:
             (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         for folder in (files[0].parent, *([tokenizer] if tokenizer else [])):
             _copy_companions(folder, target)
-        _check(target)
+        Checkpoint(target, load_config(target))
     except BaseException:
         shutil.rmtree(target)
         raise
-
-
-def _check(folder: Path) -> None:
-    """Raise WeightsError unless the engine would load the folder's configuration and weights."""
-    from gptserve.weights.checkpoint import Checkpoint  # it imports torch
-
-    Checkpoint(folder, load_config(folder))
 
 
 def _find_files(source: Path) -> list[Path]:

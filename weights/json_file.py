@@ -1,7 +1,7 @@
-"""Reads one JSON object from a file that may be missing, broken or hostile.
+"""Reads one JSON object, or a text, from a file that may be missing, broken or hostile.
 
-Every fault raises the error class that the caller names, with one sentence. Does not know what the object means.
-Called by the configuration, the tokenizer files and the checkpoint index.
+Every fault raises the error class that the caller names, with one sentence. Knows no meaning of either.
+Called by the configuration, the tokenizer files, the chat templates and the checkpoint index.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from gptserve.weights.errors import WeightsError
 SIZE_LIMIT_BYTES = 64 * 2**20  # twice the largest tokenizer.json published; a config.json is a few kilobytes
 
 
-def read_json_object(path: Path, error: type[WeightsError]) -> dict[str, object]:
-    """Return the object in `path`; raise `error` when there is none."""
+def read_json_object(path: Path, error: type[WeightsError], *, required: bool = True) -> dict[str, object]:
+    """Return the object in `path`; raise `error` when there is none. Unless `required`, a missing file is empty."""
+    if not required and not path.exists():
+        return {}
     if not path.is_file():
         raise error(f"{path.name} is missing in {path.parent}")
     try:
@@ -30,3 +32,11 @@ def read_json_object(path: Path, error: type[WeightsError]) -> dict[str, object]
     if not isinstance(value, dict):
         raise error(f"{path} must hold a JSON object, got a {type(value).__name__}")
     return value
+
+
+def read_text(path: Path, error: type[WeightsError]) -> str:
+    """Return the text in `path`; raise `error` when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise error(f"{path} could not be read as UTF-8: {fault}") from fault

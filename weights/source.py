@@ -60,10 +60,8 @@ def resolve_config(model: str | None, revision: str | None = None) -> Path:
 
 def model_name(model: str | None) -> str:
     """Return the name clients know the model by: the hub id, or the folder's own name."""
-    if model is None:
-        return EMBEDDED_MODEL
     folder = _as_folder(model)
-    return folder.resolve().name if folder.is_dir() else model
+    return folder.resolve().name if model is None or folder.is_dir() else model
 
 
 def _local_folder(model: str | None, revision: str | None) -> Path | None:
@@ -170,9 +168,7 @@ def _why_not_fetched(repo_id: str, revision: str | None, fault: Exception) -> st
     at_revision = "" if revision is None else f" at revision {shown(revision)}"
     if not isinstance(fault, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return f"hub model {repo_id}{at_revision} could not be fetched: {shown(str(fault))}"
-    cause = (
-        "HF_HUB_OFFLINE is set"
-        if constants.HF_HUB_OFFLINE
-        else f"the hub did not answer: {shown(str(fault.__cause__))}"
-    )
+    cause = f"the hub did not answer: {shown(str(fault.__cause__))}"
+    if constants.HF_HUB_OFFLINE:
+        cause = "HF_HUB_OFFLINE is set"
     return f"hub model {repo_id}{at_revision} is not complete in the cache, and {cause}"

@@ -94,21 +94,15 @@ class Attention:
         if self._clip is not None:
             qkv = qkv.clamp(-self._clip, self._clip)
         heads_THD = qkv.view(len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
-        first_key, first_value = spec.num_heads, spec.num_heads + spec.num_kv_heads
-        q_THD, k_TGD = heads_THD[:, :first_key], heads_THD[:, first_key:first_value]
-        v_TGD = heads_THD[:, first_value:]
+        q_THD, k_TGD, v_TGD = heads_THD.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if self._qk_norm:
-            q_THD.copy_(self._normalise(self._q_norm, q_THD))
-            k_TGD.copy_(self._normalise(self._k_norm, k_TGD))
+            for norm, heads_TXD in ((self._q_norm, q_THD), (self._k_norm, k_TGD)):
+                normed = norm(heads_TXD if self._qk_norm == "head" else heads_TXD.flatten(1))
+                heads_TXD.copy_(normed.view_as(heads_TXD))
         if rotation is not None:
-            rotation.rotate_(heads_THD[:, :first_value])
+            rotation.rotate_(heads_THD[:, : -spec.num_kv_heads])
         self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
-
-    def _normalise(self, norm: Norm, heads_TXD: Tensor) -> Tensor:
-        if self._qk_norm == "head":
-            return norm(heads_TXD)
-        return norm(heads_TXD.flatten(1)).view_as(heads_TXD)
 
 
 class FeedForward:

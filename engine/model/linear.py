@@ -9,7 +9,8 @@ one `Linear` for each weight and know nothing of packing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -33,6 +34,17 @@ _PROBED_ROWS = (2, 9, 24, 33, 65, 160, 256)
 """Row counts between which oneDNN with AMX was seen to change its order of summation, in ascending order."""
 _PROBED_COLUMNS = 8192  # enough for a large head: more columns take memory and show nothing new
 
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+}
+"""GELU and its approximations as in Hendrycks & Gimpel 2016, section 2."""
+
 _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
     None: ("none", ""),
     "gelu": ("gelu", "none"),
@@ -53,8 +65,7 @@ class Linear(Protocol):
 
 def has_onednn() -> bool:
     """Return whether this build of torch can pack weights for the CPU."""
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def product_of(device: torch.device, dtype: torch.dtype) -> Product:
@@ -204,21 +215,5 @@ class PackedLinear:
 
 
 def activate(x: Tensor, activation: Activation | None) -> Tensor:
-    """Return the activation of x, elementwise: GELU and its approximations as in Hendrycks & Gimpel 2016, section 2."""
-    match activation:
-        case None:
-            return x
-        case "gelu":
-            return functional.gelu(x)
-        case "gelu_tanh":
-            return functional.gelu(x, approximate="tanh")
-        case "gelu_sigmoid":
-            return x * torch.sigmoid(1.702 * x)
-        case "relu":
-            return functional.relu(x)
-        case "relu2":
-            return functional.relu(x).square()
-        case "silu":
-            return functional.silu(x)
-        case "tanh":
-            return torch.tanh(x)
+    """Return the activation of x, elementwise."""
+    return x if activation is None else _ACTIVATIONS[activation](x)

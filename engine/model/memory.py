@@ -29,16 +29,7 @@ _PARTS = {
     "position": ("position",),
     "attention": ("qkv", "attn_out", "sinks"),
     "feed-forward": ("ffn_up", "ffn_down", "router"),
-    "norms": (
-        "embed_norm",
-        "attn_norm",
-        "attn_output_norm",
-        "ffn_norm",
-        "ffn_output_norm",
-        "q_norm",
-        "k_norm",
-        "final_norm",
-    ),
+    "norms": (),  # all tensors named ..._norm
     "head": ("head", "embed_out"),
 }
 """The canonical tensors of each part (weights/families/family.py names them)."""
@@ -61,7 +52,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     counts = dict.fromkeys(_PARTS, 0)
     for name, source in find_family(model.model_type).sources(model).items():
         tensor = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        counts[part_of[tensor]] += math.prod(source.shape)
+        counts["norms" if tensor.endswith("_norm") else part_of[tensor]] += math.prod(source.shape)
     return counts
 
 

@@ -10,12 +10,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gptserve.engine import native
-from gptserve.engine.attention import AttentionBackend, choose_backend
+from gptserve.engine.attention import choose_backend
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.batch import build_model_input
@@ -25,7 +26,7 @@ from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.linear import MIN_ROWS, has_onednn, product_of, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes, plan_cache
-from gptserve.engine.model.step_threads import StepThreads, StepWork
+from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
@@ -35,11 +36,7 @@ from gptserve.weights.families import load_config
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: dict[DType, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOGIT_ROWS = 64
 """Rows of prompt logits computed at once: 64 fp32 rows of a 50,000-token vocabulary take 13 MB."""
 
@@ -64,16 +61,10 @@ class ModelRunner:
     """A loaded model on its device, with its KV cache.
 
     Raises WeightsError if the model is unusable, InvalidConfigurationError if a setting is.
-    `progress(bytes_done, bytes_total)` is called while weights load. `choose_threads` replaces StepThreads.choose.
+    `progress(bytes_done, bytes_total)` is called while weights load.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        choose_threads: Callable[[int], int] | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
@@ -85,14 +76,18 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)
-            scratch_bytes = _scratch_bytes(config, self._model, backend, num_threads)
+            longest = config.max_model_len or self._model.max_position
+            scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
         # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
         self._in_team = product_of(self.device, dtype) == "native"
         free_cpus = (lambda: math.inf) if self._in_team else FreeCpus()
-        self._choose_threads = choose_threads or StepThreads(num_threads, free_cpus).choose
+        self.choose_threads: Callable[[int], int] = partial(
+            num_step_threads, max_threads=num_threads, free_cpus=free_cpus
+        )
+        """From the work of a step to the number of its threads."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(
@@ -116,7 +111,7 @@ class ModelRunner:
         if self.device.type != "cpu":
             return self._run(batch)
         before = torch.get_num_threads()
-        num_threads = self._choose_threads(self._step_work.of(batch))
+        num_threads = self.choose_threads(self._step_work.of(batch))
         torch.set_num_threads(1 if self._in_team else num_threads)
         native.set_num_threads(num_threads)
         try:
@@ -156,13 +151,10 @@ class ModelRunner:
         sizes: list[int] = []
         for item, end in zip(batch.items, starts[1:], strict=True):
             if item.needs_sampling:
-                first = end - 1 - len(item.draft)
-                sizes.append(end - first)
-                rows.append(first)
-                positions.append(SamplingPosition(item.sequence))
-                for i in range(1, end - first):
-                    rows.append(first + i)
-                    positions.append(SamplingPosition(item.sequence, item.draft[:i]))
+                size = 1 + len(item.draft)
+                sizes.append(size)
+                rows += range(end - size, end)
+                positions += [SamplingPosition(item.sequence, item.draft[:i]) for i in range(size)]
         if not rows:
             return ()
         return tuple(sample(self._logits(hidden, rows), positions).split(sizes))
@@ -208,14 +200,8 @@ def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.d
 def _log_model(info: EngineInfo) -> None:
     logger.info(
         "model: dtype=%s device=%s attention=%s batch_invariant=%s fingerprint=%s",
-        *(info.dtype, info.device, info.attention_backend),
-        *("yes" if info.batch_invariant else "no", info.fingerprint),
+        *(info.dtype, info.device, info.attention_backend, "yes" if info.batch_invariant else "no", info.fingerprint),
     )
-
-
-def _scratch_bytes(config: EngineConfig, model: ModelConfig, backend: AttentionBackend, num_threads: int) -> int:
-    """Return the bytes of memory that attention will need beside the cache."""
-    return backend.scratch_bytes(config.max_model_len or model.max_position, model.head_size, num_threads)
 
 
 def _make_cache(
@@ -264,7 +250,9 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float16
-    return torch.bfloat16 if any(_cpu_bf16_features()) else torch.float32
+    # AVX512_BF16 and AMX are the instructions that make bf16 faster than fp32.
+    is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def _check_max_model_len(config: EngineConfig, max_position: int) -> None:
@@ -272,8 +260,3 @@ def _check_max_model_len(config: EngineConfig, max_position: int) -> None:
         raise InvalidConfigurationError(
             f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
         )
-
-
-def _cpu_bf16_features() -> tuple[bool, bool]:
-    """Return whether this CPU has AVX512_BF16 and AMX, the instructions that make bf16 faster than fp32."""
-    return torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()

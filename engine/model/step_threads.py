@@ -58,16 +58,12 @@ class StepWork:
         return blocks + head + self._attention * num_pairs + self._draw * num_draws
 
 
-class StepThreads:
-    """Chooses 1 to `max_threads` threads; `free_cpus` returns how many CPUs this process could use now."""
+def num_step_threads(work: int, max_threads: int, free_cpus: Callable[[], float]) -> int:
+    """Return how many threads, 1 to `max_threads`, a step with this work (in units of StepWork) uses.
 
-    def __init__(self, max_threads: int, free_cpus: Callable[[], float]) -> None:
-        self._max_threads = max_threads
-        self._free_cpus = free_cpus
-
-    def choose(self, work: int) -> int:
-        """Return the number of threads for a step with this work, in units of StepWork."""
-        useful = min(self._max_threads, work // WORK_PER_THREAD)
-        if useful <= 1:
-            return 1
-        return max(1, int(min(useful, self._free_cpus() + _TOLERATED_CPUS)))
+    `free_cpus` returns how many CPUs this process could use now.
+    """
+    useful = min(max_threads, work // WORK_PER_THREAD)
+    if useful <= 1:
+        return 1
+    return max(1, int(min(useful, free_cpus() + _TOLERATED_CPUS)))

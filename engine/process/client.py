@@ -1,8 +1,8 @@
 """How the server talks to an engine: submit requests, read token outputs, abort.
 
-`EngineClient` is the contract. `ProcessClient` (process_client.py) and `ThreadClient` (thread_client.py) are its
-implementations for a process and a thread; both derive from `LoopClient`. `Supervisor` (supervisor.py) implements it
-over one ProcessClient after another. Token ids only; torch-free.
+`EngineClient` is the contract. `ProcessClient` (process_client.py) and `ThreadClient` (thread_client.py) keep it for a
+process and a thread; both derive from `LoopClient`. `Supervisor` (supervisor.py) keeps it over one ProcessClient after
+another. Token ids only; torch-free.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,47 +20,7 @@ from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutp
 from gptserve.engine.stats import EngineStats
 
 SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-"""The error numbers of pipe, fork and pthread_create without free descriptors, processes, threads or memory."""
-
-
-class EngineClient(Protocol):
-    """A running engine seen from an event loop. Call all methods on the loop that `start` ran on."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """A description of the engine; valid once `start` has returned."""
-
-    @property
-    def stats(self) -> EngineStats:
-        """The counters as of the latest step."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether submitted requests will be answered."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a loaded engine can answer now."""
-
-    @property
-    def restarts(self) -> Mapping[DeathKind, int]:
-        """How many engines died and were replaced, by the kind of their death."""
-
-    async def start(self) -> None:
-        """Load the model and decode one token. Raises EngineStartError or its subclass ScarcityError."""
-
-    def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Queue all the requests or none of them. Their ids must be new to this client.
-
-        Raises QueueFullError if they do not fit into the queue, EngineDiedError if there is no engine, and
-        InvalidRequestError if the engine cannot compute one of them.
-        """
-
-    async def wait_until_dead(self) -> EngineDiedError:
-        """Return the cause once the engine has died; never returns if `close` came first."""
-
-    async def close(self) -> None:
-        """End the engine and every stream. Idempotent; leaves no thread or process."""
+"""The error numbers of pipe and fork without free descriptors, processes or memory."""
 
 
 class OutputSink(Protocol):
@@ -138,7 +99,99 @@ class TokenStream:
         self._changed.set()
 
 
-class LoopClient(ABC):
+class EngineClient(ABC):
+    """A running engine seen from an event loop. Call all methods on the loop that `start` ran on.
+
+    Invariant: the keys of `_live` are the ids of the live requests.
+    """
+
+    _live: Mapping[str, object]
+
+    def __init__(self) -> None:
+        self._info: EngineInfo | None = None
+        self._restarts: Counter[DeathKind] = Counter()
+        self._death: EngineDiedError | None = None
+        self._died = asyncio.Event()
+
+    @property
+    def info(self) -> EngineInfo:
+        """A description of the engine; valid once `start` has returned."""
+        assert self._info is not None, "the engine has not been started"
+        return self._info
+
+    @property
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """The counters as of the latest step."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether submitted requests will be answered."""
+        return self._info is not None and self._death is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a loaded engine can answer now."""
+        return self.is_alive
+
+    @property
+    def restarts(self) -> Mapping[DeathKind, int]:
+        """How many engines died and were replaced, by the kind of their death."""
+        return self._restarts
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model and decode one token. Raises EngineStartError or its subclass ScarcityError."""
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Queue all the requests or none of them. Their ids must be new to this client.
+
+        Raises QueueFullError if they do not fit into the queue, EngineDiedError if there is no engine, and
+        InvalidRequestError if the engine cannot compute one of them.
+        """
+        if not self.is_alive:
+            raise self._dead()
+        for request in requests:
+            request.check(self.info)
+        limit, num_live = self.info.max_num_seqs + self.info.max_num_queued_reqs, len(self._live)
+        if num_live + len(requests) > limit:
+            raise QueueFullError(
+                f"the queue is full: at most {limit} requests may run or wait, {num_live} do, got {len(requests)} more"
+            )
+        ids = {request.request_id for request in requests}
+        assert len(ids) == len(requests) and self._live.keys().isdisjoint(ids), "a request id is used once"
+        stream = TokenStream(ids, self.abort)
+        self.enqueue(requests, stream)
+        return stream
+
+    @abstractmethod
+    def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        """Queue requests that `submit` would take; their outputs go to `sink`."""
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop computing these requests and push nothing more for them; ignore those that have ended."""
+
+    async def wait_until_dead(self) -> EngineDiedError:
+        """Return the cause once the engine has died; never returns if `close` came first."""
+        await self._died.wait()
+        return self._dead()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine and every stream. Idempotent; leaves no thread or process."""
+
+    def _blame(self, cause: str, kind: DeathKind) -> None:
+        """Note why there is no engine; only the first cause is kept."""
+        self._death = self._death or EngineDiedError(cause, kind)
+
+    def _dead(self) -> EngineDiedError:
+        """Return why there is no engine, as an error of its own for each stream that raises it."""
+        death = self._death or EngineDiedError("the engine has not been started", DeathKind.LOAD)
+        return EngineDiedError(str(death), death.kind)
+
+
+class LoopClient(EngineClient):
     """A client of the loop in engine/process/loop.py. Subclasses launch the loop and carry its messages.
 
     Its life:
@@ -146,90 +199,47 @@ class LoopClient(ABC):
     2. The subclass calls `_post(self._receive, message)` for each message. The first one is Ready or Failed.
     3. `close` calls `_stop`, or the loop ends by itself.
     4. Once the loop has ended and its resources are free, the subclass calls `_ended` with the reason.
-
-    Invariant: `_sinks` holds exactly the live requests.
     """
 
     def __init__(self, factory: EngineFactory) -> None:
+        super().__init__()
         self._factory = factory
-        self._sinks: dict[str, OutputSink] = {}
-        self._info: EngineInfo | None = None
+        self._live: dict[str, OutputSink] = {}
         self._stats = EngineStats()
-        self._cause: str | None = None
-        self._kind = DeathKind.LOAD
-        self._waiting_since: float | None = None
+        self.waiting_since: float | None = None
+        """When, on the event loop's clock, the engine began to owe a message; None if it owes none."""
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = asyncio.Event()
-        self._died = asyncio.Event()
         self._gone = asyncio.Event()
-
-    @property
-    def info(self) -> EngineInfo:
-        assert self._info is not None, "the engine has not been started"
-        return self._info
 
     @property
     def stats(self) -> EngineStats:
         return self._stats
 
-    @property
-    def is_alive(self) -> bool:
-        return self._info is not None and self._cause is None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.is_alive
-
-    @property
-    def restarts(self) -> Mapping[DeathKind, int]:
-        return {}
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When, on the event loop's clock, the engine began to owe a message; None if it owes none."""
-        return self._waiting_since
-
     async def start(self) -> None:
         assert self._loop is None, "a client is started once"
-        if self._cause is None:
+        if self._death is None:
             self._loop = asyncio.get_running_loop()
             try:
                 self._launch()
             except Exception as error:
                 self._ended(f"the engine could not be started: {error}", DeathKind.LOAD)
-                is_scarce = isinstance(error, OSError) and error.errno in SCARCITY
-                raise (ScarcityError if is_scarce else EngineStartError)(self._cause) from error
+                # Without threads Thread.start raises a RuntimeError, which has no number.
+                is_scarce = isinstance(error, RuntimeError) or getattr(error, "errno", None) in SCARCITY
+                raise (ScarcityError if is_scarce else EngineStartError)(str(self._death)) from error
             await self._started.wait()
         if not self.is_alive:
-            raise EngineStartError(self._cause)
-
-    def submit(self, requests: Sequence[Request]) -> TokenStream:
-        if not self.is_alive:
-            raise EngineDiedError(self._cause or "the engine has not been started", self._kind)
-        check_admission(requests, self.info, len(self._sinks))
-        stream = TokenStream((request.request_id for request in requests), self.abort)
-        self.enqueue(requests, stream)
-        return stream
+            raise EngineStartError(str(self._death))
 
     def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests that passed `check_admission`; their outputs go to `sink`."""
-        sinks = {request.request_id: sink for request in requests}
-        assert len(sinks) == len(requests), "a request id is used once"
-        assert self._sinks.keys().isdisjoint(sinks), "a request id is used once"
         self._command(Submit(tuple(requests)))
-        self._sinks |= sinks
+        self._live |= {request.request_id: sink for request in requests}
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop computing these requests and push nothing more for them; ignore those that have ended."""
-        live = tuple(request_id for request_id in request_ids if self._sinks.pop(request_id, None))
+        live = tuple(request_id for request_id in request_ids if self._live.pop(request_id, None))
         if live:
             self._command(Abort(live))
-
-    async def wait_until_dead(self) -> EngineDiedError:
-        await self._died.wait()
-        assert self._cause is not None
-        return EngineDiedError(self._cause, self._kind)
 
     async def close(self) -> None:
         self._closed = True
@@ -260,8 +270,8 @@ class LoopClient(ABC):
     def _command(self, command: Command) -> None:
         assert self._loop is not None
         self._send(command)
-        if self._waiting_since is None:
-            self._waiting_since = self._loop.time()
+        if self.waiting_since is None:
+            self.waiting_since = self._loop.time()
 
     def _receive(self, message: Message) -> None:
         assert self._loop is not None
@@ -270,7 +280,7 @@ class LoopClient(ABC):
                 self._stats = stats
                 for output in outputs:
                     self._deliver(output)
-                self._waiting_since = self._loop.time() if self._sinks else None
+                self.waiting_since = self._loop.time() if self._live else None
             case Ready(info, stats):
                 self._info, self._stats = info, stats
                 self._started.set()
@@ -278,21 +288,16 @@ class LoopClient(ABC):
                 self._blame(cause, DeathKind.RAISED)  # `_ended` tells the streams
 
     def _deliver(self, output: TokenOutput) -> None:
-        sink = self._sinks.get(output.request_id)
+        sink = self._live.get(output.request_id)
         if sink is None:
             return  # aborted while this was in transit
         if output.finish_reason is not None:
-            del self._sinks[output.request_id]
+            del self._live[output.request_id]
         sink.push(output)
-
-    def _blame(self, cause: str, kind: DeathKind) -> None:
-        """Note why there is no engine; only the first cause is kept."""
-        if self._cause is None:
-            self._cause, self._kind = cause, kind
 
     def _ended(self, cause: str, kind: DeathKind) -> None:
         self._end_streams(cause, kind)
-        self._waiting_since = None
+        self.waiting_since = None
         self._started.set()
         self._gone.set()
         if not self._closed:
@@ -300,18 +305,6 @@ class LoopClient(ABC):
 
     def _end_streams(self, cause: str, kind: DeathKind) -> None:
         self._blame(cause, kind)
-        assert self._cause is not None
-        for sink in set(self._sinks.values()):
-            sink.fail(EngineDiedError(self._cause, self._kind))
-        self._sinks.clear()
-
-
-def check_admission(requests: Sequence[Request], info: EngineInfo, num_live: int) -> None:
-    """Raise InvalidRequestError or QueueFullError unless an engine with num_live requests can take all of these."""
-    for request in requests:
-        request.check(info)
-    limit = info.max_num_seqs + info.max_num_queued_reqs
-    if num_live + len(requests) > limit:
-        raise QueueFullError(
-            f"the queue is full: at most {limit} requests may run or wait, {num_live} do, got {len(requests)} more"
-        )
+        for sink in set(self._live.values()):
+            sink.fail(self._dead())
+        self._live.clear()

@@ -124,7 +124,7 @@ def load_engine(config: EngineConfig) -> StepEngine:
     from gptserve.engine.model.loading_bar import LoadingBar
 
     with LoadingBar() as bar:
-        return Engine(config, bar.update)
+        return Engine(config, bar.show)
 
 
 def serve(factory: EngineFactory, channel: Channel) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
-import errno
 import multiprocessing
 import os
 import pickle
@@ -64,8 +63,12 @@ class ProcessClient(LoopClient):
         try:
             with theirs:  # once the child holds the only copy, the pipe ends with the child
                 _start_deaf(self._process)
-            self._start_threads()
+            self._writer.start()
+            self._reader.start()
         except BaseException:
+            if self._writer.ident is not None:
+                self._outbox.put(None)
+                self._writer.join()
             self._connection.close()
             if self._process.pid is not None:
                 self._process.kill()
@@ -74,16 +77,6 @@ class ProcessClient(LoopClient):
             raise
         # An interpreter that exits without `close` would wait for this child for ever.
         atexit.register(self._process.kill)
-
-    def _start_threads(self) -> None:
-        try:
-            self._writer.start()
-            self._reader.start()
-        except RuntimeError as error:
-            if self._writer.ident is not None:
-                self._outbox.put(None)
-                self._writer.join()
-            raise OSError(errno.EAGAIN, str(error)) from error
 
     def _send(self, command: Command) -> None:
         # Pickled here, not in the writer thread: it holds the interpreter as long, but here an error has a caller.

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
-from gptserve.engine.process.client import TokenStream, check_admission
+from gptserve.engine.process.client import EngineClient, OutputSink
 from gptserve.engine.process.process_client import ProcessClient
-from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.engine.scheduling.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
 from gptserve.engine.stats import EngineStats
 
@@ -31,13 +30,13 @@ class _Live:
     """A live request, and what is needed to submit it again."""
 
     request: Request
-    stream: TokenStream
+    stream: OutputSink
     token_ids: list[int] = field(default_factory=list)
     num_scored_tokens: int = 0
     blame: Blame = NO_BLAME
 
 
-class Supervisor:
+class Supervisor(EngineClient):
     """An EngineClient whose engine may die: by a signal or an exception, or if it makes no step for stall_limit_s.
 
     - A death costs clients only time. Requests that are submitted while no engine is ready wait for the next one.
@@ -53,33 +52,20 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        make_client: Callable[[], ProcessClient],
-        *,
-        max_restarts: int,
-        stall_limit_s: float,
-        load_limit_s: float,
+        self, make_client: Callable[[], ProcessClient], *, max_restarts: int, stall_limit_s: float, load_limit_s: float
     ) -> None:
+        super().__init__()
         self._make_client = make_client
         self._max_restarts = max_restarts
         self._stall_limit_s = stall_limit_s
         self._load_limit_s = load_limit_s
         self._client = make_client()
-        self._info: EngineInfo | None = None
         self._earlier_stats = EngineStats()
         self._live: dict[str, _Live] = {}
         self._is_ready = False
-        self._restarts: Counter[DeathKind] = Counter()
         self._num_restarts_in_a_row = 0
         self._num_convictions_in_a_row = 0
-        self._death: EngineDiedError | None = None
-        self._died = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def info(self) -> EngineInfo:
-        assert self._info is not None, "the engine has not been started"
-        return self._info
 
     @property
     def stats(self) -> EngineStats:
@@ -87,16 +73,8 @@ class Supervisor:
         return current.after(self._earlier_stats)
 
     @property
-    def is_alive(self) -> bool:
-        return self._info is not None and self._death is None
-
-    @property
     def is_ready(self) -> bool:
         return self._is_ready
-
-    @property
-    def restarts(self) -> Mapping[DeathKind, int]:
-        return self._restarts
 
     async def start(self) -> None:
         """Load the model and decode one token. Raises EngineStartError; a first start is not tried again."""
@@ -108,21 +86,15 @@ class Supervisor:
         self._info, self._is_ready = self._client.info, True
         self._task = asyncio.create_task(self._supervise())
 
-    def submit(self, requests: Sequence[Request]) -> TokenStream:
-        if self._death is not None or self._info is None:
-            raise self._dead()
-        check_admission(requests, self._info, len(self._live))
-        stream = TokenStream((request.request_id for request in requests), self._abort)
-        live = {request.request_id: _Live(request, stream) for request in requests}
-        assert self._live.keys().isdisjoint(live), "a request id is used once"
-        self._live |= live
+    def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        self._live |= {request.request_id: _Live(request, sink) for request in requests}
         if self._is_ready:
             self._client.enqueue(requests, self)
-        return stream
 
-    async def wait_until_dead(self) -> EngineDiedError:
-        await self._died.wait()
-        return self._dead()
+    def abort(self, request_ids: Sequence[str]) -> None:
+        known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]
+        if self._is_ready:
+            self._client.abort(known)
 
     async def close(self) -> None:
         self._end(EngineDiedError("the engine was closed", DeathKind.CLOSED))
@@ -160,11 +132,9 @@ class Supervisor:
                 if not self._live and clock() - ready_at > _STABLE_AFTER_S:
                     self._num_restarts_in_a_row = 0
                 self._judge(death)
-                try:
-                    await self._replace(death)
-                except EngineDiedError as error:
-                    end = error
-                    return
+                await self._replace(death)
+        except EngineDiedError as error:
+            end = error
         finally:
             if self._death is None:  # it was not closed
                 self._end(end)
@@ -228,9 +198,8 @@ class Supervisor:
                 raise EngineDiedError("the engine restarted with other weights or on other hardware", DeathKind.LOAD)
             self._is_ready = True
             self._client.enqueue([self._resume(live) for live in self._live.values()], self)
-            logger.warning(
-                "the engine is ready again after %.1f s; %d requests continue", clock() - died_at, len(self._live)
-            )
+            loading_s = clock() - died_at
+            logger.warning("the engine is ready again after %.1f s; %d requests continue", loading_s, len(self._live))
             return
         tried = f"; {self._max_restarts} restarts in a row failed" if self._max_restarts else ""
         raise EngineDiedError(f"{death}{tried}", death.kind)
@@ -263,18 +232,12 @@ class Supervisor:
 
     def _resume(self, live: _Live) -> Request:
         """Return the request that continues after the tokens so far."""
-        token_ids = (*live.request.generated_token_ids, *live.token_ids)
         return replace(
             live.request,
-            generated_token_ids=token_ids,
+            generated_token_ids=(*live.request.generated_token_ids, *live.token_ids),
             num_scored_tokens=live.request.num_scored_tokens + live.num_scored_tokens,
             blame=live.blame,
         )
-
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]
-        if self._is_ready:
-            self._client.abort(known)
 
     def _end(self, death: EngineDiedError) -> None:
         """End all streams and take no more requests; only the first cause is kept."""
@@ -283,11 +246,6 @@ class Supervisor:
         for stream in {live.stream for live in self._live.values()}:
             stream.fail(self._dead())
         self._live.clear()
-
-    def _dead(self) -> EngineDiedError:
-        if self._death is None:
-            return EngineDiedError("the engine has not been started", DeathKind.LOAD)
-        return EngineDiedError(str(self._death), self._death.kind)
 
 
 def _delay_s(num_attempts: int) -> float:

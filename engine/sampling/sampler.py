@@ -75,11 +75,8 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledToke
     best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
     drawing = [row for row, position in enumerate(positions) if not is_greedy(position.request.params)]
     if drawing:
-        drawn = _draw(
-            scores if len(drawing) == len(positions) else scores[drawing],
-            [positions[row] for row in drawing],
-        )
-        chosen[drawing] = drawn
+        drawn_scores = scores if len(drawing) == len(positions) else scores[drawing]
+        chosen[drawing] = _draw(drawn_scores, [positions[row] for row in drawing])
     finite = torch.isfinite(best_scores)
     logprobs = _reported_logprobs(raw, chosen, positions)
     ids = torch.where(finite, chosen, -1).tolist()  # a step waits for the device here
@@ -116,13 +113,12 @@ def _reported_logprobs(
     raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]
 ) -> list[TokenLogprobs | None]:
     """Return one entry per row: the logprobs of the chosen token, None if its request asks for none."""
-    reported: list[TokenLogprobs | None] = [None] * len(positions)
-    asking = {i: k for i, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
-    if asking:
-        rows = list(asking)
-        for row, entry in zip(rows, top_logprobs(raw[rows], chosen[rows], list(asking.values())), strict=True):
-            reported[row] = entry
-    return reported
+    num_top = {row: k for row, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
+    if not num_top:
+        return [None] * len(positions)
+    rows = list(num_top)
+    reported = dict(zip(rows, top_logprobs(raw[rows], chosen[rows], list(num_top.values())), strict=True))
+    return [reported.get(row) for row in range(len(positions))]
 
 
 def _adjust(raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
@@ -130,7 +126,8 @@ def _adjust(raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     scores = raw
     for row, position in enumerate(positions):
         params = position.request.params
-        if not _has_adjustments(params):
+        penalties = (params.repetition_penalty - 1.0, params.frequency_penalty, params.presence_penalty)
+        if not (params.logit_bias or any(penalties)):
             continue
         if scores is raw:
             scores = raw.clone()
@@ -139,11 +136,6 @@ def _adjust(raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
             ids = torch.tensor(list(params.logit_bias), device=raw.device)
             scores[row, ids] += torch.tensor(list(params.logit_bias.values()), dtype=raw.dtype, device=raw.device)
     return scores
-
-
-def _has_adjustments(params: SamplingParams) -> bool:
-    penalties = (params.repetition_penalty - 1.0, params.frequency_penalty, params.presence_penalty)
-    return bool(params.logit_bias) or any(penalties)
 
 
 def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:

@@ -6,7 +6,7 @@ Every operation costs O(1) for each block in its arguments, for any size of the 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 PrefixId = int | str
@@ -126,23 +126,6 @@ class BlockPool:
             if block_id in self._cached:
                 del self._cached[block_id]
                 self._blank.append(block_id)
-
-    def check_invariants(self, owners: Iterable[Sequence[int]]) -> None:
-        """Assert all invariants; `owners` are the blocks of every sequence that holds any. O(blocks)."""
-        references = Counter(block_id for block_ids in owners for block_id in block_ids)
-        assert self._num_references == [references[block_id] for block_id in range(self.num_blocks)]
-        states = [*references, *self._blank, *self._cached]
-        assert sorted(states) == list(range(self.num_blocks)), f"not one state for each block: {states}"
-        assert all(self._keys[block_id] is None for block_id in self._blank)
-        assert all(self._keys[block_id] is not None for block_id in self._cached)
-        keys = {key: block_id for block_id, key in enumerate(self._keys) if key is not None}
-        assert keys == self._findable
-        assert len({self._prefixes[block_id] for block_id in keys.values()}) == len(keys), "a PrefixId was given twice"
-        for (previous, token_ids), block_id in keys.items():
-            assert len(token_ids) == self.block_size
-            prefix = self._prefixes[block_id]
-            assert isinstance(prefix, int)
-            assert isinstance(previous, str) or previous < prefix < self._num_prefixes
 
     def _take_free(self) -> int:
         if self._blank:

@@ -17,13 +17,7 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.sequence import (
-    Progress,
-    ScheduledBatch,
-    ScheduledSequence,
-    SequenceState,
-    SequenceStatus,
-)
+from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 _in_order_of_service = attrgetter("order")
@@ -83,7 +77,6 @@ class Scheduler:
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
-        self._drafts: dict[SequenceState, tuple[int, ...]] = {}  # of the step under way
         self.num_preemptions = 0
         self.num_prefix_queried_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -131,7 +124,6 @@ class Scheduler:
         Call `update` or `abandon` before the next `schedule`.
         """
         self._blocks.begin_step()
-        self._drafts.clear()
         items: list[ScheduledSequence] = []
         if self._suspects:
             self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
@@ -153,9 +145,8 @@ class Scheduler:
         if self._max_queue_time_s is None:
             return []
         latest = self._clock() - self._max_queue_time_s
-        expired = [
-            sequence for sequence in self._waiting if sequence.queued_at <= latest and not self._has_begun(sequence)
-        ]
+        overdue = [sequence for sequence in self._waiting if sequence.queued_at <= latest]
+        expired = [sequence for sequence in overdue if not self._has_begun(sequence)]
         for sequence in expired:
             self._end(sequence, FinishReason.QUEUE_TIMEOUT)
         return expired
@@ -170,11 +161,8 @@ class Scheduler:
         sampling = [item for item in batch.items if item.needs_sampling]
         for item in batch.items:
             item.sequence.num_computed += item.num_tokens - len(item.draft)
-        return [
-            self._accept(item, token_ids)
-            for item, token_ids in zip(sampling, sampled, strict=True)
-            if item.sequence.status is SequenceStatus.RUNNING
-        ]
+        results = zip(sampling, sampled, strict=True)
+        return [self._accept(item, token_ids) for item, token_ids in results if item.sequence.is_running]
 
     def abandon(self, batch: ScheduledBatch) -> SequenceState | None:
         """Undo a step that raised: its sequences are recomputed, as the step may have stored anything.
@@ -183,7 +171,7 @@ class Scheduler:
         earlier steps filled stay valid and shared.
         """
         self._blocks.forget_unfilled()
-        failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
+        failed = [item.sequence for item in batch.items if item.sequence.is_running]
         for sequence in failed:
             sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
             if sequence.blame.is_convicted:
@@ -194,32 +182,6 @@ class Scheduler:
             if sequence.blame.is_suspect:
                 self._suspects.add(sequence)
         return None
-
-    def check_invariants(self) -> None:
-        """Assert all invariants of this class and its pool. O(blocks + tokens)."""
-        self._pool.check_invariants([sequence.block_ids for sequence in self._running])
-        everyone = [*self._running, *self._waiting]
-        assert len(everyone) == len(self._live)
-        assert all(self._live[sequence.request.request_id] is sequence for sequence in everyone)
-        assert len(self._running) <= self._max_num_seqs
-        for queue, status in ((self._running, SequenceStatus.RUNNING), (self._waiting, SequenceStatus.WAITING)):
-            assert queue == sorted(queue, key=_in_order_of_service)
-            assert all(sequence.status is status for sequence in queue)
-        for sequence in everyone:
-            assert sequence.finish_reason is None
-            assert 0 <= sequence.num_computed < len(sequence.token_ids) < self._max_model_len
-            assert tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == sequence.request.prompt_token_ids
-        for sequence in self._waiting:
-            assert sequence.num_computed == 0
-            assert not sequence.block_ids
-        for sequence in self._running:
-            assert sequence.num_computed <= len(sequence.block_ids) * self._pool.block_size
-            draft = self._drafts.get(sequence, ())
-            assert len(sequence.block_ids) <= self._blocks.num_needed(sequence, len(draft))
-            assert not draft or len(sequence.block_ids) == self._blocks.num_needed(sequence, len(draft))
-        for sequence, draft in self._drafts.items():
-            assert 0 < len(draft) < self._num_tokens_left(sequence), "the token after the draft must still be wanted"
-        assert self._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
         """Schedule the running sequences and return the budget left."""
@@ -242,13 +204,12 @@ class Scheduler:
         self._blocks.free(sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
-        sequence.status = SequenceStatus.WAITING
         insort(self._waiting, sequence, key=_in_order_of_service)
         self.num_preemptions += 1
 
     def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
         """Schedule only this suspect; preempt others, last in order first, until it has a running slot and blocks."""
-        while not (self._admit(suspect) if suspect.status is SequenceStatus.WAITING else self._blocks.grow(suspect)):
+        while not (self._blocks.grow(suspect) if suspect.is_running else self._admit(suspect)):
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
             self._running.remove(last)
             self._preempt(last)
@@ -272,7 +233,6 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_in_order_of_service)
-        sequence.status = SequenceStatus.RUNNING
         if use_cache and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_prefix_queried_tokens += sequence.num_prompt_tokens
@@ -303,14 +263,13 @@ class Scheduler:
             draft = draft[: self._blocks.reserve(sequence, len(draft))]
             if draft:
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
-                self._drafts[sequence] = draft
                 room -= len(draft)
 
     def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence = item.sequence
         if sampled[0] is None:
-            self._blocks.forget(sequence)
+            self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
         sequence.blame = sequence.blame.step_gave_token()
@@ -335,7 +294,6 @@ class Scheduler:
     def _rollback(self, item: ScheduledSequence, accepted: list[int]) -> None:
         """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
-        del self._drafts[sequence]
         self.num_draft_tokens += len(item.draft)
         self.num_accepted_tokens += sum(map(eq, accepted, item.draft))
         sequence.num_computed = len(sequence.token_ids) - 1
@@ -360,13 +318,11 @@ class Scheduler:
         return min(left, self._max_model_len - len(sequence.token_ids))
 
     def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
-        queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
+        queue = self._running if sequence.is_running else self._waiting
         queue.remove(sequence)
         del self._live[sequence.request.request_id]
         self._suspects.discard(sequence)
         self._blocks.free(sequence)
-        self._drafts.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.forget(sequence)
-        sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason

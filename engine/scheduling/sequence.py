@@ -6,18 +6,9 @@ Knows neither the pool nor the tensors. Scheduler makes and changes all of it; M
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.blame import NO_BLAME, Blame
-
-
-class SequenceStatus(Enum):
-    """A preempted sequence is WAITING again."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +16,8 @@ class SequenceState:
     """A live request: its known tokens (prompt, then generated) and how many of them are computed.
 
     Invariants: token_ids only grows. num_computed < len(token_ids): the newest token is not computed yet. The keys and
-    values of position p are in block_ids[p // block_size]. A waiting sequence has no blocks and num_computed is 0.
+    values of position p are in block_ids[p // block_size]. A waiting sequence has no blocks and num_computed is 0. One
+    that has ended has a finish_reason and no blocks.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds.
     """
@@ -39,8 +31,12 @@ class SequenceState:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     blame: Blame = NO_BLAME
-    status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a running slot: admission gives a sequence blocks; preemption and its end take them."""
+        return bool(self.block_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

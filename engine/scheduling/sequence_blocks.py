@@ -73,7 +73,3 @@ class SequenceBlocks:
     def forget_unfilled(self) -> None:
         """Make the blocks unfindable that the latest step, which failed, was to fill."""
         self._pool.forget(self._unfilled)
-
-    def forget(self, sequence: SequenceState) -> None:
-        """Make the blocks of a sequence unfindable, because their content cannot be trusted."""
-        self._pool.forget(sequence.block_ids)

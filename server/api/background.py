@@ -12,14 +12,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses
+from gptserve.server.api.openapi import error_responses, text
 from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
 from gptserve.server.completions.answer import json_response
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ApiError, show
+from gptserve.server.errors import ServiceError, show
 from gptserve.server.http.envelope import log_fields
 
 IDEMPOTENCY_KEY = {
@@ -30,66 +30,57 @@ IDEMPOTENCY_KEY = {
 }
 _PATH = "/v1/completions/{id}"
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_BY_ID = {"parameters": [_ID]}
 _NUMBER = {"type": "integer", "minimum": 0}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
-_RESULT: dict[int | str, dict[str, Any]] = {200: {"model": KeptCompletion | KeptChatCompletion}}
+_RESULT: dict[int | str, dict[str, Any]] = {
+    200: {"model": KeptCompletion | KeptChatCompletion},
+    **error_responses(401, 404, 500),
+}
 
 
 def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["background"])
 
-    async def result(request: Request) -> Response:
+    @router.get(_PATH, summary="Return a background completion so far", openapi_extra=_BY_ID, responses=_RESULT)
+    async def retrieve(request: Request) -> Response:
         job = store.find(request.path_params["id"])
         log_fields(request.scope)["completion_id"] = job.completion_id
         answer = await store.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
-    @router.get(
-        _PATH,
-        summary="Return a background completion so far",
-        openapi_extra={"parameters": [_ID]},
-        responses={**_RESULT, **error_responses(401, 404, 500)},
-    )
-    async def retrieve(request: Request) -> Response:
-        return await result(request)
-
     @router.post(
         _PATH + "/cancel",
         summary="Cancel a background completion; one that has ended stays as it is",
-        openapi_extra={"parameters": [_ID]},
-        responses={**_RESULT, **error_responses(401, 404, 500)},
+        openapi_extra=_BY_ID,
+        responses=_RESULT,
     )
     async def cancel(request: Request) -> Response:
         await store.cancel(store.find(request.path_params["id"]))
-        return await result(request)
+        return await retrieve(request)
 
     @router.get(
         _PATH + "/events",
         summary="Stream the events of a background completion, from any of them on",
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
-        responses={
-            200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
-            **error_responses(400, 401, 404, 500),
-        },
+        responses={200: text("text/event-stream"), **error_responses(400, 401, 404, 500)},
     )
     async def events(request: Request) -> Response:
         after = _last_event_seen(request)
         job = store.find(request.path_params["id"])
-        return BackgroundResponse(service, store, job, await store.plan(job), stream=True, after=after)
+        return BackgroundResponse(service, await store.plan(job), store.reader(job), stream=True, after=after)
 
     return router
 
 
 def idempotency_key(request: Request) -> str | None:
-    """Return the key under which a client wants to find its completion again. Raises ApiError."""
+    """Return the key under which a client wants to find its completion again. Raises ServiceError."""
     key = request.headers.get("idempotency-key")
-    if key is not None and re.fullmatch(r"[ -~]{1,256}", key) is None:
-        message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
-        raise ApiError(400, message, code="invalid_value", param="Idempotency-Key")
-    return key
+    rule = "1 to 256 printable ASCII characters"
+    return None if key is None else _checked("Idempotency-Key", key, r"[ -~]{1,256}", rule)
 
 
 async def answer_in_background(
@@ -106,21 +97,23 @@ async def answer_in_background(
     plan = await store.plan(job)
     if body.background and not body.stream:
         return JSONResponse({**plan.head(), "status": job.status}, 202)
-    return BackgroundResponse(service, store, job, plan, stream=bool(body.stream), after=after)
+    return BackgroundResponse(service, plan, store.reader(job), stream=bool(body.stream), after=after)
 
 
 def _last_event_seen(request: Request) -> int:
     """Return the id of the last event that the client has: `starting_after`, else `Last-Event-ID`, else 0.
 
-    Raises ApiError.
+    Raises ServiceError.
     """
-    sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
-    for name, given in sources:
+    for name, given in (("starting_after", request.query_params), ("Last-Event-ID", request.headers)):
         value = given.get(name)
-        if value is None:
-            continue
-        if re.fullmatch(r"[0-9]{1,18}", value) is None:
-            message = f"{name} must be the id of an event, a whole number of at least 0, got {show(value)}"
-            raise ApiError(400, message, code="invalid_value", param=name)
-        return int(value)
+        if value is not None:
+            rule = "the id of an event, a whole number of at least 0"
+            return int(_checked(name, value, r"[0-9]{1,18}", rule))
     return 0
+
+
+def _checked(name: str, value: str, pattern: str, rule: str) -> str:
+    if re.fullmatch(pattern, value) is None:
+        raise ServiceError("invalid_value", f"{name} must be {rule}, got {show(value)}", param=name)
+    return value

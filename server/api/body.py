@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from gptserve.server.errors import ApiError, show, unavailable
+from gptserve.server.errors import ServiceError, show
 
 MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one takes some milliseconds
 
@@ -32,7 +32,7 @@ class IncomingBodies:
     async def read(self, request: Request, max_bytes: int, limit_s: float) -> AsyncIterator[bytearray]:
         """Yield the raw body, which counts until the block is left. Stop reading when it is too large or too late.
 
-        Raises ApiError or ClientDisconnect.
+        Raises ServiceError or ClientDisconnect.
         """
         _check_head(request, max_bytes)
         body, limit = bytearray(), asyncio.timeout(limit_s)
@@ -42,9 +42,9 @@ class IncomingBodies:
                 async with limit:
                     await self._read(request, body, max_bytes)
             if self._arriving.pop(limit, None) is None:
-                raise _given_up()
+                raise ServiceError("too_many_bodies", "other bodies arrive at once and this one took longest")
             if limit.expired():
-                raise _too_late(limit_s)
+                raise ServiceError("request_timeout", f"the body must arrive within {limit_s:g} s")
             yield body
         finally:
             self._arriving.pop(limit, None)
@@ -57,64 +57,39 @@ class IncomingBodies:
             if len(body) > max_bytes:
                 raise _too_large("more", max_bytes)
             if self._num_bytes > max(MAX_INCOMING_BYTES, max_bytes) and self._arriving:
-                self._give_up_the_longest()
-
-    def _give_up_the_longest(self) -> None:
-        limit = next(iter(self._arriving))
-        body = self._arriving.pop(limit)
-        self._num_bytes -= len(body)
-        body.clear()
-        limit.reschedule(asyncio.get_running_loop().time())
+                limit = next(iter(self._arriving))
+                given_up = self._arriving.pop(limit)
+                self._num_bytes -= len(given_up)
+                given_up.clear()
+                limit.reschedule(asyncio.get_running_loop().time())
 
 
 def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
-    """Parse a body that must be a JSON object. Raises ApiError."""
-    _check_complexity(raw)
-    try:
-        value = from_json(raw)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the body: input should be an object, got {show(value)}", code="invalid_type")
-    return value
-
-
-def _check_complexity(raw: bytes | bytearray) -> None:
+    """Parse a body that must be a JSON object. Raises ServiceError."""
     for mark, max_count in MAX_COUNTS.items():
         count = raw.count(mark)
         if count > max_count:
             message = f"the body may have {mark.decode()!r} at most {max_count} times, in strings or not, got {count}"
-            raise ApiError(400, message, code="body_too_complex")
+            raise ServiceError("body_too_complex", message)
+    try:
+        value = from_json(raw)
+    except ValueError as error:
+        raise ServiceError("invalid_json", f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ServiceError("invalid_type", f"the body: input should be an object, got {show(value)}")
+    return value
 
 
 def _check_head(request: Request, max_bytes: int) -> None:
-    """Raise ApiError if the headers announce another type or too large a body."""
+    """Raise ServiceError if the headers announce another type or too large a body."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(
-            415, f"content-type must be application/json, got {content_type or 'none'}", code="unsupported_media_type"
-        )
+        message = f"content-type must be application/json, got {content_type or 'none'}"
+        raise ServiceError("unsupported_media_type", message)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(f"{declared} bytes", max_bytes)
 
 
-def _too_late(limit_s: float) -> ApiError:
-    headers = {"connection": "close"}
-    return ApiError(408, f"the body must arrive within {limit_s:g} s", code="request_timeout", headers=headers)
-
-
-def _given_up() -> ApiError:
-    error = unavailable("other bodies arrive at once and this one took longest", code="too_many_bodies")
-    error.headers["connection"] = "close"
-    return error
-
-
-def _too_large(size: str, max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot carry another request.
-    return ApiError(
-        413,
-        f"the body may have at most {max_bytes} bytes, got {size}",
-        code="body_too_large",
-        headers={"connection": "close"},
-    )
+def _too_large(size: str, max_bytes: int) -> ServiceError:
+    return ServiceError("body_too_large", f"the body may have at most {max_bytes} bytes, got {size}")

@@ -6,7 +6,6 @@ import time
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses
 from gptserve.server.api.schemas import Model, ModelList
@@ -25,21 +24,19 @@ def models_router(service: Service) -> APIRouter:
         limit = service.engine.info.max_model_len
         return Model(id=service.options.model_name, created=created, owned_by="gptserve", max_model_len=limit)
 
-    @router.get(
-        "/v1/models", summary="List the models", responses={200: {"model": ModelList}, **error_responses(401, 503)}
-    )
-    async def list_models() -> Response:
-        return JSONResponse(ModelList(data=[model()]).model_dump())
+    @router.get("/v1/models", summary="List the models", responses=error_responses(401, 503))
+    async def list_models() -> ModelList:
+        return ModelList(data=[model()])
 
     # The id is a path: that of a hub model has a slash in it.
     @router.get(
         "/v1/models/{model:path}",
         summary="Describe a model",
         openapi_extra={"parameters": [_MODEL_ID]},
-        responses={200: {"model": Model}, **error_responses(401, 404, 503)},
+        responses=error_responses(401, 404, 503),
     )
-    async def retrieve_model(request: Request) -> Response:
+    async def retrieve_model(request: Request) -> Model:
         service.check_model(request.path_params["model"])
-        return JSONResponse(model().model_dump())
+        return model()
 
     return router

@@ -32,6 +32,11 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
+def text(media_type: str) -> dict[str, Any]:
+    """Return FastAPI's description of an answer of text."""
+    return {"content": {media_type: {"schema": {"type": "string"}}}}
+
+
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return FastAPI's `openapi_extra` for a route that parses its body itself, as `model`."""
     schema = {"$ref": _REF.format(model=model.__name__)}

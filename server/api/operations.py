@@ -6,71 +6,52 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses, openapi_document
+from gptserve.server.api.openapi import error_responses, openapi_document, text
 from gptserve.server.api.schemas import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
 from gptserve.server.completions.service import Service
 
-_NO_KEY: dict[str, object] = {"security": []}
+_NO_KEY: dict[str, Any] = {"security": []}
 
 
 def operations_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["operations"])
-    needs_key = service.needs_key and service.options.protect_operations
+    settings = service.options.settings
+    needs_key = settings.needs_key and settings.protect_operations
+    extra, refusals = (None, error_responses(401)) if needs_key else (_NO_KEY, {})
+    unwell = error_responses(503)
+    document: dict[str, Any] = {}
 
-    @router.get(
-        "/health",
-        summary="Say whether this process should live",
-        openapi_extra=_NO_KEY,
-        responses={200: {"model": Status}, **error_responses(503)},
-    )
-    async def health() -> Response:
+    @router.get("/health", summary="Say whether this process should live", openapi_extra=_NO_KEY, responses=unwell)
+    async def health() -> Status:
         service.check_alive()
-        return JSONResponse(Status().model_dump())
+        return Status()
 
     @router.get(
         "/ready",
         summary="Say whether completions are let in: a real token was decoded and no shutdown has begun",
         openapi_extra=_NO_KEY,
-        responses={200: {"model": Status}, **error_responses(503)},
+        responses=unwell,
     )
-    async def ready() -> Response:
+    async def ready() -> Status:
         service.check_ready()
-        return JSONResponse(Status().model_dump())
+        return Status()
 
-    @router.get(
-        "/version",
-        summary="Say what runs",
-        openapi_extra=None if needs_key else _NO_KEY,
-        responses={200: {"model": Version}, **(error_responses(401) if needs_key else {})},
-    )
-    async def version(request: Request) -> Response:
-        app: FastAPI = request.app
-        return JSONResponse(Version(version=app.version).model_dump())
-
-    router.include_router(_documents_router(service, needs_key=needs_key))
-    return router
-
-
-def _documents_router(service: Service, *, needs_key: bool) -> APIRouter:
-    """Return the routes whose answers take long to write."""
-    router = APIRouter()
-    document: dict[str, Any] = {}
+    @router.get("/version", summary="Say what runs", openapi_extra=extra, responses=refusals)
+    async def version(request: Request) -> Version:
+        return Version(version=request.app.version)
 
     @router.get(
         "/metrics",
         summary="Tell Prometheus",
         response_class=Response,
-        openapi_extra=None if needs_key else _NO_KEY,
-        responses={
-            200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-            **(error_responses(401) if needs_key else {}),
-        },
+        openapi_extra=extra,
+        responses={200: text("text/plain"), **refusals},
     )
     async def metrics() -> Response:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -79,7 +60,7 @@ def _documents_router(service: Service, *, needs_key: bool) -> APIRouter:
     async def openapi(request: Request) -> Response:
         if not document:
             models = (CompletionRequest, ChatRequest, ChatCompletionChunk)
-            make = partial(openapi_document, request.app, models, needs_key=service.needs_key)
+            make = partial(openapi_document, request.app, models, needs_key=settings.needs_key)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)
 

@@ -6,9 +6,9 @@ Request models refuse unknown fields; null means the default. Response models de
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from gptserve.engine.request import MAX_LOGPROBS, SamplingParams
 from gptserve.server.completions.output import EndReason
@@ -26,6 +26,7 @@ CONTENT_RULE = "Input should be a string or a list of text parts"
 
 Text = Annotated[str, Tag("text")]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
 
 
@@ -39,9 +40,13 @@ def _kind(value: Any) -> str | None:
     return "texts" if isinstance(first, str) else "id lists" if isinstance(first, list) else "ids"
 
 
-def _stop_kind(value: Any) -> str | None:
-    kind = _kind(value)
-    return kind if kind in (None, "text") else "texts"
+def _text_or_list(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
+
+
+def _cut(prompt: Any) -> Any:
+    """Cut a list of too many prompts to one over the limit: pydantic would check each of a million."""
+    return prompt[: MAX_PROMPTS + 1] if _kind(prompt) in ("texts", "id lists") else prompt
 
 
 Prompt = Annotated[
@@ -50,20 +55,21 @@ Prompt = Annotated[
     | Annotated[TokenIds, Tag("ids")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("id lists")],
     Discriminator(_kind, custom_error_type="prompt_type", custom_error_message=PROMPT_RULE),
+    BeforeValidator(_cut),
 ]
 Stop = Annotated[
     Annotated[StopString, Tag("text")]
-    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("texts")],
-    Discriminator(_stop_kind, custom_error_type="stop_type", custom_error_message=STOP_RULE),
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("list")],
+    Discriminator(_text_or_list, custom_error_type="stop_type", custom_error_message=STOP_RULE),
 ]
 
 
-def _content_kind(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+class _Model(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class _RequestModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+class _RequestModel(_Model):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -78,18 +84,23 @@ class _RequestModel(BaseModel):
 class StreamOptions(_RequestModel):
     """The reports of a stream besides text."""
 
-    include_usage: bool | None = Field(default=None, description="send one last chunk with usage and no choices")
-    continuous_usage_stats: bool | None = Field(default=None, description="send usage so far with every chunk")
+    include_usage: bool | None = None
+    """send one last chunk with usage and no choices"""
+    continuous_usage_stats: bool | None = None
+    """send usage so far with every chunk"""
 
 
 class GenerationRequest(_RequestModel):
     """The fields of every completion request. Null is the same as no field."""
 
     model: str | None = None
-    max_tokens: int | None = Field(default=None, description="default 16; in a chat, what the context leaves")
-    temperature: float | None = Field(default=None, description="0 is greedy; default 1")
+    max_tokens: int | None = None
+    """default 16; in a chat, what the context leaves"""
+    temperature: float | None = None
+    """0 is greedy; default 1"""
     top_p: float | None = None
-    top_k: int | None = Field(default=None, description="0 or -1 is off")
+    top_k: int | None = None
+    """0 or -1 is off"""
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -98,32 +109,26 @@ class GenerationRequest(_RequestModel):
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_LOGPROBS, description="how many likeliest tokens to report for each of the prompt's"
-    )
-    seed: int | None = Field(default=None, description="drawn and reported back when left out")
-    n: int | None = Field(default=None, ge=1, description="completions per prompt; default 1")
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """how many likeliest tokens to report for each of the prompt's"""
+    seed: int | None = None
+    """drawn and reported back when left out"""
+    n: int | None = Field(default=None, ge=1)
+    """completions per prompt; default 1"""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    skip_special_tokens: bool | None = Field(default=None, description="leave their text out; default true")
-    user: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
-        default=None, description="written to the log"
-    )
-    timeout_ms: int | None = Field(
-        default=None, ge=1, le=MAX_TIMEOUT_MS, description="what has not ended by then ends with the text so far"
-    )
-    background: bool | None = Field(default=None, description="answer 202 at once and go on without the client")
-    priority: int | None = Field(
-        default=None, description="lower runs sooner; default 0; others need --priority-scheduling"
-    )
-    cache_salt: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = Field(
-        default=None, description="only requests with the same salt share cached prefixes"
-    )
-
-    @classmethod
-    def parse(cls, value: dict[str, object]) -> Self:
-        """Validate a body. Raises ValidationError."""
-        return cls.model_validate(value)
+    skip_special_tokens: bool | None = None
+    """leave their text out; default true"""
+    user: Label | None = None
+    """written to the log"""
+    timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
+    """what has not ended by then ends with the text so far"""
+    background: bool | None = None
+    """answer 202 at once and go on without the client"""
+    priority: int | None = None
+    """lower runs sooner; default 0; others need --priority-scheduling"""
+    cache_salt: Label | None = None
+    """only requests with the same salt share cached prefixes"""
 
     def sampling_params(self, **chosen: Any) -> SamplingParams:
         """Return the parameters of the body, replaced by `chosen`; defaults for others. Raises InvalidRequestError."""
@@ -142,21 +147,13 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: Prompt
-    best_of: int | None = Field(default=None, description="null or equal to n")
-    logprobs: int | None = Field(default=None, description="how many likeliest tokens to report with each token")
-    echo: bool | None = Field(default=None, description="return the prompt first; max_tokens may be 0 then")
+    best_of: int | None = None
+    """null or equal to n"""
+    logprobs: int | None = None
+    """how many likeliest tokens to report with each token"""
+    echo: bool | None = None
+    """return the prompt first; max_tokens may be 0 then"""
     suffix: None = None
-
-    @classmethod
-    def parse(cls, value: dict[str, object]) -> Self:
-        """Validate a body. Raises ValidationError.
-
-        Cut a list of too many prompts to one over the limit: pydantic would check each of a million.
-        """
-        prompt = value.get("prompt")
-        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _kind(prompt) != "ids":
-            value = {**value, "prompt": prompt[: MAX_PROMPTS + 1]}
-        return super().parse(value)
 
     def sampling_params(self, **chosen: Any) -> SamplingParams:
         """Return the parameters. With echo the engine scores the prompt, and always computes at least one token."""
@@ -179,12 +176,13 @@ class Message(_RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Text | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
-        Discriminator(_content_kind, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
+        Text | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
+        Discriminator(_text_or_list, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
     ]
     name: str | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(default=None, description="how the assistant came to its content")
+    reasoning_content: str | None = None
+    """how the assistant came to its content"""
 
     def to_template(self) -> dict[str, str]:
         """Return the given fields; text parts are joined with line ends."""
@@ -204,29 +202,28 @@ class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="another name of max_tokens")
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """another name of max_tokens"""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="needs logprobs true")
-    add_generation_prompt: bool | None = Field(
-        default=None, description="end the prompt with the beginning of an answer; default true"
-    )
-    continue_final_message: bool | None = Field(default=None, description="go on with the last message instead")
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables for the chat template")
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """needs logprobs true"""
+    add_generation_prompt: bool | None = None
+    """end the prompt with the beginning of an answer; default true"""
+    continue_final_message: bool | None = None
+    """go on with the last message instead"""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """variables for the chat template"""
     tool_choice: Literal["none"] | None = None
     response_format: TextFormat | None = None
 
 
-class _ResponseModel(BaseModel):
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-class PromptTokensDetails(_ResponseModel):
+class PromptTokensDetails(_Model):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int
 
 
-class Usage(_ResponseModel):
+class Usage(_Model):
     """Tokens of one request; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int
@@ -235,7 +232,7 @@ class Usage(_ResponseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class Logprobs(_ResponseModel):
+class Logprobs(_Model):
     """Parallel lists, one entry per token: of the prompt first with echo, then of every generated token.
 
     text_offset counts characters of the text before a stop string is cut off.
@@ -247,7 +244,7 @@ class Logprobs(_ResponseModel):
     text_offset: list[int]
 
 
-class PromptLogprob(_ResponseModel):
+class PromptLogprob(_Model):
     """The logprob of a token at its position in the prompt; `rank` - 1 tokens were likelier."""
 
     logprob: float
@@ -261,27 +258,26 @@ PromptLogprobs = Annotated[
 ]
 
 
-class Choice(_ResponseModel):
+class Choice(_Model):
     """One completion, or a chunk's addition to it. prompt_logprobs comes only on request."""
 
     index: int
     text: str
     logprobs: Logprobs | None
     finish_reason: EndReason | None
-    stop_reason: str | int | None = Field(description="the stop string or the id out of stop_token_ids that matched")
+    stop_reason: str | int | None
+    """the stop string or the id out of stop_token_ids that matched"""
     prompt_logprobs: PromptLogprobs = None
 
 
-class _CompletionHead(_ResponseModel):
+class _CompletionHead(_Model):
     id: str
     created: int
     model: str
-    system_fingerprint: str = Field(
-        description="changes when the model or anything else that affects the numbers changes"
-    )
-    batch_invariant: bool = Field(
-        description="whether the same request and seed give the same answer, independent of the rest of the batch"
-    )
+    system_fingerprint: str
+    """changes when the model or anything else that affects the numbers changes"""
+    batch_invariant: bool
+    """whether the same request and seed give the same answer, independent of the rest of the batch"""
     seed: int
 
 
@@ -293,7 +289,7 @@ class Completion(_CompletionHead):
     usage: Usage | None = None
 
 
-class TopLogprob(_ResponseModel):
+class TopLogprob(_Model):
     """A token that could have come. `bytes` tells tokens without text of their own apart."""
 
     token: str
@@ -307,13 +303,13 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_ResponseModel):
+class ChatLogprobs(_Model):
     """One entry per generated token, including those of the reasoning and its frame."""
 
     content: list[TokenLogprob]
 
 
-class AnswerMessage(_ResponseModel):
+class AnswerMessage(_Model):
     """The model's message; reasoning_content only for models that mark their reasoning."""
 
     role: Literal["assistant"] = "assistant"
@@ -321,7 +317,7 @@ class AnswerMessage(_ResponseModel):
     reasoning_content: str | None = None
 
 
-class MessageDelta(_ResponseModel):
+class MessageDelta(_Model):
     """A chunk's addition to a message; the role comes once, first."""
 
     role: Literal["assistant"] | None = None
@@ -329,7 +325,7 @@ class MessageDelta(_ResponseModel):
     reasoning_content: str | None = None
 
 
-class _ChatPart(_ResponseModel):
+class _ChatPart(_Model):
     index: int
     logprobs: ChatLogprobs | None
     finish_reason: EndReason | None
@@ -366,7 +362,7 @@ class ChatCompletionChunk(_CompletionHead):
     usage: Usage | None = None
 
 
-class ErrorDetail(_ResponseModel):
+class ErrorDetail(_Model):
     """The error: field, rule and value given."""
 
     message: str
@@ -375,7 +371,7 @@ class ErrorDetail(_ResponseModel):
     code: str
 
 
-class ErrorBody(_ResponseModel):
+class ErrorBody(_Model):
     """The body of every error."""
 
     error: ErrorDetail
@@ -405,7 +401,7 @@ class KeptChatCompletion(ChatCompletion):
     error: ErrorDetail | None
 
 
-class Model(_ResponseModel):
+class Model(_Model):
     """A model that requests may name."""
 
     id: str
@@ -415,20 +411,20 @@ class Model(_ResponseModel):
     max_model_len: int
 
 
-class ModelList(_ResponseModel):
+class ModelList(_Model):
     """The models served."""
 
     object: Literal["list"] = "list"
     data: list[Model]
 
 
-class Status(_ResponseModel):
+class Status(_Model):
     """The answer to a probe."""
 
     status: Literal["ok"] = "ok"
 
 
-class Version(_ResponseModel):
+class Version(_Model):
     """The version that runs."""
 
     version: str

@@ -9,32 +9,38 @@ import asyncio
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
 
 from gptserve.engine.process.client import TokenStream
-from gptserve.engine.request import TokenOutput
 from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.background.journal import CompletionRecord, Journal, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering
 
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """The part of a job that is in memory only while it runs. `stopped_by` is set when it is cancelled or suspended."""
+    """The part of a job that is in memory only while it runs. `stopped_by` is set when it is cancelled or suspended.
+
+    `changed` is set when there are more batches or the job has ended, and is a new event from then on.
+    """
 
     plan: CompletionPlan
     run: CompletionRun
     deadline: float | None
+    stream: TokenStream
     batches: list[OutputBatch] = field(default_factory=list)
-    readers: set[Reader] = field(default_factory=set)
-    stream: TokenStream | None = None
-    stopped_by: ApiError | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped_by: ServiceError | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake_readers(self) -> None:
+        """Tell all who wait that there are more outputs, that a reader was closed, or that the job has ended."""
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +55,7 @@ class BackgroundJob:
     digest: str
     status: BackgroundStatus = "queued"
     running: RunningJob | None = None
-    error: ApiError | None = None
+    error: ServiceError | None = None
     finished_at: float = 0.0
     num_batches: int = 0
     is_foreign: bool = False
@@ -74,22 +80,16 @@ class BackgroundRequest:
         return cls(body, hashlib.sha256(f"{path}\n{body}".encode()).hexdigest(), key, started_at)
 
     def check_same(self, digest: str) -> None:
-        """Raise ApiError unless the key came with the same request before."""
+        """Raise ServiceError unless the key came with the same request before."""
         if self.digest != digest:
             message = f"Idempotency-Key {self.key!r} was used with another request"
-            raise ApiError(409, message, code="idempotency_key_reused", param="Idempotency-Key")
+            raise ServiceError("idempotency_key_reused", message, param="Idempotency-Key")
 
     def to_record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
         """Return the journal's record of the completion."""
-        identity = plan.identity
         return CompletionRecord(
-            completion_id=identity.completion_id,
+            **asdict(plan.identity),
             kind=plan.shape.object,
-            created=identity.created,
-            model=identity.model,
-            fingerprint=identity.fingerprint,
-            batch_invariant=identity.batch_invariant,
-            seed=identity.seed,
             body=self.body,
             prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),
             max_tokens=plan.requests[0].params.max_tokens,
@@ -102,75 +102,49 @@ class BackgroundRequest:
 class Reader:
     """Iterates over the outputs of a job from the first one, for one client at its own pace.
 
-    Each iteration lets the event loop turn once, then yields the next outputs, at most READ_LIMIT. It stops when the
-    job has ended, or raises the ApiError that ended the job.
+    Each step lets the event loop turn once, then yields the next outputs, at most READ_LIMIT. The iteration stops when
+    the job has ended, or raises the ServiceError that ended the job.
     """
 
     def __init__(self, job: BackgroundJob, journal: Journal) -> None:
         self._job = job
         self._journal = journal
-        self._position = 0
-        self._unread: Iterator[TokenOutput] = iter(())
         self._is_closed = False
-        self._changed = asyncio.Event()
-        if job.running is not None:
-            job.running.readers.add(self)
 
-    def __aiter__(self) -> Reader:
-        return self
-
-    async def __anext__(self) -> tuple[TokenOutput, ...]:
-        await asyncio.sleep(0)  # reading from memory never waits, and would keep the event loop from other tasks
-        if self._is_closed:
-            raise StopAsyncIteration
-        while not (outputs := tuple(itertools.islice(self._unread, READ_LIMIT))):
-            batches = await self._read()
-            self._position += len(batches)
-            self._unread = itertools.chain.from_iterable(batches)
-        return outputs
-
-    def wake(self) -> None:
-        """Tell the reader that there are more outputs, or that the job has ended."""
-        self._changed.set()
+    async def __aiter__(self) -> AsyncIterator[OutputBatch]:
+        position = 0
+        while batches := await self._read(position):
+            position += len(batches)
+            unread = itertools.chain.from_iterable(batches)
+            while outputs := tuple(itertools.islice(unread, READ_LIMIT)):
+                await asyncio.sleep(0)  # memory never waits, and would keep the event loop from other tasks
+                if self._is_closed:
+                    return
+                yield outputs
+        if self._job.error is not None and not self._is_closed:
+            raise self._job.error.fresh()
 
     def close(self) -> None:
         """End the iteration now."""
         self._is_closed = True
         if self._job.running is not None:
-            self._job.running.readers.discard(self)
-        self.wake()
+            self._job.running.wake_readers()
 
-    async def _read(self) -> list[OutputBatch]:
-        """Wait for the next batches and return them. Raises ApiError or StopAsyncIteration at the end."""
+    async def _read(self, position: int) -> list[OutputBatch]:
+        """Wait for batches from `position` on and return some; none if the job has ended or the reader is closed."""
         while (running := self._job.running) is not None and not self._is_closed:
-            if self._position < len(running.batches):
-                return running.batches[self._position : self._position + READ_LIMIT]
-            self._changed.clear()
-            await self._changed.wait()
-        if self._is_closed:
-            raise StopAsyncIteration
-        if self._position < self._job.num_batches:
-            read = await self._journal.batches(self._job.completion_id, self._position, READ_LIMIT)
-            if not read:
-                raise not_found(self._job.completion_id)
-            return read
-        if self._job.error is not None:
-            raise self._job.error.fresh()
-        raise StopAsyncIteration
+            if position < len(running.batches):
+                return running.batches[position : position + READ_LIMIT]
+            await running.changed.wait()
+        if self._is_closed or position >= self._job.num_batches:
+            return []
+        read = await self._journal.batches(self._job.completion_id, position, READ_LIMIT)
+        if not read:
+            raise not_found(self._job.completion_id)
+        return read
 
 
-def not_found(completion_id: str) -> ApiError:
+def not_found(completion_id: str) -> ServiceError:
     """Return the error for an id that no background completion has."""
     message = f"completion {completion_id!r} does not exist: it did not run in the background, or it has expired"
-    return ApiError(404, message, code="completion_not_found", param="id")
-
-
-def too_many(limit: int) -> ApiError:
-    """Return the error for one background completion more than the limit."""
-    message = f"{limit} background or keyed completions are running, which is the limit"
-    return ApiError(429, message, code="too_many_kept", headers={"retry-after": "1"})
-
-
-def model_changed() -> ApiError:
-    """Return the error of a completion that another model began."""
-    return ApiError(500, "the server now has another model or computes otherwise", code="model_changed")
+    return ServiceError("completion_not_found", message, param="id")

@@ -13,14 +13,16 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 from gptserve.server.completions.encoding import PIECE_ENTRIES
+from gptserve.server.errors import ServiceError
 
 FILE_NAME = "gptserve.sqlite3"
 SCHEMA_VERSION = 1
@@ -48,11 +50,15 @@ COMMIT;
 
 EndStatus = Literal["completed", "failed", "cancelled"]
 OutputBatch = tuple[TokenOutput, ...]
+Statement = tuple[str, Sequence[object]]
 Result = TypeVar("Result")
 
 
-class JournalError(Exception):
+class JournalError(ServiceError):
     """The journal cannot be opened, read or written; the message is the cause in one sentence."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("journal_failed", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,9 @@ class Journal:
         self._folder = folder
         self._connection: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._pending: list[tuple[list[tuple[str, Sequence[object]]], asyncio.Future[None]]] = []
-        self._writer: asyncio.Task[None] | None = None
+        self._pending: list[Statement] = []
+        self._writer: asyncio.Task[None] | None = None  # the one that takes what is pending, or the last that did
+        self._writing = asyncio.Lock()
         self._decoding = asyncio.Lock()
 
     async def open(self) -> None:
@@ -127,7 +134,7 @@ class Journal:
 
     async def load(self) -> list[IndexRow]:
         """Return all completions: first those that ended, by time of end; then the others, oldest first."""
-        return await self._run(lambda connection: list(_read_index(connection)))
+        return await self._run(_read_index)
 
     async def read_record(self, completion_id: str) -> CompletionRecord:
         """Return the record of a completion."""
@@ -144,49 +151,39 @@ class Journal:
 
     async def add(self, record: CompletionRecord) -> None:
         """Begin a completion."""
-        row = await asyncio.to_thread(_completion_row, record)  # megabytes may have to be written as JSON
-        await self._write((_insert("completions", row), row))
+        # In a thread, as megabytes may have to be written as JSON.
+        await self._write(await asyncio.to_thread(_insert_completion, record))
 
-    async def append(self, completion_id: str, n: int, outputs: Iterable[TokenOutput]) -> None:
+    async def append(self, completion_id: str, n: int, outputs: OutputBatch) -> None:
         """Add the n-th batch of outputs to a completion."""
-        outputs = tuple(outputs)
         num_scores = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for output in outputs)
-        arguments = completion_id, n, outputs
-        row = await asyncio.to_thread(_batch_row, *arguments) if num_scores > PIECE_ENTRIES else _batch_row(*arguments)
-        await self._write((_insert("batches", row), row))
+
+        def insert() -> Statement:
+            return _insert("batches", completion_id, n, encode_outputs(outputs))
+
+        await self._write(await asyncio.to_thread(insert) if num_scores > PIECE_ENTRIES else insert())
 
     async def end(self, completion_id: str, end: EndRecord) -> None:
         """End a completion."""
-        row = _checked((completion_id, *astuple(end)))
-        await self._write((_insert("ends", row), row))
+        await self._write(_insert("ends", completion_id, *astuple(end)))
 
     async def forget(self, completion_ids: Iterable[str]) -> None:
         """Delete completions with all their rows."""
         await self._write(*(("DELETE FROM completions WHERE id = ?", (i,)) for i in completion_ids))
 
-    async def _write(self, *statements: tuple[str, Sequence[object]]) -> None:
-        written = asyncio.get_running_loop().create_future()
-        self._pending.append((list(statements), written))
-        if self._writer is None or self._writer.done():
+    async def _write(self, *statements: Statement) -> None:
+        if self._writer is None or not self._pending:
             self._writer = asyncio.create_task(self._write_pending())
-        await written
+        self._pending += statements
+        try:
+            await asyncio.shield(self._writer)  # it has the writes of others, too
+        except Exception as error:  # of any kind, and each caller raises its own
+            raise JournalError(str(error) or repr(error)) from error
 
     async def _write_pending(self) -> None:
-        while self._pending:
-            pending, self._pending = self._pending, []
-            transaction = [statement for statements, _ in pending for statement in statements]
-            failure: Exception | None = None
-            try:
-                await self._run(lambda connection, rows=transaction: _commit(connection, rows))  # type: ignore[misc]
-            except Exception as error:  # of any kind: the waiting callers must get it
-                failure = error
-            for _, written in pending:
-                if written.cancelled():
-                    continue
-                if failure is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(JournalError(str(failure) or repr(failure)))
+        async with self._writing:
+            statements, self._pending = self._pending, []
+            await self._run(lambda connection: _commit(connection, statements))
 
     async def _run(self, call: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run `call` with the connection, in the journal's thread."""
@@ -214,13 +211,16 @@ class Journal:
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
 
 
 def encode_outputs(outputs: Iterable[TokenOutput]) -> str:
-    """Return a JSON array with an object for each output, of the fields that differ from their defaults."""
+    """Return a JSON array with an object for each output, of the fields that differ from their defaults.
+
+    TokenLogprobs become arrays of their fields.
+    """
+    encode = json.JSONEncoder(separators=(",", ":"), default=attrgetter(*TokenLogprobs.__slots__)).encode
     # One call for each output: a single call for all could hold the interpreter for long.
-    return f"[{','.join(json.dumps(_encode_output(output), separators=(',', ':')) for output in outputs)}]"
+    return f"[{','.join(encode(_changed_fields(output)) for output in outputs)}]"
 
 
 def decode_outputs(text: str) -> OutputBatch:
@@ -231,19 +231,14 @@ def decode_outputs(text: str) -> OutputBatch:
         raise ValueError(f"not the outputs of a completion: {error}") from error
 
 
-def _encode_output(output: TokenOutput) -> dict[str, object]:
-    values = {f.name: getattr(output, f.name) for f in fields(output) if getattr(output, f.name) != f.default}
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in values:
-            values[name] = [entry and (entry.token_id, entry.logprob, entry.rank, entry.top) for entry in values[name]]
-    return values
+def _changed_fields(output: TokenOutput) -> dict[str, object]:
+    return {f.name: getattr(output, f.name) for f in fields(output) if getattr(output, f.name) != f.default}
 
 
 def _decode_output(values: dict[str, Any]) -> TokenOutput:
     values["token_ids"] = tuple(values["token_ids"])
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in values:
-            values[name] = tuple(entry and _decode_logprobs(*entry) for entry in values[name])
+    for name in values.keys() & {"logprobs", "prompt_logprobs"}:
+        values[name] = tuple(entry and _decode_logprobs(*entry) for entry in values[name])
     if "finish_reason" in values:
         values["finish_reason"] = FinishReason(values["finish_reason"])
     return TokenOutput(**values)
@@ -296,66 +291,56 @@ def _prepare(connection: sqlite3.Connection) -> None:
         raise ValueError(f"its format is version {version}, and this server reads version {SCHEMA_VERSION}")
 
 
-def _commit(connection: sqlite3.Connection, statements: Iterable[tuple[str, Sequence[object]]]) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+def _commit(connection: sqlite3.Connection, statements: Iterable[Statement]) -> None:
+    with connection:  # commits, or rolls back
+        connection.execute("BEGIN IMMEDIATE")
         for statement, parameters in statements:
             connection.execute(statement, parameters)
-        connection.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # some errors have rolled it back already
-            connection.execute("ROLLBACK")
-        raise
 
 
-def _insert(table: str, row: Sequence[object]) -> str:
-    return f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})"
-
-
-def _checked(row: Sequence[object]) -> tuple[object, ...]:
-    return (*row, zlib.crc32(json.dumps(row).encode()))
-
-
-def _completion_row(record: CompletionRecord) -> tuple[object, ...]:
+def _insert_completion(record: CompletionRecord) -> Statement:
     values = {name: getattr(record, name) for name in record.__slots__}
     values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
-    return _checked(tuple(values.values()))
+    return _insert("completions", *values.values())
 
 
-def _batch_row(completion_id: str, n: int, outputs: OutputBatch) -> tuple[object, ...]:
-    return _checked((completion_id, n, encode_outputs(outputs)))
+def _insert(table: str, *values: object) -> Statement:
+    row = (*values, _checksum(values))
+    return f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row
+
+
+def _checksum(values: Sequence[object]) -> int:
+    return zlib.crc32(json.dumps(values).encode())
 
 
 def _verify(row: Sequence[Any]) -> Sequence[Any]:
     """Return a row without its checksum. Raises ValueError if the checksum is wrong."""
-    if bytes in map(type, row) or _checked(row[:-1])[-1] != row[-1]:  # one flipped bit turns SQLite's text into bytes
+    *values, checksum = row
+    if bytes in map(type, row) or _checksum(values) != checksum:  # one flipped bit turns SQLite's text into bytes
         raise ValueError(f"it is damaged: the row of {row[0]!r} has another checksum")
-    return row[:-1]
+    return values
 
 
-def _read_index(connection: sqlite3.Connection) -> Iterator[IndexRow]:
-    ends = {}
-    for row in connection.execute("SELECT * FROM ends ORDER BY finished_at"):
-        completion_id, *end = _verify(row)
-        ends[completion_id] = EndRecord(*end)
+def _read_index(connection: sqlite3.Connection) -> list[IndexRow]:
+    end_rows = connection.execute("SELECT * FROM ends ORDER BY finished_at")
+    ends = {completion_id: EndRecord(*end) for completion_id, *end in map(_verify, end_rows)}
     rows = {}
     for row in connection.execute("SELECT * FROM completions ORDER BY created"):
-        record = _to_record(_verify(row))
+        record = _to_record(row)
         i = record.completion_id
         rows[i] = IndexRow(i, record.fingerprint, record.key, record.digest, ends.get(i))
-    yield from (rows.pop(completion_id) for completion_id in ends)
-    yield from rows.values()
+    return [*(rows.pop(i) for i in ends), *rows.values()]
 
 
 def _read_record(connection: sqlite3.Connection, completion_id: str) -> CompletionRecord:
     row = connection.execute("SELECT * FROM completions WHERE id = ?", (completion_id,)).fetchone()
     if row is None:
         raise ValueError(f"it has no completion {completion_id!r}")
-    return _to_record(_verify(row))
+    return _to_record(row)
 
 
 def _to_record(row: Sequence[Any]) -> CompletionRecord:
-    values = dict(zip(CompletionRecord.__slots__, row, strict=True))
+    values = dict(zip(CompletionRecord.__slots__, _verify(row), strict=True))
     prompts = tuple(map(tuple, json.loads(values["prompts"])))
     return CompletionRecord(**values | {"prompts": prompts, "batch_invariant": bool(values["batch_invariant"])})
 

@@ -6,20 +6,19 @@ So a reader that returns after a crash misses nothing and sees nothing twice. `s
 from __future__ import annotations
 
 import asyncio
-import collections
 import json
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from gptserve.engine.errors import EngineDiedError, QueueFullError
-from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import Request
+from gptserve.server.api.errors import INTERNAL_ERROR, to_service_error
 from gptserve.server.background.job import BackgroundJob, RunningJob
 from gptserve.server.background.journal import EndRecord, EndStatus, Journal, JournalError, OutputBatch
-from gptserve.server.completions.run import CompletionRun, expiring
+from gptserve.server.completions.run import expiring
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import INTERNAL_ERROR, ApiError, to_api_error
+from gptserve.server.errors import ServiceError
 
 _RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
 
@@ -38,37 +37,32 @@ class Recorder:
         self._on_end = on_end
         self._room = asyncio.Event()
 
-    async def run(self, job: BackgroundJob, requests: tuple[Request, ...]) -> None:
-        """Run a job to its end."""
-        running = job.running
-        assert running is not None
+    async def run(self, job: BackgroundJob, running: RunningJob, unsubmitted: tuple[Request, ...]) -> None:
+        """Submit requests for a job's stream, if it has none from an engine, and run the job to its end."""
         # A durable job outlives the process, so a shutdown need not wait for it.
         with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
-            error: ApiError | None = None
+            error: ServiceError | None = None
             try:
-                if requests:
-                    await self._follow(job, running, requests)
+                await self._follow(job, running, unsubmitted)
                 if not running.run.output.is_complete:
                     error = running.stopped_by
             except Exception as raised:
-                error = to_api_error(raised).fresh()
+                error = to_service_error(raised).fresh()
                 if error.code == INTERNAL_ERROR:
                     logger.error("completion %s failed unexpectedly", job.completion_id, exc_info=raised)
                 if isinstance(raised, EngineDiedError):
                     error = running.stopped_by or error
             finally:
-                if running.stream is not None:
-                    running.stream.abort()
+                running.stream.abort()
             await self._finish(job, running, error)
 
-    def stop(self, running: RunningJob, reason: ApiError) -> None:
+    def stop(self, running: RunningJob, reason: ServiceError) -> None:
         """Stop a job soon; the reason that is given first counts."""
         running.stopped_by = running.stopped_by or reason
-        if running.stream is not None:
-            running.stream.abort()
+        running.stream.abort()
         self._room.set()
 
-    async def end(self, job: BackgroundJob, error: ApiError | None) -> None:
+    async def end(self, job: BackgroundJob, error: ServiceError | None) -> None:
         """Journal how a job ended, then set its status. A job whose end cannot be journaled has failed."""
         status: EndStatus = "completed" if error is None else "cancelled" if error.code == "cancelled" else "failed"
         finished_at = self._clock()
@@ -77,48 +71,51 @@ class Recorder:
             await self._journal.end(job.completion_id, EndRecord(status, text, finished_at, job.num_batches))
         except JournalError as failure:
             logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
-            status, error = "failed", error if status == "failed" else to_api_error(failure)
+            status, error = "failed", error if status == "failed" else failure.fresh()
         job.status, job.error, job.finished_at = status, error, finished_at
         self._on_end(job)
 
-    async def _follow(self, job: BackgroundJob, running: RunningJob, requests: tuple[Request, ...]) -> None:
-        if running.stream is None:
-            running.stream = await self._wait_for_room(running, requests)
+    async def _follow(self, job: BackgroundJob, running: RunningJob, unsubmitted: tuple[Request, ...]) -> None:
+        if unsubmitted:
+            await self._submit(running, unsubmitted)
         remaining_s = None if running.deadline is None else running.deadline - self._clock()
         with expiring(running.stream, remaining_s):
-            if running.stopped_by is not None:
-                running.stream.abort()
             async for outputs in running.stream:
-                applied, failure = await _apply(outputs, running.run, running.stream)
-                if applied:
-                    await self._journal.append(job.completion_id, len(running.batches), applied)
-                    running.batches.append(applied)
-                    job.status = "in_progress"
-                    for reader in running.readers:
-                        reader.wake()
-                if failure is not None:
-                    raise failure
+                num_applied = 0
+                try:
+                    for output in outputs:
+                        list(running.run.apply((output,), running.stream))
+                        num_applied += 1
+                        if output.prompt_logprobs is not None:
+                            await asyncio.sleep(0)
+                finally:  # show the outputs before the one that failed
+                    if num_applied:
+                        await self._show(job, running, outputs[:num_applied])
 
-    async def _wait_for_room(self, running: RunningJob, requests: tuple[Request, ...]) -> TokenStream:
-        """Submit the requests when the engine's queue has room; stop waiting when the job is stopped or out of time."""
-        while True:
+    async def _submit(self, running: RunningJob, requests: tuple[Request, ...]) -> None:
+        """Submit the requests when the engine's queue has room, unless the job is stopped or out of time before."""
+        while running.stopped_by is None and (running.deadline is None or self._clock() < running.deadline):
             try:
-                return self._service.engine.submit(requests)
+                running.stream = self._service.engine.submit(requests)
+                return
             except QueueFullError as error:
                 info = self._service.engine.info
                 if len(requests) > info.max_num_seqs + info.max_num_queued_reqs:
                     raise
                 wait_s = error.retry_after_s
-            if running.stopped_by is not None or (running.deadline is not None and running.deadline <= self._clock()):
-                return TokenStream((request.request_id for request in requests), lambda _: None)
             self._room.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._room.wait()
-            except TimeoutError:
-                continue
 
-    async def _finish(self, job: BackgroundJob, running: RunningJob, error: ApiError | None) -> None:
+    async def _show(self, job: BackgroundJob, running: RunningJob, outputs: OutputBatch) -> None:
+        """Journal outputs, then show them to the readers."""
+        await self._journal.append(job.completion_id, len(running.batches), outputs)
+        running.batches.append(outputs)
+        job.status = "in_progress"
+        running.wake_readers()
+
+    async def _finish(self, job: BackgroundJob, running: RunningJob, error: ServiceError | None) -> None:
         """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
         job.num_batches = len(running.batches)
         if self._journal.is_durable and error is not None and error.code in _RESUMABLE:
@@ -131,22 +128,5 @@ class Recorder:
             level = logging.WARNING if running.run.is_failed else logging.INFO
             logger.log(level, "background completion %s: %s%s", job.completion_id, job.status, why, extra=fields)
         job.running = None
-        running.ended.set()
         self._room.set()
-        for reader in running.readers:
-            reader.wake()
-
-
-async def _apply(outputs: OutputBatch, run: CompletionRun, stream: TokenStream) -> tuple[OutputBatch, ApiError | None]:
-    """Apply outputs to a run. Return those before the one that fails, and its error.
-
-    After an output with scores of the prompt the event loop turns once.
-    """
-    for num_applied, output in enumerate(outputs):
-        try:
-            collections.deque(run.apply((output,), stream), maxlen=0)
-        except ApiError as error:
-            return outputs[:num_applied], error
-        if output.prompt_logprobs is not None:
-            await asyncio.sleep(0)
-    return outputs, None
+        running.wake_readers()

@@ -12,28 +12,26 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 
-from gptserve.server.background.job import (
-    BackgroundJob,
-    BackgroundRequest,
-    Reader,
-    RunningJob,
-    model_changed,
-    not_found,
-    too_many,
-)
-from gptserve.server.background.journal import CompletionRecord, IndexRow, Journal, JournalError
+from pydantic import ValidationError
+
+from gptserve.engine.process.client import TokenStream
+from gptserve.engine.request import Request
+from gptserve.server.api.errors import error_body
+from gptserve.server.background.job import BackgroundJob, BackgroundRequest, Reader, RunningJob, not_found
+from gptserve.server.background.journal import CompletionRecord, IndexRow, Journal, JournalError, OutputBatch
 from gptserve.server.background.recorder import Recorder
-from gptserve.server.background.resume import Restore, replay, restore_plan
-from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.run import CompletionRun, render_outputs
+from gptserve.server.completions.plan import CompletionPlan, Identity
+from gptserve.server.completions.run import CompletionOutput, CompletionRun, render_outputs
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ApiError, unavailable
+from gptserve.server.errors import ServiceError
 
 NO_LIMIT = -1
 
 MakePlan = Callable[[], Awaitable[CompletionPlan]]
+Restore = Callable[[dict[str, object], tuple[tuple[int, ...], ...], int, Identity], CompletionPlan]
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +44,7 @@ class BackgroundStore:
     """
 
     def __init__(
-        self,
-        service: Service,
-        journal: Journal,
-        restore: Mapping[str, Restore],
-        clock: Callable[[], float] = time.time,
+        self, service: Service, journal: Journal, restore: Mapping[str, Restore], clock: Callable[[], float] = time.time
     ) -> None:
         self._service = service
         self._journal = journal
@@ -68,21 +62,20 @@ class BackgroundStore:
         return collections.Counter(job.status for job in self._jobs.values())
 
     def find(self, completion_id: str) -> BackgroundJob:
-        """Return a job by its id. Raises ApiError."""
+        """Return a job by its id. Raises ServiceError."""
         self._drop_expired()
-        job = self._jobs.get(completion_id)
-        if job is None:
+        if completion_id not in self._jobs:
             raise not_found(completion_id)
-        return job
+        return self._jobs[completion_id]
 
     def reader(self, job: BackgroundJob) -> Reader:
-        """Return a new reader; the caller closes it."""
+        """Return a new reader from the first output on."""
         return Reader(job, self._journal)
 
     async def begin_or_find(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Begin a job, or return the one that has the key already.
 
-        Raises ApiError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
+        Raises ServiceError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
         """
         self._drop_expired()
         if request.key is None:
@@ -101,7 +94,7 @@ class BackgroundStore:
         return await asyncio.shield(task)  # others with the same key may wait for it when this client hangs up
 
     async def plan(self, job: BackgroundJob) -> CompletionPlan:
-        """Return the plan of a job. Raises ApiError or JournalError."""
+        """Return the plan of a job. Raises ServiceError or JournalError."""
         if job.running is not None:
             return job.running.plan
         try:
@@ -109,53 +102,48 @@ class BackgroundStore:
         except JournalError:
             self.find(job.completion_id)  # it may have been dropped meanwhile
             raise
-        return await asyncio.to_thread(restore_plan, self._restore, record, is_foreign=job.is_foreign)
+        return await asyncio.to_thread(_restore_plan, self._restore, record, is_foreign=job.is_foreign)
 
     async def result(self, job: BackgroundJob) -> dict[str, object]:
-        """Return the answer so far, with status and error. Raises ApiError or JournalError."""
+        """Return the answer so far, with status and error. Raises ServiceError or JournalError."""
         plan = await self.plan(job)
-        batches = list(job.running.batches) if job.running is not None else []
         status = job.status
-        error = job.error.body()["error"] if job.error is not None and job.running is None else None
-        if not batches and job.num_batches:
+        error = error_body(job.error)["error"] if job.error is not None and status in ("failed", "cancelled") else None
+        if job.running is not None:
+            batches = list(job.running.batches)
+        else:
             batches = await self._journal.batches(job.completion_id, 0, job.num_batches)
             if len(batches) < job.num_batches:
                 self.find(job.completion_id)  # it may have been dropped meanwhile
                 raise JournalError(f"the journal lacks the end of completion {job.completion_id!r}")
         answer = await self._service.in_thread(render_outputs, plan, batches, self._service.tokenizer)
-        return {**answer, "status": status, "error": error if status in ("failed", "cancelled") else None}
+        return {**answer, "status": status, "error": error}
 
     async def cancel(self, job: BackgroundJob) -> None:
         """End a job unless it has ended; return when the end is journaled."""
-        running = job.running
-        if running is None:
-            return
-        self._recorder.stop(running, ApiError(409, "the completion was cancelled", code="cancelled"))
-        await running.ended.wait()
+        if job.running is not None:
+            self._recorder.stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
+        while job.running is not None:
+            await job.running.changed.wait()
 
     async def start(self) -> None:
         """Read the journal and resume the jobs in it that have not ended. Raises JournalError."""
-        unfinished = []
-        for row in await self._journal.load():
-            job = self._add(row)
-            if row.end is None:
-                unfinished.append((job, await self._journal.read_record(row.completion_id)))
-        for job, record in unfinished:
-            await self._resume(job, record)
+        jobs = [self._add(row) for row in await self._journal.load()]
+        unfinished = [job for job in jobs if job.status == "queued"]
+        for job in unfinished:
+            await self._resume(job)
         if unfinished:
-            plural = "" if len(unfinished) == 1 else "s"
-            logger.info("resuming %d background completion%s", len(unfinished), plural)
+            logger.info("resuming %d background completion%s", len(unfinished), "" if len(unfinished) == 1 else "s")
         self._drop_expired()
 
     async def suspend(self) -> None:
         """Stop all jobs, for the next start to resume; does nothing when the journal is in memory."""
-        if not self._journal.is_durable:
-            return
-        for job in list(self._jobs.values()):
-            if job.running is not None:
-                message = "the server is shutting down; the completion goes on once it has been started again"
-                self._recorder.stop(job.running, unavailable(message, code="draining"))
-        await self.settle()
+        if self._journal.is_durable:
+            message = "the server is shutting down; the completion goes on once it has been started again"
+            for job in self._jobs.values():
+                if job.running is not None:
+                    self._recorder.stop(job.running, ServiceError("draining", message))
+            await self.settle()
 
     async def settle(self) -> None:
         """Return when every job has ended and is journaled. Call it once their streams have ended, or will."""
@@ -165,13 +153,16 @@ class BackgroundStore:
     async def _begin(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Plan, submit and journal a new job, and run it."""
         plan = await make_plan()
+        limit = self._service.options.settings.max_results
         with self._service.counting_rejections():
-            self._check_room()
+            if len(self._jobs) - len(self._ended) >= limit:
+                message = f"{limit} background or keyed completions are running, which is the limit"
+                raise ServiceError("too_many_kept", message, retry_after_s=1)
         remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, request.started_at)
-        running = RunningJob(plan, run, deadline, stream=stream)
+        running = RunningJob(plan, run, deadline, stream)
         job = BackgroundJob(plan.identity.completion_id, request.key, request.digest, running=running)
         self._jobs[job.completion_id] = job
         with self._service.lifecycle.active():
@@ -183,8 +174,10 @@ class BackgroundStore:
                 raise
             if job.key is not None:
                 self._keys[job.key] = job
-            self._make_room()  # only after admission, so that a refused request evicts nothing
-            self._spawn(self._recorder.run(job, plan.requests))
+            # Those that ended first make room, but only after admission: a refused request evicts nothing.
+            num_too_many = max(0, len(self._jobs) - limit)
+            self._drop(list(itertools.islice(self._ended.values(), num_too_many)))
+            self._spawn(self._recorder.run(job, running, ()))
             await asyncio.sleep(0)  # lets the recorder begin, which then counts as active itself
         return job
 
@@ -199,10 +192,10 @@ class BackgroundStore:
         job.is_foreign = row.fingerprint != self._service.engine.info.fingerprint
         if row.end is not None:
             job.status, job.finished_at = row.end.status, row.end.finished_at
-            job.error = None if row.end.error is None else ApiError.from_fields(json.loads(row.end.error))
+            job.error = None if row.end.error is None else ServiceError.from_fields(json.loads(row.end.error))
             job.num_batches = 0 if job.is_foreign else row.end.num_batches
             if job.is_foreign and job.status == "completed":
-                job.status, job.error = "failed", model_changed()
+                job.status, job.error = "failed", _model_changed()
             self._ended[job.completion_id] = job
         self._jobs[job.completion_id] = job
         if job.key is not None and job.status != "failed":
@@ -213,48 +206,33 @@ class BackgroundStore:
                 self._keys[job.key] = job
         return job
 
-    async def _resume(self, job: BackgroundJob, record: CompletionRecord) -> None:
+    async def _resume(self, job: BackgroundJob) -> None:
         """Resume a job after its last journaled output. Raises JournalError."""
         if job.is_foreign:
-            await self._recorder.end(job, model_changed())
+            await self._recorder.end(job, _model_changed())
             logger.warning("background completion %s: %s: %s", job.completion_id, job.status, job.error)
             return
+        record = await self._journal.read_record(job.completion_id)
         batches = await self._journal.batches(job.completion_id, 0, NO_LIMIT)
-        plan = await asyncio.to_thread(restore_plan, self._restore, record, is_foreign=False)
+        plan = await asyncio.to_thread(_restore_plan, self._restore, record, is_foreign=False)
         began = time.perf_counter() - (self._clock() - record.created)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
-        job.running = RunningJob(plan, run, record.deadline, batches)
+        requests = _replay(batches, plan, run.output)
+        stream = TokenStream((request.request_id for request in requests), lambda _: None)  # until the engine has room
+        job.running = running = RunningJob(plan, run, record.deadline, stream, batches)
         job.status = "in_progress" if batches else "queued"
-        requests = replay(batches, plan, run.output)
-        self._spawn(self._recorder.run(job, requests))
-
-    def _check_room(self) -> None:
-        """Raise ApiError if as many jobs run as are allowed."""
-        limit = self._service.options.max_results
-        if len(self._jobs) - len(self._ended) >= limit:
-            raise too_many(limit)
-
-    def _make_room(self) -> None:
-        """Drop the jobs over the limit, those that ended first."""
-        num_too_many = len(self._jobs) - self._service.options.max_results
-        if num_too_many > 0:
-            self._drop(list(itertools.islice(self._ended, num_too_many)))
+        self._spawn(self._recorder.run(job, running, requests))
 
     def _drop_expired(self) -> None:
-        latest = self._clock() - self._service.options.result_ttl_s
-        expired = []
-        for job in self._ended.values():
-            if job.finished_at > latest:
-                break
-            expired.append(job.completion_id)
-        if expired:
-            self._drop(expired)
+        latest = self._clock() - self._service.options.settings.result_ttl_s
+        self._drop(list(itertools.takewhile(lambda job: job.finished_at <= latest, self._ended.values())))
 
-    def _drop(self, completion_ids: list[str]) -> None:
-        for completion_id in completion_ids:
-            self._release_key(self._ended.pop(completion_id))
-            del self._jobs[completion_id]
-        self._spawn(self._forget(completion_ids))
+    def _drop(self, jobs: list[BackgroundJob]) -> None:
+        for job in jobs:
+            self._release_key(job)
+            del self._ended[job.completion_id], self._jobs[job.completion_id]
+        if jobs:
+            self._spawn(self._forget([job.completion_id for job in jobs]))
 
     async def _forget(self, completion_ids: list[str]) -> None:
         try:
@@ -271,3 +249,36 @@ class BackgroundStore:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the event loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
+
+
+def _restore_plan(restore: Mapping[str, Restore], record: CompletionRecord, *, is_foreign: bool) -> CompletionPlan:
+    """Rebuild the plan of a completion, without prompts if another model made it. Raises ServiceError."""
+    identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
+    prompts = () if is_foreign else record.prompts
+    try:
+        return restore[record.kind](json.loads(record.body), prompts, record.max_tokens, identity)
+    except ValidationError as error:
+        if is_foreign:  # another version of this server may have accepted other bodies
+            raise _model_changed() from error
+        raise
+
+
+def _replay(batches: Iterable[OutputBatch], plan: CompletionPlan, output: CompletionOutput) -> tuple[Request, ...]:
+    """Apply journaled outputs to `output`; return the requests for the choices that have not ended."""
+    requests = {request.request_id: request for request in plan.requests}
+    generated: dict[str, list[int]] = {request_id: [] for request_id in requests}
+    num_scored = dict.fromkeys(requests, 0)
+    for made in itertools.chain.from_iterable(batches):
+        output.add(made)
+        generated[made.request_id] += made.token_ids
+        num_scored[made.request_id] += len(made.prompt_logprobs or ())
+    return tuple(
+        replace(request, generated_token_ids=tuple(generated[i]), num_scored_tokens=num_scored[i])
+        for (i, request), choice in zip(requests.items(), output.choices, strict=True)
+        if choice.finish_reason is None
+    )
+
+
+def _model_changed() -> ServiceError:
+    """Return the error of a completion that another model began."""
+    return ServiceError("model_changed", "the server now has another model or computes otherwise")

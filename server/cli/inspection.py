@@ -5,14 +5,9 @@ engine/model/memory.py does the arithmetic. Reads no weights and does not import
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from gptserve.engine.model.memory import (
-    available_memory_bytes,
-    cache_capacity,
-    kv_bytes_per_token,
-    parameter_counts,
-)
+from gptserve.engine.model.memory import available_memory_bytes, cache_capacity, kv_bytes_per_token, parameter_counts
 from gptserve.weights.config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -20,7 +15,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class DTypeReport:
-    """The part of the report that depends on the data type: bytes, and what fits into memory beside the weights."""
+    """The part of the report that depends on the data type: bytes, and the CacheCapacity beside the weights."""
 
     dtype: str
     weights_bytes: int
@@ -57,16 +52,7 @@ def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block
     for dtype, num_bytes in DTYPE_BYTES.items():
         weights_bytes = num_parameters * num_bytes
         fits = cache_capacity(model, memory_bytes - weights_bytes, num_bytes, block_size, model.max_position)
-        by_dtype.append(
-            DTypeReport(
-                dtype,
-                weights_bytes,
-                kv_bytes_per_token(model, num_bytes),
-                fits.num_blocks,
-                fits.num_tokens,
-                fits.num_full_sequences,
-            )
-        )
+        by_dtype.append(DTypeReport(dtype, weights_bytes, kv_bytes_per_token(model, num_bytes), *astuple(fits)))
     return ModelReport(
         model=name,
         model_type=model.model_type,
@@ -85,8 +71,7 @@ def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block
 
 def render(report: ModelReport) -> str:
     """Return the report as tables for a terminal."""
-    lines = [f"{report.model} ({report.model_type})", ""]
-    lines += [_row("parameters", "number", *DTYPE_BYTES)]
+    lines = [f"{report.model} ({report.model_type})", "", _row("parameters", "number", *DTYPE_BYTES)]
     for part, number in (report.parameters | {"total": report.num_parameters}).items():
         label = "head (the embedding)" if part == "head" and report.tied_head else part
         sizes = [_bytes(number * num_bytes) for num_bytes in DTYPE_BYTES.values()]

@@ -15,23 +15,15 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from gptserve.engine.errors import EngineError
 from gptserve.server.operations.keys import KEY_RULE, is_key
-from gptserve.server.settings import (
-    SettingsError,
-    add_flags,
-    client_api_key,
-    injected_variables,
-    load_settings,
-    parse_size,
-    suggestion,
-)
-from gptserve.weights.errors import WeightsError
+from gptserve.server.settings import SettingsError, add_flags, injected_variables, load_settings, parse_size, suggestion
+from gptserve.weights.errors import TokenizerError, WeightsError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -42,7 +34,7 @@ PRECEDENCE = (
     "Every option is also a variable (GPTSERVE_PORT for --port) and a key of the --config file (port). The command "
     "line wins over the environment, the environment over the file."
 )
-
+Parsed = TypeVar("Parsed")
 
 logger = logging.getLogger(__name__)
 
@@ -96,24 +88,24 @@ def _build_parser() -> CommandParser:
     serve.set_defaults(parser=serve, run=_serve)
 
     complete = commands.add_parser("complete", help="complete a text, printing tokens as they come")
-    complete.add_argument("text", type=_text, metavar="TEXT", help="text to complete; - reads it from stdin")
-    complete.add_argument("--url", type=_text, help=f"URL of the server (default: {DEFAULT_URL})")
+    complete.add_argument("text", type=_TEXT, metavar="TEXT", help="text to complete; - reads it from stdin")
+    complete.add_argument("--url", type=_TEXT, help=f"URL of the server (default: {DEFAULT_URL})")
     complete.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")
     complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
     complete.add_argument("--max-tokens", type=int, default=200, help="tokens to generate (default: %(default)s)")
-    complete.add_argument("--temperature", type=_number, default=1.0, help="0 is greedy (default: %(default)s)")
+    complete.add_argument("--temperature", type=_NUMBER, default=1.0, help="0 is greedy (default: %(default)s)")
     complete.add_argument(
-        "--top-p", type=_number, default=1.0, help="nucleus sampling; 1 is off (default: %(default)s)"
+        "--top-p", type=_NUMBER, default=1.0, help="nucleus sampling; 1 is off (default: %(default)s)"
     )
     complete.add_argument("--seed", type=int, help="seed; the same seed repeats a completion")
-    complete.add_argument("--stop", type=_text, action="append", default=[], help="text at which to stop; repeatable")
+    complete.add_argument("--stop", type=_TEXT, action="append", default=[], help="text at which to stop; repeatable")
     complete.set_defaults(parser=complete, run=_complete)
 
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
-    inspect.add_argument("--memory", type=_size, help="memory to fit it into, such as 8GiB (default: the free memory)")
-    inspect.add_argument("--block-size", type=_count, default=16, help="tokens in a block (default: %(default)s)")
+    inspect.add_argument("--memory", type=_SIZE, help="memory to fit it into, such as 8GiB (default: the free memory)")
+    inspect.add_argument("--block-size", type=_COUNT, default=16, help="tokens in a block (default: %(default)s)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(parser=inspect, run=_inspect)
 
@@ -127,7 +119,6 @@ def _build_parser() -> CommandParser:
 
 def _convert(options: argparse.Namespace) -> int:
     from gptserve.weights.convert import convert
-    from gptserve.weights.errors import TokenizerError
     from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
     convert(options.SOURCE, options.TARGET, options.tokenizer)
@@ -167,19 +158,14 @@ def _serve(options: argparse.Namespace) -> int:
 def _complete(options: argparse.Namespace) -> int:
     if options.local is not None and (options.url is not None or options.api_key is not None):
         raise SettingsError("--url and --api-key are for a server, and --local asks none")
-    prompt = _read_stdin() if options.text == "-" else options.text
+    try:  # the bytes of stdin, so that line ends stay as they are
+        prompt = sys.stdin.buffer.read().decode() if options.text == "-" else options.text
+    except UnicodeDecodeError as error:
+        raise CommandError(f"the text on stdin must be UTF-8, got something else at byte {error.start}") from error
     for text in (_ask_server if options.local is None else _compute_here)(options, prompt):
         print(text, end="", flush=True)
     print()
     return 0
-
-
-def _read_stdin() -> str:
-    """Return all of stdin unchanged, with its line ends."""
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise CommandError(f"the text on stdin must be UTF-8, got something else at byte {error.start}") from error
 
 
 def _ask_server(options: argparse.Namespace, prompt: str) -> Iterator[str]:
@@ -189,7 +175,7 @@ def _ask_server(options: argparse.Namespace, prompt: str) -> Iterator[str]:
     fields = ("max_tokens", "temperature", "top_p", "seed", "stop")
     body = {"prompt": prompt, "stream": True} | {name: getattr(options, name) for name in fields}
     url = (DEFAULT_URL if options.url is None else options.url).rstrip("/")
-    key = client_api_key(os.environ) if options.api_key is None else options.api_key
+    key = os.environ.get("GPTSERVE_API_KEY") or None if options.api_key is None else options.api_key
     if key is not None and not is_key(key):
         raise SettingsError(f"the API key must be {KEY_RULE}, got ***")
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -250,41 +236,28 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _text(text: str) -> str:
-    """Return `text` unchanged. Raise an error for surrogates, which stand for bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(f"must be UTF-8, got {text!r}") from error
-    return text
-
-
-def _number(text: str) -> float:
-    """Parse a finite number."""
-    with contextlib.suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
-
-
-def _count(text: str) -> int:
-    """Parse a whole number above 0."""
-    with contextlib.suppress(ValueError):
-        if (number := int(text)) >= 1:
-            return number
-    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-
-
-def _size(text: str) -> int:
-    """Call parse_size; raise argparse's error."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 8GiB, got {text!r}") from error
-
-
 def _version() -> str:
     try:
         return version("gptserve")
     except PackageNotFoundError:
         return "unknown"  # a source tree that is not installed
+
+
+def _argument(
+    rule: str, parse: Callable[[str], Parsed], holds: Callable[[Parsed], bool] = lambda _: True
+) -> Callable[[str], Parsed]:
+    """Return a converter for argparse; its error has the `rule` that a text breaks where `parse` or `holds` fails."""
+
+    def convert(text: str) -> Parsed:
+        with contextlib.suppress(ValueError):
+            if holds(value := parse(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+
+    return convert
+
+
+_TEXT = _argument("UTF-8", lambda text: text.encode().decode())  # surrogates stand for bytes that are not UTF-8
+_NUMBER = _argument("a finite number", float, math.isfinite)
+_COUNT = _argument("a whole number of at least 1", int, lambda number: number >= 1)
+_SIZE = _argument("a number of bytes such as 8GiB", parse_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gptserve.engine.request import TokenOutput
+from gptserve.server.api.errors import error_body
 from gptserve.server.api.schemas import StreamOptions
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
@@ -41,7 +43,7 @@ class CompletionResponse(Response):
         self._run = CompletionRun(plan, service.tokenizer, service.metrics, started_at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError or EngineError only before anything is sent."""
+        """Answer. Raises ServiceError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
             apply = partial(self._run.apply, stream=stream)
@@ -52,10 +54,8 @@ class CompletionResponse(Response):
                         self._run.is_failed = not await answer.send_events(scope, receive, send)
                     else:
                         await answer.send_whole(scope, receive, send)
-            except ClientDisconnect:
-                raise
-            except Exception:
-                self._run.is_failed = True
+            except Exception as error:
+                self._run.is_failed = not isinstance(error, ClientDisconnect)
                 raise
             finally:
                 stream.abort()
@@ -67,47 +67,38 @@ def json_response(answer: Mapping[str, object]) -> Response:
     return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
 
 
+@dataclass(frozen=True, slots=True)
 class AnswerSender:
     """Sends the answer to a plan. `apply` adds the outputs of `source` to `output` and yields the choices' deltas.
 
     Calls `on_gone` when the client hangs up.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        plan: CompletionPlan,
-        output: CompletionOutput,
-        apply: Callable[[Iterable[TokenOutput]], Iterator[tuple[int, Delta]]],
-        source: OutputStream,
-        on_gone: Callable[[], None],
-    ) -> None:
-        self._service = service
-        self._plan = plan
-        self._output = output
-        self._apply = apply
-        self._source = source
-        self._on_gone = on_gone
+    service: Service
+    plan: CompletionPlan
+    output: CompletionOutput
+    apply: Callable[[Iterable[TokenOutput]], Iterator[tuple[int, Delta]]]
+    source: OutputStream
+    on_gone: Callable[[], None]
 
     async def send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the completion in one piece."""
-        collected: list[list[Delta]] = [[] for _ in self._plan.requests]
-        async with sse.Connection(receive, send, self._on_gone) as connection:
-            async for outputs in self._source:
+        collected: list[list[Delta]] = [[] for _ in self.plan.requests]
+        async with sse.Connection(receive, send, self.on_gone) as connection:
+            async for outputs in self.source:
                 async for index, delta in self._added(outputs):
                     collected[index].append(delta)
         if connection.is_gone:
             raise ClientDisconnect
         num_scores = sum(delta.num_scores for deltas in collected for delta in deltas)
-        await (await self._computed(num_scores, self._render, collected))(scope, receive, send)
-
-    def _render(self, collected: list[list[Delta]]) -> Response:
-        return json_response(self._plan.whole(collected, self._output.usage()))
+        usage = self.output.usage()
+        response = await self._computed(num_scores, lambda: json_response(self.plan.whole(collected, usage)))
+        await response(scope, receive, send)
 
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
         """Yield index and delta of each output; let the event loop turn after an output with scores of the prompt."""
         for output in outputs:
-            for added in self._apply((output,)):
+            for added in self.apply((output,)):
                 yield added
             if output.prompt_logprobs is not None:
                 await asyncio.sleep(0)
@@ -115,39 +106,39 @@ class AnswerSender:
     async def _computed(self, num_scores: int, render: Callable[..., Result], *arguments: object) -> Result:
         """Call `render`, in a thread when num_scores says that it takes long; return its result."""
         if num_scores > PIECE_ENTRIES:
-            return await self._service.in_thread(render, *arguments)
+            return await self.service.in_thread(render, *arguments)
         return render(*arguments)
 
     async def send_events(
         self, scope: Scope, receive: Receive, send: Send, *, is_resumable: bool = False, after: int = 0
     ) -> bool:
         """Send the completion as events; an error becomes the last event. Return whether there was no error."""
-        options = self._plan.body.stream_options or StreamOptions()
+        options = self.plan.body.stream_options or StreamOptions()
         include_usage = bool(options.include_usage)
-        head = self._plan.head(of_chunk=True)
+        head = self.plan.head(of_chunk=True)
         encoder = sse.EventEncoder(
-            head, self._plan.shape, include_usage=include_usage, is_resumable=is_resumable, after=after
+            head, self.plan.shape, include_usage=include_usage, is_resumable=is_resumable, after=after
         )
         is_well = True
         await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
-        keep_alive_s = self._service.options.keep_alive_s
-        async with sse.Connection(receive, send, self._on_gone, keep_alive_s=keep_alive_s) as connection:
+        keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
+        async with sse.Connection(receive, send, self.on_gone, keep_alive_s=keep_alive_s) as connection:
             try:
-                async for outputs in self._source:
+                async for outputs in self.source:
                     events: list[str] = []
                     try:
                         async for index, delta in self._added(outputs):
                             if not delta.is_empty:
-                                usage = self._output.usage() if options.continuous_usage_stats else None
+                                usage = self.output.usage() if options.continuous_usage_stats else None
                                 chunk = self._computed(delta.num_scores, encoder.chunk, index, delta, usage)
                                 events.append(await chunk)
                     finally:  # send the outputs before the one that failed
                         if any(events):
                             await connection.write("".join(events).encode("ascii"))
-                end = (encoder.usage_chunk(self._output.usage()) if include_usage else "") + sse.DONE
+                end = (encoder.usage_chunk(self.output.usage()) if include_usage else "") + sse.DONE
             except Exception as error:
                 is_well = False
-                end = encoder.error(report(error, scope).body())
+                end = encoder.error(error_body(report(error, scope)))
         if connection.is_gone:
             raise ClientDisconnect
         await send({"type": "http.response.body", "body": end.encode("ascii"), "more_body": False})

@@ -1,6 +1,6 @@
 """Plans a chat: the model's template turns the conversation into a prompt; the rest is a completion like any other.
 
-Knows no HTTP; `api/chat.py` calls it.
+Knows no HTTP; `api/completions.py` calls it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,11 @@ from dataclasses import replace
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import SamplingParams
 from gptserve.server.api.schemas import ChatRequest
+from gptserve.server.completions import plan
 from gptserve.server.completions.harmony import HarmonyChannels, Mark
-from gptserve.server.completions.plan import (
-    CompletionPlan,
-    Identity,
-    check_length,
-    check_request,
-    check_size,
-    make_plan,
-    new_identity,
-)
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from gptserve.weights.chat.template import ChatTemplate
 
 NO_TEMPLATE = (
@@ -34,15 +26,15 @@ NO_TEMPLATE = (
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
-async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mark] | None) -> CompletionPlan:
-    """Check, render the conversation and tokenize. Raises ApiError, InvalidRequestError or ChatTemplateError.
+async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mark] | None) -> plan.CompletionPlan:
+    """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError.
 
     `marks` are the special tokens of a model that answers in harmony's channels.
     """
     template = service.options.chat_template
     if template is None:
-        raise ApiError(400, NO_TEMPLATE, code="no_chat_template")
-    check_request(body, service, 1)
+        raise ServiceError("no_chat_template", NO_TEMPLATE)
+    plan.check_request(body, service, 1)
     _check_together(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = _sampling_params(body, 1 if max_tokens is None else max_tokens)
@@ -51,10 +43,10 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
         prompt, channels = await asyncio.to_thread(_encode, body, template, service, marks)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, service.engine.info.max_model_len - len(prompt)))
-        check_size(body, params, [prompt], service)
-        identity = new_identity(CHAT_SHAPE, body, service)
-        plan = make_plan(body, CHAT_SHAPE, [prompt], params, identity, channels=channels)
-        plan.requests[0].check(service.engine.info)
+        plan.check_size(body, params, [prompt], service)
+        identity = plan.new_identity(CHAT_SHAPE, body, service)
+        planned = plan.make_plan(body, CHAT_SHAPE, [prompt], params, identity, channels=channels)
+        planned.requests[0].check(service.engine.info)
     except InvalidRequestError as error:
         given = {
             "prompt": "messages",
@@ -62,25 +54,25 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
             "logprobs": "top_logprobs" if body.top_logprobs else "logprobs",
         }
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
-    return plan
+    return planned
 
 
 def restore_chat(
     fields: dict[str, object],
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
-    identity: Identity,
+    identity: plan.Identity,
     *,
     tokenizer: Tokenizer,
     marks: Mapping[int, Mark] | None,
-) -> CompletionPlan:
+) -> plan.CompletionPlan:
     """Rebuild the plan of a chat from its body and prompt. To render again could differ: templates know the date."""
-    body = ChatRequest.parse(fields)
+    body = ChatRequest.model_validate(fields)
     channels = None if marks is None else HarmonyChannels(marks)
     for prompt in prompts:
         if channels is not None:
             channels.follow(prompt, tokenizer)
-    return make_plan(body, CHAT_SHAPE, prompts, _sampling_params(body, max_tokens), identity, channels=channels)
+    return plan.make_plan(body, CHAT_SHAPE, prompts, _sampling_params(body, max_tokens), identity, channels=channels)
 
 
 def _sampling_params(body: ChatRequest, max_tokens: int) -> SamplingParams:
@@ -99,7 +91,7 @@ def _encode(
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
     )
-    check_length(text, service)
+    plan.check_length(text, service)
     prompt = tuple(service.tokenizer.encode_with_special(text))
     return prompt, None if marks is None else HarmonyChannels(marks).follow(prompt, service.tokenizer)
 

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
@@ -20,6 +21,18 @@ MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have; vLLM
 
 Channel = Literal["text", "reasoning"]
 EndReason = Literal["stop", "length", "timeout"]
+_END_REASONS: dict[FinishReason, EndReason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "timeout",
+}
+
+Detokenizer = partial(codecs.getincrementaldecoder("utf-8"), "replace")
+"""Decodes UTF-8 that arrives in arbitrary pieces.
+
+All the text together equals `bytes.decode(errors="replace")`: U+FFFD replaces only bytes that can never become a
+character. `decode(b"", True)` ends it, with the replacement for the bytes of an unfinished character.
+"""
 
 
 class TokenBytes(Protocol):
@@ -27,25 +40,6 @@ class TokenBytes(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token."""
-
-
-class Detokenizer:
-    """Decodes UTF-8 that arrives in arbitrary pieces.
-
-    All the text together equals `bytes.decode(errors="replace")`: U+FFFD replaces only bytes that can never become a
-    character.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, data: bytes) -> str:
-        """Return the characters that these bytes complete."""
-        return self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """Return the replacement for the bytes of an unfinished character; nothing may follow."""
-        return self._decoder.decode(b"", True)
 
 
 class StopPattern(NamedTuple):
@@ -239,7 +233,10 @@ class ChoiceOutput:
         """Add the next output; the choice must not have finished."""
         assert self.finish_reason is None
         if output.prompt_logprobs is not None:
-            self._score_prompt(output.prompt_logprobs)
+            if self._echo:
+                self._echo_prompt(output.prompt_logprobs)
+            if self._prompt_logprobs is not None:
+                self._prompt_entries += output.prompt_logprobs
         if not output.token_ids and output.finish_reason is None:
             return Delta("")
         if not self._generates and output.finish_reason is not FinishReason.TIMEOUT:
@@ -257,7 +254,7 @@ class ChoiceOutput:
             if self._channel_of is not None:
                 text += self._enter(self._channel_of(token_id, data))
             if token_id not in self._skip:
-                text += self._feed(self._detokenizer.feed(data))
+                text += self._feed(self._detokenizer.decode(data))
             if self._stops.matched is not None:
                 break
         return self._end(text, logprobs, output)
@@ -266,27 +263,18 @@ class ChoiceOutput:
         """Return the delta, with the finish reason if the output is the last."""
         stop_reason: str | int | None = None
         if output.finish_reason is not None and self._stops.matched is None:
-            text += self._feed(self._detokenizer.finish())
-            if output.finish_reason is FinishReason.LENGTH:
-                self.finish_reason = "length"
-            elif output.finish_reason is FinishReason.TIMEOUT:
-                self.finish_reason = "timeout"
-            else:
-                self.finish_reason = "stop"
-                stop_reason = output.stop_token_id if output.stop_token_id in self._stop_token_ids else None
+            text += self._feed(self._detokenizer.decode(b"", True))
+            self.finish_reason = _END_REASONS[output.finish_reason]
+            if self.finish_reason == "stop" and output.stop_token_id in self._stop_token_ids:
+                stop_reason = output.stop_token_id
         if self._stops.matched is not None:
             self.finish_reason, stop_reason = "stop", self._stops.matched
         elif self.finish_reason is not None:
             text += self._stops.flush()
         reasoning, self._reasoning = self._reasoning, ""
-        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, self._take_prompt_scores())
-
-    def _score_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Hold the scores of the next tokens of the prompt until the first generated token."""
-        if self._echo:
-            self._echo_prompt(entries)
-        if self._prompt_logprobs is not None:
-            self._prompt_entries += entries
+        entries, self._prompt_entries = self._prompt_entries, []
+        scores = PromptScores(entries, self._prompt_logprobs or 0, self._token_bytes) if entries else None
+        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, scores)
 
     def _echo_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
         """Echo the next tokens of the prompt, one for each entry; hold back an unfinished character."""
@@ -295,20 +283,13 @@ class ChoiceOutput:
             data = self._token_bytes(token_id)
             if self._logprobs is not None:
                 self._echoed_scores.append(self._score(data, entry))
-            piece = self._detokenizer.feed(b"" if token_id in self._skip else data)
+            piece = self._detokenizer.decode(b"" if token_id in self._skip else data)
             self._offset += len(piece)
             self._echoed_text.append(piece)
 
-    def _take_prompt_scores(self) -> PromptScores | None:
-        """Return the scores of the prompt if they are requested and not yet returned."""
-        if not self._prompt_entries or self._prompt_logprobs is None:
-            return None
-        entries, self._prompt_entries = self._prompt_entries, []
-        return PromptScores(entries, self._prompt_logprobs, self._token_bytes)
-
     def _enter(self, channel: Channel | None) -> str:
         """Switch to a channel; return the replacement for an unfinished character, as none spans two channels."""
-        text = self._feed(self._detokenizer.finish()) if channel != self._channel else ""
+        text = self._feed(self._detokenizer.decode(b"", True)) if channel != self._channel else ""
         self._channel = channel
         return text
 

@@ -78,7 +78,7 @@ class CompletionPlan:
 
 
 async def plan_completion(body: CompletionRequest, service: Service) -> CompletionPlan:
-    """Check the rules that types cannot express, then tokenize. Raises ApiError or InvalidRequestError."""
+    """Check the rules that types cannot express, then tokenize. Raises ServiceError or InvalidRequestError."""
     prompts = _split_prompt(body.prompt)
     check_request(body, service, len(prompts))
     if body.best_of not in (None, body.n or 1):
@@ -94,13 +94,13 @@ def restore_completion(
     fields: dict[str, object], prompts: Sequence[tuple[int, ...]], max_tokens: int, identity: Identity
 ) -> CompletionPlan:
     """Rebuild the plan of a completion from the fields of its body."""
-    body = CompletionRequest.parse(fields)
+    body = CompletionRequest.model_validate(fields)
     params = replace(body.sampling_params(), max_tokens=max_tokens)
     return make_plan(body, TEXT_SHAPE, prompts, params, identity, echo=bool(body.echo))
 
 
 def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
-    """Check the model, the number of choices and fields against each other. Raises ApiError, InvalidRequestError."""
+    """Check the model, the number of choices, fields against each other. Raises ServiceError or InvalidRequestError."""
     if body.model is not None:
         service.check_model(body.model)
     n, info = body.n or 1, service.engine.info
@@ -109,7 +109,7 @@ def check_request(body: GenerationRequest, service: Service, num_prompts: int) -
     if n * num_prompts > max_choices:
         message = f"n times the number of prompts may be at most {max_choices}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
-    if body.priority and not service.options.priority_scheduling:
+    if body.priority and not service.options.settings.priority_scheduling:
         message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
         raise InvalidRequestError(message, param="priority")
     if body.stream_options is not None and not body.stream:
@@ -192,17 +192,9 @@ def make_plan(
         for prompt_index, prompt_ids in enumerate(prompts)
         for choice_index in range(num_choices)
     )
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return CompletionPlan(
-        shape=shape,
-        identity=identity,
-        requests=requests,
-        num_prompt_tokens=sum(map(len, prompts)),
-        stop=tuple(map(compile_stop, stop)),
-        body=body,
-        echo=echo,
-        channels=channels,
-    )
+    patterns = tuple(map(compile_stop, [body.stop] if isinstance(body.stop, str) else body.stop or ()))
+    num_prompt_tokens = sum(map(len, prompts))
+    return CompletionPlan(shape, identity, requests, num_prompt_tokens, patterns, body, echo, channels)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

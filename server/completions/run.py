@@ -19,7 +19,7 @@ from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.completions.output import ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Tokenizer
-from gptserve.server.errors import ApiError, unavailable
+from gptserve.server.errors import ServiceError
 from gptserve.server.operations.metrics import Metrics
 
 
@@ -58,7 +58,7 @@ class CompletionOutput:
     def add(self, output: TokenOutput) -> tuple[int, Delta] | None:
         """Add an output to its choice; return the choice's index and the delta, or None if the choice has ended.
 
-        Raises ApiError when the engine failed on the choice.
+        Raises ServiceError when the engine failed on the choice.
         """
         index = self._index[output.request_id]
         choice = self.choices[index]
@@ -66,16 +66,16 @@ class CompletionOutput:
             return None  # the engine computed it before it heard of the stop string
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             message = output.error or "the engine gave this request up"
-            raise ApiError(500, f"choice {index}: {message}", code="generation_failed")
+            raise ServiceError("generation_failed", f"choice {index}: {message}")
         if output.finish_reason is FinishReason.QUEUE_TIMEOUT:
-            raise unavailable(f"choice {index}: {output.error}", code="queue_timeout")
+            raise ServiceError("queue_timeout", f"choice {index}: {output.error}")
         if choice.num_tokens == 0:
             # Only the first output counts: after a restart another engine reports its own cache.
             self._num_cached[index] = output.num_cached_tokens
         return index, choice.add(output)
 
     def apply(self, outputs: Iterable[TokenOutput]) -> Iterator[tuple[int, Delta]]:
-        """Add outputs to their choices; yield index and delta of each. Raises ApiError."""
+        """Add outputs to their choices; yield index and delta of each. Raises ServiceError."""
         return filter(None, map(self.add, outputs))
 
     def usage(self) -> dict[str, object]:
@@ -120,7 +120,7 @@ class CompletionRun:
     def apply(self, outputs: Iterable[TokenOutput], stream: TokenStream) -> Iterator[tuple[int, Delta]]:
         """Add outputs to their choices; yield index and delta of each. Abort choices that a stop string ended.
 
-        Raises ApiError when the engine failed on a choice.
+        Raises ServiceError when the engine failed on a choice.
         """
         now = time.perf_counter()
         for output in outputs:

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from gptserve.engine.errors import EngineError
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.request import Request
 from gptserve.server.api.body import IncomingBodies
-from gptserve.server.errors import ApiError, show, shutting_down, to_api_error, unavailable
+from gptserve.server.api.errors import status_of, to_service_error
+from gptserve.server.errors import ServiceError, show, shutting_down
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
+from gptserve.server.settings import ServerSettings
 from gptserve.weights.chat.template import ChatTemplate
 
 Result = TypeVar("Result")
@@ -24,13 +25,10 @@ Result = TypeVar("Result")
 class Tokenizer(Protocol):
     """The part of weights.tokenizers.tokenizer.Tokenizer that the server uses."""
 
-    @property
-    def max_token_bytes(self) -> int:
-        """The number of bytes of the longest token."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of the tokens that have no text."""
+    max_token_bytes: int
+    """The number of bytes of the longest token."""
+    special_ids: frozenset[int]
+    """The ids of the tokens that have no text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -47,26 +45,19 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """The options of the API. Without api_keys and api_key_file no key is needed; chats need a chat_template.
+    """The settings, what was made of them, and limits that are no settings. Chats need a chat_template.
 
-    max_choices limits the number of prompts times n. The store holds at most max_results background completions, each
-    for result_ttl_s after its end. max_tokens_held and max_logprobs_held limit one request, all its choices together.
+    max_choices limits the number of prompts times n; max_tokens_held and max_logprobs_held limit one request, all its
+    choices together.
     """
 
+    settings: ServerSettings
     model_name: str
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
-    protect_operations: bool = False
-    priority_scheduling: bool = False
-    max_body_bytes: int = 2 * 2**20
+    chat_template: ChatTemplate | None = None
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
-    keep_alive_s: float = 15.0
     max_choices: int = 128
     max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context
     max_logprobs_held: int = 150_000  # at 240 bytes each with 20 alternatives, 1,250 without: at most 164 MB
-    result_ttl_s: float = 3600.0
-    max_results: int = 1_000
-    chat_template: ChatTemplate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +81,33 @@ class Service:
             return await asyncio.to_thread(call, *arguments)
 
     def admit(self) -> None:
-        """Raise ApiError if completions are refused: the server shuts down, or no engine runs."""
+        """Raise ServiceError if completions are refused: the server shuts down, or no engine runs."""
         with self.counting_rejections():
             self._check_open()
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Queue the requests. Raises ApiError or EngineError."""
+        """Queue the requests. Raises ServiceError or EngineError."""
         with self.counting_rejections():
             self._check_open()
             return self.engine.submit(requests)
 
-    @property
-    def needs_key(self) -> bool:
-        """Whether a completion needs an API key."""
-        return bool(self.options.api_keys) or self.options.api_key_file is not None
-
     def check_ready(self) -> None:
-        """Raise 503 unless an engine is loaded. During a restart requests are accepted and queue."""
+        """Raise ServiceError unless an engine is loaded. During a restart requests are accepted and queue."""
         self._check_open()
         if not self.engine.is_ready:
-            raise unavailable("the engine died and is being started again", code="engine_restarting")
+            raise ServiceError("engine_restarting", "the engine died and is being started again")
 
     def check_alive(self) -> None:
-        """Raise 503 while the engine loads, and after it has died for good."""
+        """Raise ServiceError while the engine loads, and after it has died for good."""
         if not self.engine.is_alive:
-            raise unavailable("no engine is running: it is loading or has died", code="engine_unavailable")
+            raise ServiceError("engine_unavailable", "no engine is running: it is loading or has died")
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError unless `name` is the model served."""
+        """Raise ServiceError unless `name` is the model served."""
         served = self.options.model_name
         if name != served:
             message = f"model {show(name)} does not exist; this server has {served!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+            raise ServiceError("model_not_found", message, param="model")
 
     def _check_open(self) -> None:
         if self.lifecycle.is_draining:  # checked first: after draining the engine is closed
@@ -133,8 +119,8 @@ class Service:
         """Count a refusal (429 or 503) that is raised within the block."""
         try:
             yield
-        except (ApiError, EngineError) as error:
-            api_error = to_api_error(error)
-            if api_error.status in (429, 503):
-                self.metrics.count_rejection(api_error.code)
+        except (ServiceError, EngineError) as error:
+            told = to_service_error(error)
+            if status_of(told) in (429, 503):
+                self.metrics.count_rejection(told.code)
             raise

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 from starlette.types import Receive, Send
 
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.output import Delta
-from gptserve.server.completions.shapes import Shape
+from gptserve.server.completions.shapes import Json, Shape
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,13 +35,7 @@ class EventEncoder:
     """
 
     def __init__(
-        self,
-        head: Mapping[str, object],
-        shape: Shape,
-        *,
-        include_usage: bool,
-        is_resumable: bool = False,
-        after: int = 0,
+        self, head: Json, shape: Shape, *, include_usage: bool, is_resumable: bool = False, after: int = 0
     ) -> None:
         self._encode = PiecewiseEncoder(ensure_ascii=True).encode
         self._head = self._encode(head)[:-1] + ',"choices":['
@@ -56,7 +49,7 @@ class EventEncoder:
         self._num_events = 0
         self._after = after
 
-    def chunk(self, index: int, delta: Delta, usage: Mapping[str, object] | None = None) -> str:
+    def chunk(self, index: int, delta: Delta, usage: Json | None = None) -> str:
         """Return the event that adds `delta` to a choice; before its first one, also the event that opens it."""
         opening = ""
         if self._shape.opening is not None and index not in self._opened:
@@ -69,7 +62,7 @@ class EventEncoder:
         after_choices = self._shape.after_choices(delta) if index == 0 else {}
         return opening + self._event(self._encode(self._shape.part(index, delta)), usage, after_choices)
 
-    def usage_chunk(self, usage: Mapping[str, object]) -> str:
+    def usage_chunk(self, usage: Json) -> str:
         """Return the event that closes a stream with include_usage."""
         return self._event("", usage)
 
@@ -77,9 +70,7 @@ class EventEncoder:
         """Return the event that ends a failed stream. It has no id, as it is not part of the completion."""
         return f"data: {self._encode(body)}\n\n"
 
-    def _event(
-        self, choice: str, usage: Mapping[str, object] | None, after_choices: Mapping[str, object] | None = None
-    ) -> str:
+    def _event(self, choice: str, usage: Json | None, after_choices: Json | None = None) -> str:
         self._num_events += 1
         if self._num_events <= self._after:
             return ""
@@ -111,9 +102,7 @@ class Connection:
         self._watch = asyncio.create_task(self._attend())
         return self
 
-    async def __aexit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_raised: object) -> None:
         self._watch.cancel()
         await asyncio.wait([self._watch])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections import OrderedDict
-from typing import Protocol
+from collections.abc import Callable, Hashable
 
 from gptserve.server.operations.logs import RareWarning
 
@@ -17,13 +17,6 @@ from gptserve.server.operations.logs import RareWarning
 RESERVED_DESCRIPTORS = 64
 
 logger = logging.getLogger(__name__)
-
-
-class Peer(Protocol):
-    """One accepted connection."""
-
-    def hang_up(self) -> None:
-        """Drop the connection at once."""
 
 
 class Connections:
@@ -39,18 +32,14 @@ class Connections:
         self.limit = limit
         self.num_refused = 0
         self.num_closed_idle = 0
-        self._idle: OrderedDict[Peer, None] = OrderedDict()  # the longest idle first
-        self._busy: set[Peer] = set()
+        # How to drop each, the longest idle first.
+        self._idle: OrderedDict[Hashable, Callable[[], object]] = OrderedDict()
+        self._busy: set[Hashable] = set()
         self._refusals = RareWarning(logger)
         self._closings = RareWarning(logger)
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._busy)
-
-    @property
-    def num_busy(self) -> int:
-        """The number of connections with a running request."""
-        return len(self._busy)
 
     @property
     def num_idle(self) -> int:
@@ -65,26 +54,26 @@ class Connections:
             return False
         most_idle = max(1, self.limit // 2)
         while self._idle and (len(self._idle) >= most_idle or len(self) >= self.limit):
-            longest_idle, _ = self._idle.popitem(last=False)
+            _, drop = self._idle.popitem(last=False)
             self.num_closed_idle += 1
             self._closings.log(f"closing idle connections: {most_idle} may be idle and {self.limit} may be open")
-            longest_idle.hang_up()
+            drop()
         return True
 
-    def set_idle(self, peer: Peer) -> None:
-        """Mark it as without a running request. One that is already idle keeps its place in the order."""
-        self._busy.discard(peer)
-        self._idle[peer] = None
+    def set_idle(self, connection: Hashable, drop: Callable[[], object]) -> None:
+        """Mark one as without a running request; `drop` hangs up. One that is idle keeps its place in the order."""
+        self._busy.discard(connection)
+        self._idle[connection] = drop
 
-    def set_busy(self, peer: Peer) -> None:
-        """Mark it as with a running request."""
-        self._idle.pop(peer, None)
-        self._busy.add(peer)
+    def set_busy(self, connection: Hashable) -> None:
+        """Mark one as with a running request."""
+        self._idle.pop(connection, None)
+        self._busy.add(connection)
 
-    def remove(self, peer: Peer) -> None:
-        """Forget it."""
-        self._idle.pop(peer, None)
-        self._busy.discard(peer)
+    def remove(self, connection: Hashable) -> None:
+        """Forget one."""
+        self._idle.pop(connection, None)
+        self._busy.discard(connection)
 
 
 def affordable_connections(wanted: int) -> int:
@@ -95,16 +84,11 @@ def affordable_connections(wanted: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY or hard - RESERVED_DESCRIPTORS >= wanted:
-        return wanted
     affordable = hard - RESERVED_DESCRIPTORS
+    if hard == resource.RLIM_INFINITY or affordable >= wanted:
+        return wanted
     if affordable < 1:
         raise ValueError(f"the limit of open files (ulimit -n) must be over {RESERVED_DESCRIPTORS}, got {hard}")
-    logger.warning(
-        "max-connections is %d instead of %d: %d files may be open (ulimit -n), of which %d are kept for other uses",
-        affordable,
-        wanted,
-        hard,
-        RESERVED_DESCRIPTORS,
-    )
+    why = f"{hard} files may be open (ulimit -n), of which {RESERVED_DESCRIPTORS} are kept for other uses"
+    logger.warning("max-connections is %d instead of %d: %s", affordable, wanted, why)
     return affordable

@@ -14,7 +14,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gptserve.server.errors import INTERNAL_ERROR, ApiError, error_response, to_api_error
+from gptserve.server.api.errors import INTERNAL_ERROR, error_response, to_service_error
+from gptserve.server.errors import ServiceError
 
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
@@ -29,14 +30,14 @@ def log_fields(scope: Scope) -> dict[str, Any]:
     return fields
 
 
-def report(error: Exception, scope: Scope) -> ApiError:
-    """Return the API's error for an exception; log an unexpected one with its traceback."""
-    api_error = to_api_error(error)
+def report(error: Exception, scope: Scope) -> ServiceError:
+    """Return what the client is told of an exception; log an unexpected one with its traceback."""
+    told = to_service_error(error)
     fields = log_fields(scope)
-    fields["error"] = api_error.code
-    if api_error.code == INTERNAL_ERROR:
+    fields["error"] = told.code
+    if told.code == INTERNAL_ERROR:
         logger.error("request failed unexpectedly", exc_info=error, extra={"request_id": fields["request_id"]})
-    return api_error
+    return told
 
 
 class RequestEnvelope:
@@ -46,10 +47,7 @@ class RequestEnvelope:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        """Answer one request. HttpServer has no other scopes than those of requests."""
         started_at = time.perf_counter()
         request_id = _request_id(scope)
         fields: dict[str, Any] = {"request_id": request_id.decode(), "status": None}

@@ -9,7 +9,6 @@ whose body never ends, and waits for ever for a client that does not read. `api/
 from __future__ import annotations
 
 import asyncio
-import json
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -17,7 +16,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gptserve.server.errors import ApiError
+from gptserve.server.api.errors import error_response
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.connections import Connections
 
 SLICE_BYTES = 16 * 1024  # bytes parsed between two checks of the limits; one read may be 256,000 bytes
@@ -40,17 +40,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     max_pipelined = 32  # requests that wait for the one before; few clients send even one
     wait_limit_s = 30.0
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        connections: Connections,
-        write_limit_s: float,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, config: Config, state: ServerState, connections: Connections, write_limit_s: float) -> None:
+        super().__init__(config, state, app_state={})
         self._connections = connections
         self._write_limit_s = write_limit_s
         # A connection begins within its first head.
@@ -60,14 +51,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unread = 0
         self._num_body_parts = 0
         self._running: RequestResponseCycle | None = None  # the oldest of the pipeline; `cycle` is the newest
-        self._error: ApiError | None = None  # the reason why a callback stopped the parser
+        self._error: ServiceError | None = None  # the reason why a callback stopped the parser
         self._wait: asyncio.TimerHandle | None = None
         # The time and the size of the write buffer when the client last made progress.
         self._unwritten: tuple[float, int] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._connections.set_idle(self)
+        self._connections.set_idle(self, self.hang_up)
         self._begin_wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -104,7 +95,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= self.max_pipelined:
             message = f"at most {self.max_pipelined} requests may wait for the one before them"
-            self._stop(ApiError(400, message, code="too_many_pipelined"))
+            self._stop(ServiceError("too_many_pipelined", message))
         self._part, self._has_reported = "body", True
         self._num_unread = self._num_body_parts = 0
         self._end_wait()
@@ -114,9 +105,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._has_reported = True
         self._num_body_parts += 1
         if self._num_body_parts > self.max_body_parts:
-            self._stop(
-                ApiError(400, f"a body may come in at most {self.max_body_parts} chunks", code="too_many_chunks")
-            )
+            message = f"a body may come in at most {self.max_body_parts} chunks"
+            self._stop(ServiceError("too_many_chunks", message))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -132,10 +122,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._part != "head":
             self._begin_wait()
         if self.transport.get_write_buffer_size() == 0:
-            self._connections.set_idle(self)
+            self._connections.set_idle(self, self.hang_up)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._error or ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http"))
+        self._refuse(self._error or ServiceError("invalid_http", "the request is not valid HTTP/1.1"))
 
     def hang_up(self) -> None:
         """Drop the connection; its running request ends as if the client had hung up."""
@@ -151,7 +141,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if num_left == 0 or (is_open and self._is_answering() and not self.flow.write_paused):
             self._unwritten = None
             if num_left == 0 and is_open and not self._is_answering():
-                self._connections.set_idle(self)
+                self._connections.set_idle(self, self.hang_up)
         elif self._unwritten is None or num_left <= self._unwritten[1] - MIN_BYTES_TAKEN:
             self._unwritten = now, num_left
         elif now - self._unwritten[0] >= self._write_limit_s:
@@ -195,14 +185,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             message = f"the head of a request must arrive within {self.wait_limit_s:g} s"
-            self._refuse(ApiError(408, message, code="request_timeout"))
+            self._refuse(ServiceError("request_timeout", message))
 
-    def _stop(self, error: ApiError) -> None:
+    def _stop(self, error: ServiceError) -> None:
         """Stop the parser from within a callback; uvicorn then calls `send_400_response`."""
         self._error = error
         raise error
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: ServiceError) -> None:
         """Answer with an error, below ASGI, which has no request yet; then close. An answer under way is broken off."""
         self._end_wait()
         if not self._is_answering() and self._part == "head":
@@ -210,13 +200,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def raw_response(error: ApiError) -> bytes:
+def raw_response(error: ServiceError) -> bytes:
     """Return an error as an HTTP response that closes the connection."""
-    body = json.dumps(error.body()).encode()
-    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
-    headers = {**error.headers, "content-type": "application/json", "connection": "close", "content-length": len(body)}
-    return (status + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode() + body
+    response = error_response(error, {"connection": "close"})
+    status_line = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
+    lines = [status_line, *map(b": ".join, response.raw_headers), b"", b""]
+    return b"\r\n".join(lines) + bytes(response.body)
 
 
-def _head_too_large(limit: str) -> ApiError:
-    return ApiError(431, f"the head of a request may have at most {limit}", code="head_too_large")
+def _head_too_large(limit: str) -> ServiceError:
+    return ServiceError("head_too_large", f"the head of a request may have at most {limit}")

@@ -18,15 +18,14 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from gptserve.server.background.store import BackgroundStore
-from gptserve.server.errors import unavailable
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response
-from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.logs import RareWarning
 
+BACKLOG = 2048  # connections that the system holds until they are accepted, as uvicorn has it
 ACCEPTS_AT_ONCE = 16  # then the event loop turns, which frees the descriptors of closed connections
 ACCEPT_PAUSE_S = 0.5  # when the system has no descriptor or memory for another
 TLS_LIMIT_S = 10.0  # for the handshake, and for the shutdown
@@ -42,7 +41,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: FastAPI,
+        app: ASGIApp,
         model_name: str,
         connections: Connections,
         *,
@@ -63,14 +62,10 @@ class HttpServer(uvicorn.Server):
         )
         config.load()
         super().__init__(config)
-        self.lifecycle: Lifecycle = app.state.lifecycle
-        self.store: BackgroundStore = app.state.store
+        make_protocol = partial(protocol, config, self.server_state, connections, write_limit_s)
+        self._listen = partial(Listener, make_protocol=make_protocol, connections=connections, tls=tls)
         self._model_name = model_name
-        self._connections = connections
-        self._protocol = protocol
-        self._write_limit_s = write_limit_s
-        self._tls = tls
-        app.state.metrics.watch_connections(connections)
+        self._scheme = "http" if tls is None else "https"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -88,11 +83,10 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen and log the address."""
         assert sockets is not None
-        self.servers = [Listener(sockets[0], self._make_protocol, self._connections, self._tls, self.config.backlog)]  # type: ignore[list-item]
+        self.servers = [self._listen(sockets[0])]  # type: ignore[list-item]
         self.started = True
         host, port = sockets[0].getsockname()[:2]
-        scheme = "http" if self._tls is None else "https"
-        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        url = f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
         body = '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}'
         logger.info("%s ready on %s  (try: curl -N %s/v1/completions --json '%s')", self._model_name, url, url, body)
 
@@ -105,11 +99,6 @@ class HttpServer(uvicorn.Server):
                 connection.check_reader(now)
         return await super().on_tick(counter)
 
-    def _make_protocol(self) -> BoundedHttpProtocol:
-        return self._protocol(
-            self.config, self.server_state, {}, connections=self._connections, write_limit_s=self._write_limit_s
-        )
-
 
 class Listener:
     """Accepts connections if `connections` has room. It has the methods of asyncio.Server that uvicorn calls."""
@@ -120,7 +109,6 @@ class Listener:
         make_protocol: Callable[[], asyncio.Protocol],
         connections: Connections,
         tls: ssl.SSLContext | None,
-        backlog: int,
     ) -> None:
         self._socket = listening
         self._make_protocol = make_protocol
@@ -128,11 +116,11 @@ class Listener:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self._beginnings: set[_Beginning] = set()
+        self._beginnings: set[asyncio.Task[Any]] = set()  # of connections that have no protocol yet
         self._shortages = RareWarning(logger)
         self._plain_http = RareWarning(logger)
         listening.setblocking(False)
-        listening.listen(backlog)
+        listening.listen(BACKLOG)
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
@@ -141,11 +129,11 @@ class Listener:
             self._pause.cancel()
         self._loop.remove_reader(self._socket)
         for beginning in self._beginnings:
-            beginning.hang_up()
+            beginning.cancel()
 
     async def wait_closed(self) -> None:
         """Return when no handshake is left; established connections may be."""
-        await asyncio.gather(*(beginning.task for beginning in self._beginnings), return_exceptions=True)
+        await asyncio.gather(*self._beginnings, return_exceptions=True)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
@@ -157,16 +145,15 @@ class Listener:
                 if error.errno in _EXHAUSTED:
                     self._shortages.log(f"cannot accept connections: {error.strerror}")
                     self._loop.remove_reader(self._socket)
-                    self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._go_on)
+                    self._pause = self._loop.call_later(
+                        ACCEPT_PAUSE_S, self._loop.add_reader, self._socket, self._accept
+                    )
                     return
                 continue  # this client has already hung up
             if self._connections.admit():
                 self._begin(accepted, address[0])
             else:
                 self._refuse(accepted)
-
-    def _go_on(self) -> None:
-        self._loop.add_reader(self._socket, self._accept)
 
     def _begin(self, accepted: socket.socket, address: str) -> None:
         """Give a connection its transport and protocol; it is idle until its TLS handshake is complete."""
@@ -177,18 +164,16 @@ class Listener:
         connecting = self._loop.connect_accepted_socket(
             self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
         )
-        beginning = _Beginning(self._loop.create_task(connecting))
+        beginning = self._loop.create_task(connecting)
         self._beginnings.add(beginning)
-        self._connections.set_idle(beginning)
-        beginning.task.add_done_callback(partial(self._end_beginning, beginning, accepted, address))
+        self._connections.set_idle(beginning, beginning.cancel)
+        beginning.add_done_callback(partial(self._end_beginning, accepted, address))
 
-    def _end_beginning(
-        self, beginning: _Beginning, accepted: socket.socket, address: str, task: asyncio.Task[Any]
-    ) -> None:
+    def _end_beginning(self, accepted: socket.socket, address: str, beginning: asyncio.Task[Any]) -> None:
         self._beginnings.discard(beginning)
         self._connections.remove(beginning)
-        error = None if task.cancelled() else task.exception()
-        if task.cancelled() or error is not None:
+        error = None if beginning.cancelled() else beginning.exception()
+        if beginning.cancelled() or error is not None:
             accepted.close()
         if isinstance(error, ssl.SSLError) and error.reason == "HTTP_REQUEST":
             self._plain_http.log(f"{address} spoke plain HTTP to this port, which takes https:// only")
@@ -201,17 +186,6 @@ class Listener:
             accepted.setblocking(False)
             if self._tls is None:
                 message = f"all {self._connections.limit} connections that this server takes are in use"
-                accepted.send(raw_response(unavailable(message, code="too_many_connections")))
+                accepted.send(raw_response(ServiceError("too_many_connections", message)))
                 accepted.shutdown(socket.SHUT_WR)
                 accepted.recv(SLICE_BYTES)  # closing with unread bytes would reset the connection and lose the answer
-
-
-class _Beginning:
-    """An accepted connection that has no protocol yet."""
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self.task = task
-
-    def hang_up(self) -> None:
-        """Drop it."""
-        self.task.cancel()

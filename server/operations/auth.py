@@ -6,7 +6,7 @@ from collections.abc import Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.operations.keys import ApiKeys
 
@@ -28,12 +28,11 @@ class ApiKeyGuard:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or raise ApiError."""
-        if scope["type"] == "http":
-            scope["state"]["key_name"] = None
-            if self._keys.are_needed and scope["path"] not in self._open_paths:
-                name = self._owner(dict(scope["headers"]).get(b"authorization", b""))
-                scope["state"]["key_name"] = log_fields(scope)["key"] = name
+        """Pass a request on, or raise ServiceError."""
+        scope["state"]["key_name"] = None
+        if self._keys.are_needed and scope["path"] not in self._open_paths:
+            name = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+            scope["state"]["key_name"] = log_fields(scope)["key"] = name
         await self._app(scope, receive, send)
 
     def _owner(self, authorization: bytes) -> str:
@@ -46,5 +45,5 @@ class ApiKeyGuard:
         return name
 
 
-def _unauthorized(message: str) -> ApiError:
-    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+def _unauthorized(message: str) -> ServiceError:
+    return ServiceError("invalid_api_key", message)

@@ -68,8 +68,7 @@ class ApiKeys:
         self, keys: Sequence[str] = (), file: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Read the file, which may raise KeyFileError."""
-        self._of_options = _by_digest({key: f"key-{number}" for number, key in enumerate(keys, 1)})
-        self._names = self._of_options
+        self._names = self._of_options = _by_digest({key: f"key-{number}" for number, key in enumerate(keys, 1)})
         self._file = file
         self._clock = clock
         self._check_at = clock() + CHECK_INTERVAL_S

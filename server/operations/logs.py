@@ -31,7 +31,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
-        request_id = _extra(record).get("request_id")
+        request_id = getattr(record, "request_id", None)
         if request_id is not None:
             record.message = f"{request_id}: {record.message}"
         record.message = _printable(record.message)
@@ -47,8 +47,8 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **_extra(record),
         }
+        line |= {key: value for key, value in vars(record).items() if key not in _OWN_FIELDS}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
@@ -93,7 +93,3 @@ def load_logging_engine(config: EngineConfig, log_format: LogFormat, level: LogL
 def _printable(text: str) -> str:
     """Return `text` with line ends, terminal escapes and other invisible characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _OWN_FIELDS}

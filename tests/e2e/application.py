@@ -13,10 +13,11 @@ import httpx
 from gptserve.engine.process.loop import load_engine
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.server.app import create_app
-from gptserve.server.completions.service import AppOptions, Tokenizer
+from gptserve.server.completions.service import Tokenizer
 from gptserve.weights.chat.template import ChatTemplate
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config
+from tests.server.app_options import app_options
 
 MODEL = "model"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -27,7 +28,7 @@ def ask(folder: Path, tokenizer: Tokenizer, bodies: Sequence[dict[str, Any]], **
 
     async def converse() -> list[httpx.Response]:
         async with started(ThreadClient(partial(load_engine, make_config(folder, **options)))) as engine:
-            app = create_app(engine, tokenizer, AppOptions(MODEL, chat_template=ChatTemplate(TEMPLATE, {})))
+            app = create_app(engine, tokenizer, app_options(MODEL, chat_template=ChatTemplate(TEMPLATE, {})))
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
                 return [await client.post(_path(body), json=body) for body in bodies]
 

@@ -20,8 +20,8 @@ import torch
 
 from gptserve.engine import native
 from gptserve.engine.engine import Engine
+from gptserve.engine.model import runner
 from gptserve.engine.model.decoder import Decoder
-from gptserve.engine.model.step_threads import StepThreads
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import load_engine
 from gptserve.engine.process.process_client import ProcessClient
@@ -133,7 +133,7 @@ def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> 
         seen.add(max(torch.get_num_threads(), native.num_threads()))
         return compute(*arguments)
 
-    monkeypatch.setattr(StepThreads, "choose", lambda self, work: next(turns))
+    monkeypatch.setattr(runner, "num_step_threads", lambda work, **limits: next(turns))
     monkeypatch.setattr(Decoder, "hidden_states", computing)
     return seen
 

@@ -29,7 +29,8 @@ from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState, SequenceStatus
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from tests.engine.scheduling.invariants import check_scheduler
 
 STOP, EOS = 2, 3
 QUEUE_LIMIT_S = 30.0  # steps, by this machine's clock
@@ -129,6 +130,10 @@ class ShadowCache:
 
 def prefix_at(item: ScheduledSequence, position: int) -> Prefix:
     return item.sequence.request.cache_salt, (*item.sequence.token_ids, *item.draft)[: position + 1]
+
+
+def is_waiting(sequence: SequenceState) -> bool:
+    return sequence.finish_reason is None and not sequence.is_running
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -253,13 +258,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def internals_agree(self) -> None:
         if self.check_internals:
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
 
     def teardown(self) -> None:
         """Drain, and see that every request ended once and that nothing is left."""
         if not self.is_whole:
             return
-        num_left = sum(sequence.status is not SequenceStatus.FINISHED for sequence in self.sequences)
+        num_left = sum(sequence.finish_reason is None for sequence in self.sequences)
         for _ in range(num_left * self.limits["max_model_len"] ** 2):
             if not self.scheduler.has_work:
                 break
@@ -299,13 +304,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule(self) -> ScheduledBatch:
         """Schedule, and check the batch against the rules of service."""
-        running = [s for s in self.sequences if s.status is SequenceStatus.RUNNING]
-        waiting = [s for s in self.sequences if s.status is SequenceStatus.WAITING]
+        running = [s for s in self.sequences if s.is_running]
+        waiting = [s for s in self.sequences if is_waiting(s)]
         before = {s: (s.num_computed, s.num_preemptions) for s in running}
         had_work = self.scheduler.has_work
         without_drafts = self.schedule_without_drafts() if self.compares_drafts else None
         batch = self.scheduler.schedule()
-        self.internals_agree()
+        if self.check_internals:
+            check_scheduler(self.scheduler, batch.items)
         found = [(item.sequence.request.request_id, item.num_tokens - len(item.draft)) for item in batch.items]
         assert without_drafts in (None, found), "drafts are at the expense of others"
         scheduled = [item.sequence for item in batch.items]
@@ -319,7 +325,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert item.needs_sampling == (num_known_after == len(item.sequence.token_ids))
             assert item.needs_sampling or not item.draft
             assert not item.draft or batch.num_tokens <= MAX_DRAFTING_STEP_TOKENS, "drafts make a step long"
-        preempted = {s for s in running if s.status is SequenceStatus.WAITING}
+        preempted = {s for s in running if is_waiting(s)}
         for sequence, (num_computed, num_preemptions) in before.items():
             is_preempted = sequence in preempted
             assert sequence.num_computed == (0 if is_preempted else num_computed)
@@ -341,7 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_order(self, batch: ScheduledBatch, running: set[SequenceState], preempted: set[SequenceState]) -> None:
         new = [item.sequence for item in batch.items if item.sequence not in running]
-        waiting = [s for s in self.sequences if s.status is SequenceStatus.WAITING]
+        waiting = [s for s in self.sequences if is_waiting(s)]
         if preempted:
             assert not new
             assert max(self.place(item.sequence) for item in batch.items) < min(map(self.place, preempted))
@@ -366,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def update(self, batch: ScheduledBatch, sampled: list[list[int | None]], bad_row: int | None) -> None:
         sampling = [item for item in batch.items if item.needs_sampling]
-        live = [index for index, item in enumerate(sampling) if item.sequence.status is SequenceStatus.RUNNING]
+        live = [index for index, item in enumerate(sampling) if item.sequence.is_running]
         if bad_row is not None and live:
             index = live[bad_row % len(live)]
             self.lose_row(sampling[index], sampled[index], bad_row)
@@ -386,7 +392,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def abandon(self, batch: ScheduledBatch) -> None:
         """Take back a failed step; only a suspect that was computed alone may end by it."""
-        failed = [item.sequence for item in batch.items if item.sequence.status is SequenceStatus.RUNNING]
+        failed = [item.sequence for item in batch.items if item.sequence.is_running]
         suspects = [sequence for sequence in failed if self.num_failures[sequence] >= 2]
         assert len(suspects) <= 1
         self.num_failures.update(failed)
@@ -421,7 +427,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.shadow.cells_of(item.sequence, start, start + item.num_tokens)
 
     def abort_one(self, sequence: SequenceState) -> None:
-        ended_before = sequence.status is SequenceStatus.FINISHED
+        ended_before = sequence.finish_reason is not None
         assert self.scheduler.abort(sequence.request.request_id) is (None if ended_before else sequence)
         if not ended_before:
             self.take_end(sequence, FinishReason.ABORT)
@@ -430,7 +436,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Record an end, and check it and the tokens against the request computed alone."""
         request_id = sequence.request.request_id
         assert request_id not in self.ended, "a request ended twice"
-        assert (sequence.status, sequence.finish_reason) == (SequenceStatus.FINISHED, reason)
+        assert (sequence.is_running, sequence.finish_reason) == (False, reason)
         assert sequence.block_ids == []
         self.ended[request_id] = reason
         self.seen[reason] += 1
@@ -544,7 +550,7 @@ class DraftsFirst(Scheduler):
         return super()._schedule_waiting(items, budget - sum(item.num_tokens for item in items) + num_before)
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
-        if not self._drafts:
+        if not any(item.draft for item in items):
             super()._add_drafts(items, drafter, room)
 
 

@@ -15,12 +15,13 @@ import httpx
 import pytest
 import uvloop
 
-from gptserve.server.app import AppOptions, create_app
+from gptserve.server.app import create_app
 from gptserve.server.background.journal import Journal
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import BoundedHttpProtocol
 from gptserve.server.http.server import HttpServer
 from gptserve.weights.chat.template import ChatTemplate
+from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 MODEL = "test-model"
@@ -45,7 +46,7 @@ class Api:
         self.journal = Journal(state_dir)
         chat_template = None if template is None else ChatTemplate(template, {"eos_token": "<|endoftext|>"})
         options = {"chat_template": chat_template, **options}
-        self.app = create_app(engine, tokenizer or ByteTokenizer(), AppOptions(MODEL, **options), self.journal)
+        self.app = create_app(engine, tokenizer or ByteTokenizer(), app_options(MODEL, **options), self.journal)
 
     def close(self) -> None:
         """End the thread of the journal; the event loops that wrote to it are closed already."""
@@ -91,6 +92,7 @@ class LiveServer(Api):
     ) -> None:
         super().__init__(engine, **options)
         self.connections = Connections(max_connections)
+        self.app.state.metrics.watch_connections(self.connections)
         self.server = HttpServer(
             self.app,
             MODEL,

@@ -2,36 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidRequestError, QueueFullError
-from gptserve.server.errors import ApiError, show, to_api_error
-from gptserve.weights.errors import TokenizerError
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "code", "headers"),
-    [
-        (InvalidRequestError("m", param="p", code="c"), 400, "invalid_request_error", "c", {}),
-        (TokenizerError("m"), 400, "invalid_request_error", "invalid_value", {}),
-        (QueueFullError("m", retry_after_s=3), 429, "rate_limit_error", "queue_full", {"retry-after": "3"}),
-        (EngineDiedError("m"), 503, "server_error", "engine_unavailable", {"retry-after": "5"}),
-        (EngineDiedError("m", DeathKind.CLOSED), 503, "server_error", "draining", {"retry-after": "5"}),
-        (ApiError(418, "m", code="c"), 418, "invalid_request_error", "c", {}),
-        (KeyError("secret"), 500, "server_error", "internal_error", {}),
-    ],
-)
-def test_every_error_has_its_status_type_and_code(
-    error: Exception, status: int, kind: str, code: str, headers: dict[str, str]
-) -> None:
-    told = to_api_error(error)
-    assert (told.status, told.type, told.code, told.headers) == (status, kind, code, headers)
-    assert "secret" not in told.message
-    assert told.body() == {
-        "error": {"message": told.message, "type": kind, "param": told.param, "code": code},
-    }
+from gptserve.server.errors import ServiceError, show
 
 
 def test_a_long_message_is_cut() -> None:
-    assert ApiError(400, "x" * 10_000, code="c").message == "x" * 399 + "…"
+    assert str(ServiceError("c", "x" * 10_000)) == "x" * 399 + "…"
+
+
+def test_an_error_is_the_same_after_it_was_written_down() -> None:
+    error = ServiceError("c", "m", param="p", retry_after_s=3)
+    assert ServiceError.from_fields(error.fields()).fields() == error.fields()
+
+
+def test_an_error_that_an_older_version_wrote_down_is_read() -> None:
+    older = {"status": 500, "message": "m", "code": "c", "param": None, "headers": {}}
+    assert ServiceError.from_fields(older).fields() == ServiceError("c", "m").fields()
 
 
 @pytest.mark.parametrize(

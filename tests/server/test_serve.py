@@ -176,7 +176,7 @@ from gptserve.server.cli.main import main
 
 class Connection(sqlite3.Connection):
     def execute(self, statement, *arguments):
-        if statement == "COMMIT" and os.path.exists(os.environ["GATE"]):
+        if statement == "BEGIN IMMEDIATE" and os.path.exists(os.environ["GATE"]):
             print("the disk hangs", file=sys.stderr, flush=True)
             open(os.environ["GATE"]).read()
         return super().execute(statement, *arguments)

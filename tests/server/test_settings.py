@@ -13,7 +13,6 @@ from gptserve.server.settings import (
     ServerSettings,
     SettingsError,
     add_flags,
-    client_api_key,
     injected_variables,
     load_settings,
     parse_size,
@@ -391,9 +390,3 @@ def test_a_size_is_read_with_its_unit(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no size"):
         parse_size(text)
-
-
-def test_a_client_bears_the_key_of_the_server() -> None:
-    assert client_api_key({"GPTSERVE_API_KEY": "a,b"}) == "a,b"
-    assert client_api_key({"GPTSERVE_API_KEY": ""}) is None
-    assert client_api_key({}) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import gptserve.weights.json_file
 from gptserve.weights.errors import InvalidConfigError, TokenizerError
-from gptserve.weights.json_file import read_json_object
+from gptserve.weights.json_file import read_json_object, read_text
 
 
 def test_object_is_read(tmp_path: Path) -> None:
@@ -63,3 +63,18 @@ def test_any_bytes_are_read_or_refused(content: bytes, tmp_path: Path) -> None:
     except InvalidConfigError:
         return
     assert isinstance(value, dict)
+
+
+def test_only_a_file_that_is_not_required_may_be_missing(tmp_path: Path) -> None:
+    assert read_json_object(tmp_path / "x.json", InvalidConfigError, required=False) == {}
+    with pytest.raises(InvalidConfigError, match=r"x\.json is missing in"):
+        read_json_object(tmp_path / "x.json", InvalidConfigError)
+
+
+def test_text_is_read_as_utf8_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes("é\n".encode())
+    assert read_text(path, InvalidConfigError) == "é\n"
+    path.write_bytes(b"\xff")
+    with pytest.raises(InvalidConfigError, match=r"x\.txt could not be read as UTF-8: 'utf-8' codec"):
+        read_text(path, InvalidConfigError)

@@ -7,12 +7,18 @@ Called by the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
-from gptserve.weights.json_file import read_json_object
+from gptserve.weights.json_file import read_json_object, read_text
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from gptserve.weights.chat.sandbox import TemplateEnvironment
 
 PLAIN_NAME = "plain"
 PLAIN_TEMPLATE = (
@@ -48,39 +54,27 @@ class ChatTemplate:
         final = seen[-1]["content"]
         if continue_final_message:
             seen[-1]["content"] += _FINAL
-        text = self._render(
-            {
-                **self._special_tokens,
-                **variables,
-                "messages": seen,
-                "tools": None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        given = {"messages": seen, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        environment, template = self._compiled
+        try:
+            text = environment.render(template, {**self._special_tokens, **variables, **given})
+        except Exception as fault:  # a template can raise anything
+            raise ChatTemplateError(f"the chat template refuses this conversation: {_cause(fault)}") from fault
         return _cut_after(final, text) if continue_final_message else text
 
     def check(self) -> None:
         """Raise ChatTemplateError unless it is valid Jinja."""
-        _ = self._render
+        _ = self._compiled
 
     @cached_property
-    def _render(self) -> Callable[[Mapping[str, object]], str]:
+    def _compiled(self) -> tuple[TemplateEnvironment, Template]:
         from gptserve.weights.chat.sandbox import TemplateEnvironment
 
         environment = TemplateEnvironment()
         try:
-            template = environment.compile_bounded(self._source)
+            return environment, environment.compile_bounded(self._source)
         except Exception as fault:
             raise ChatTemplateError(f"the chat template is not valid: {_cause(fault)}") from fault
-
-        def render(variables: Mapping[str, object]) -> str:
-            try:
-                return environment.render(template, variables)
-            except Exception as fault:  # a template can raise anything
-                raise ChatTemplateError(f"the chat template refuses this conversation: {_cause(fault)}") from fault
-
-        return render
 
 
 def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate | None:
@@ -90,15 +84,15 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
     Raises TokenizerError or ChatTemplateError.
     """
     path = folder / "tokenizer_config.json"
-    config = read_json_object(path, TokenizerError) if path.exists() else {}
+    config = read_json_object(path, TokenizerError, required=False)
     source: object = config.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     if (folder / "chat_template.jinja").is_file():
-        source = _read(folder / "chat_template.jinja")
+        source = read_text(folder / "chat_template.jinja", ChatTemplateError)
     if chosen is not None:
-        source = PLAIN_TEMPLATE if chosen == PLAIN_NAME else _read(Path(chosen))
+        source = PLAIN_TEMPLATE if chosen == PLAIN_NAME else read_text(Path(chosen), ChatTemplateError)
     if source is None:
         return None
     if not isinstance(source, str):
@@ -109,18 +103,11 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
     return template
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ChatTemplateError(f"{path} could not be read as UTF-8: {fault}") from fault
-
-
 def _special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Return the text of each special token that has a name, such as bos_token."""
-    named, older = dict(config), folder / "special_tokens_map.json"
-    if "added_tokens_decoder" not in config and older.is_file():
-        named |= read_json_object(older, TokenizerError)
+    named = dict(config)
+    if "added_tokens_decoder" not in config:
+        named |= read_json_object(folder / "special_tokens_map.json", TokenizerError, required=False)
     extra = named.get("extra_special_tokens")
     if isinstance(extra, dict):
         named |= extra

@@ -51,21 +51,18 @@ WITH_IMAGES = (
     *("blip-2", "gemma3", "idefics", "idefics2", "idefics3", "internvl", "llama4", "llava", "llava_next", "mistral3"),
     *("mllama", "paligemma", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"),
 )
-WHY_REFUSED = (
-    (
-        ENCODERS,
+WHY_REFUSED = {
+    ENCODERS: (
         "is an encoder: it reads text in both directions and cannot continue it; to embed or classify with it, use "
-        "sentence-transformers or text-embeddings-inference",
+        "sentence-transformers or text-embeddings-inference"
     ),
-    (
-        ENCODER_DECODERS,
-        "is an encoder-decoder: it rewrites one text as another and cannot continue it; use transformers for it",
+    ENCODER_DECODERS: (
+        "is an encoder-decoder: it rewrites one text as another and cannot continue it; use transformers for it"
     ),
-    (
-        WITH_IMAGES,
-        "reads images beside text, and only text is read here; use a text model of its lineage, or a server for images",
+    WITH_IMAGES: (
+        "reads images beside text, and only text is read here; use a text model of its lineage, or a server for images"
     ),
-)
+}
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -74,11 +71,10 @@ QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_con
 
 def find_family(model_type: str) -> Family:
     """Return the family of a model_type; raise UnsupportedModelError with the reason if there is none."""
-    family = FAMILIES.get(model_type)
-    if family is not None:
-        return family
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
     supported = f"decoder-only models of model_type {', '.join(sorted(FAMILIES))} are served"
-    for model_types, why in WHY_REFUSED:
+    for model_types, why in WHY_REFUSED.items():
         if model_type in model_types:
             raise UnsupportedModelError(f"{model_type} {why}; {supported}")
     raise UnsupportedModelError(f"config.json: model_type {shown(model_type)} is not supported; {supported}")
@@ -108,11 +104,10 @@ def load_config(folder: Path) -> ModelConfig:
     """
     raw, family = open_config(folder)
     config = family.read_config(raw)
+    path = folder / "generation_config.json"
+    generation = RawConfig(read_json_object(path, InvalidConfigError, required=False), path.name)
     eos_token_ids = raw.token_ids("eos_token_id", config.vocab_size)
-    generation_path = folder / "generation_config.json"
-    if generation_path.exists():
-        generation = RawConfig(read_json_object(generation_path, InvalidConfigError), generation_path.name)
-        eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
+    eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
     bos_token_ids = raw.token_ids("bos_token_id", config.vocab_size)
     refuse_unread(raw, config)
     return replace(

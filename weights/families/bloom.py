@@ -6,9 +6,7 @@ BigScience Workshop, "BLOOM: A 176B-Parameter Open-Access Multilingual Language 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -30,36 +28,22 @@ NAMES = {
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("apply_residual_connection_post_layernorm", False, "no published BLOOM has it")
-    config = plain_config(
-        raw,
-        # The file of the largest BLOOM has the older names.
-        width="hidden_size" if "hidden_size" in raw else "n_embed",
-        layers="n_layer",
-        heads="n_head" if "n_head" in raw else "num_attention_heads",
-        context="seq_length",
-        default_context=2048,
-    )
-    return replace(
-        config,
-        position=None,
-        alibi_slopes=_slopes(config.num_heads),
-        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
-        embed_norm=True,
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
-    )
+    # The file of the largest BLOOM has the older names.
+    width = "hidden_size" if "hidden_size" in raw else "n_embed"
+    heads = "n_head" if "n_head" in raw else "num_attention_heads"
+    config = plain_config(raw, width=width, layers="n_layer", heads=heads, context="seq_length", default_context=2048)
+    return replace(config, position=None, alibi_slopes=alibi_slopes(config.num_heads), embed_norm=True)
 
 
-def _slopes(num_heads: int) -> tuple[float, ...]:
-    """Press et al. 2022, section 3; heads beyond a power of two take every other slope of twice as many."""
-    power = 2 ** int(math.log2(num_heads))
-    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
-    return (*slopes, *(2 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)))
+def alibi_slopes(num_heads: int, steepest: int = 8) -> tuple[float, ...]:
+    """Return powers of two down to 2^-steepest: every other one first, unless num_heads is a power of two.
+
+    Press et al. 2022, section 3.
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = [2 ** (-steepest * (h + 1) / power) for h in range(power)]
+    return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
 
 
-BLOOM = Family(
-    model_type="bloom",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.heads_together),
-    prefixes=("transformer.",),
-    ignored=re.compile(r"lm_head\.weight"),
-)
+_sources = layout.decoder(NAMES, qkv_order=layout.heads_together)
+BLOOM = Family("bloom", _read_config, _sources, ("transformer.",))

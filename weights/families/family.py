@@ -21,10 +21,9 @@ each present only where ModelConfig has it (H query heads, G key-value heads, D 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard, TypeVar
 
 from gptserve.weights.config import Activation, ModelConfig
@@ -81,7 +80,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One lineage of models on disk. A tensor that no source uses must fully match `ignored`.
+    """One lineage of models on disk. A tensor that no source uses must fully match the pattern `ignored`.
 
     Any name in the file may begin with one of `prefixes`: libraries differ in which they write.
     """
@@ -89,22 +88,34 @@ class Family:
     model_type: str
     read_config: Callable[[RawConfig], ModelConfig]
     sources: Callable[[ModelConfig], dict[str, Source]]
-    prefixes: tuple[str, ...]
-    ignored: re.Pattern[str]
+    prefixes: tuple[str, ...] = ("model.",)
+    ignored: str = r"lm_head\.weight"
+    """The default is a second copy of the embedding, where that is the head."""
     quantizations: frozenset[str] = frozenset()
     """The quant_methods whose weights can be read."""
 
 
 def plain_config(
-    raw: RawConfig, *, width: str, layers: str, heads: str, context: str, default_context: int | None = None
+    raw: RawConfig,
+    *,
+    width: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    head_size: str | None = None,
+    context: str = "max_position_embeddings",
+    default_context: int | None = None,
+    norm_eps: str | None = "layer_norm_epsilon",
+    tied_head: bool = True,
 ) -> ModelConfig:
     """Return GPT-2's choices with the sizes under these names; a family replaces the fields in which it differs.
 
-    Every query head has its own key head, scores are scaled by 1 / sqrt(head size), no layer has a window, and the
-    feed-forward is four times as wide as the model.
+    The head's size is the width divided by the heads, unless the family has a name for it and the file a value.
+    `default_context` and `tied_head` are for a file that does not say. Every query head has its own key head, scores
+    are scaled by 1 / sqrt(head size), no layer has a window, and the feed-forward is four times as wide as the model.
     """
-    hidden_size, head_size = raw.size(width, limit=MAX_WIDTH), raw.share(width, heads)
-    num_heads, num_layers = raw.size(heads), raw.size(layers, limit=MAX_LAYERS)
+    hidden_size, num_heads = raw.size(width, limit=MAX_WIDTH), raw.size(heads)
+    num_layers = raw.size(layers, limit=MAX_LAYERS)
+    size = raw.size(head_size, limit=MAX_WIDTH) if head_size and head_size in raw else raw.share(width, heads)
     return ModelConfig(
         model_type=raw.text("model_type"),
         vocab_size=raw.size("vocab_size"),
@@ -113,19 +124,21 @@ def plain_config(
         max_position=raw.size(context, default=default_context),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
+        head_size=size,
+        attention_scales=(size**-0.5,) * num_layers,
         attention_windows=(None,) * num_layers,
         ffn_size=4 * hidden_size,
+        norm_eps=raw.positive(norm_eps, default=1e-5) if norm_eps else 1e-5,
+        tied_head=raw.boolean("tie_word_embeddings", default=tied_head),
     )
 
 
-def read_windows(raw: RawConfig, config: ModelConfig, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Return each layer's window: `layer_types` says which layers have one, or else `default`."""
+def with_windows(raw: RawConfig, config: ModelConfig, slides: Callable[[int], bool]) -> ModelConfig:
+    """Return the configuration with a window on the layers that `layer_types` says, or else `slides`."""
     kinds = raw.strings("layer_types", ("full_attention", "sliding_attention"), length=config.num_layers)
-    slides = default if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
-    window = raw.size("sliding_window") if any(slides) else None
-    return tuple(window if slide else None for slide in slides)
+    has_window = [slides(i) if kinds is None else kinds[i] == "sliding_attention" for i in range(config.num_layers)]
+    window = raw.size("sliding_window") if any(has_window) else None
+    return replace(config, attention_windows=tuple(window if has_one else None for has_one in has_window))
 
 
 class RawConfig:
@@ -153,18 +166,16 @@ class RawConfig:
 
     def size(self, name: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
         """Return an integer in [1, limit]."""
-        value = self._get(name)
+        value = self.value(name)
         if value is None and default is not None:
             return default
-        if not _is_int(value) or not 1 <= value <= limit:
+        if type(value) is not int or not 1 <= value <= limit:
             raise self.error(name, f"an integer in [1, {limit}]")
         return value
 
     def positive(self, name: str, *, default: float) -> float:
         """Return a finite number above 0."""
-        value = self._get(name)
-        if value is None:
-            return default
+        value = self.value(name, default)
         if not _is_positive(value):
             raise self.error(name, "a finite number above 0")
         return float(value)
@@ -185,24 +196,24 @@ class RawConfig:
 
     def number(self, name: str) -> float | None:
         """Return a finite number above 0, or None where it is absent."""
-        return None if self._get(name) is None else self.positive(name, default=1.0)
+        return None if self.value(name) is None else self.positive(name, default=1.0)
 
-    def value(self, name: str) -> object:
-        """Return the value, or None where it is absent."""
-        return self._get(name)
+    def value(self, name: str, default: object = None) -> object:
+        """Return the value, or `default` where it is absent."""
+        self._read.add(name)
+        found = self._values.get(name)
+        return default if found is None else found
 
     def section(self, name: str) -> RawConfig:
         """Return the fields of an object inside this one; none where it is absent."""
-        value = self._get(name)
-        if value is None:
-            value = {}
+        value = self.value(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")
         return self._sections.setdefault(name, RawConfig(value, f"{self._file_name}: {name}"))
 
     def strings(self, name: str, choices: Iterable[str], *, length: int) -> tuple[str, ...] | None:
         """Return a list of `length` strings out of `choices`, or None where it is absent."""
-        value = self._get(name)
+        value = self.value(name)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != length or not all(entry in choices for entry in value):
@@ -211,14 +222,14 @@ class RawConfig:
 
     def numbers(self, name: str, *, length: int) -> tuple[float, ...]:
         """Return a list of `length` finite numbers above 0."""
-        value = self._get(name)
+        value = self.value(name)
         if not isinstance(value, list) or len(value) != length or not all(map(_is_positive, value)):
             raise self.error(name, f"a list of {length} finite numbers above 0")
         return tuple(map(float, value))
 
     def forbid(self, name: str, default: object, why: str) -> None:
         """Raise UnsupportedModelError unless the field is absent or has the value given."""
-        value = self._get(name)
+        value = self.value(name)
         if value is not None and value != default:
             raise UnsupportedModelError(
                 f"{self._file_name}: {name} must be {json.dumps(default)}, got {shown(value)}: {why}"
@@ -229,41 +240,33 @@ class RawConfig:
 
     def boolean(self, name: str, *, default: bool) -> bool:
         """Return true or false."""
-        value = self._get(name)
-        if value is None:
-            return default
+        value = self.value(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def text(self, name: str) -> str:
         """Return a string that is not empty."""
-        value = self._get(name)
+        value = self.value(name)
         if not isinstance(value, str) or not value:
             raise self.error(name, "a string")
         return value
 
     def choice(self, name: str, choices: Mapping[str, T], *, default: str) -> T:
         """Return the entry of `choices` for the string."""
-        value = self._get(name)
-        if value is None:
-            value = default
+        value = self.value(name, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(name, f"one of {', '.join(choices)}")
         return choices[value]
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """Return the token ids in [0, vocab_size): none, one, or a list of them."""
-        value = self._get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        value = self.value(name, [])
+        ids = value if isinstance(value, list) else [value]
         for token_id in ids:
-            if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise self.error(name, f"token ids in [0, {vocab_size})")
         return tuple(ids)
-
-    def _get(self, name: str) -> object:
-        self._read.add(name)
-        return self._values.get(name)
 
     def error(self, name: str, rule: str) -> InvalidConfigError:
         """Return the error for a field that must be `rule`."""
@@ -273,7 +276,3 @@ class RawConfig:
 
 def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, read_windows
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, with_windows
 from gptserve.weights.families.llama import ATTENTION, EMBED, END, FFN, IGNORED, read_llama_config
 from gptserve.weights.families.rotary import read_rotary, usable_context
 
@@ -26,33 +25,24 @@ PATTERN = 6  # Gemma 3: every sixth layer has no window
 
 
 def _read_gemma2(raw: RawConfig) -> ModelConfig:
-    config = _read_shared(raw)
-    slides = tuple(layer % 2 == 0 for layer in range(config.num_layers))
-    return replace(
-        config,
-        attention_windows=read_windows(raw, config, slides),
-    )
+    return with_windows(raw, _read_shared(raw), lambda layer: layer % 2 == 0)
 
 
 def _read_gemma3(raw: RawConfig) -> ModelConfig:
-    config = replace(_read_shared(raw), qk_norm="head")
     pattern = raw.size("sliding_window_pattern", default=raw.size("_sliding_window_pattern", default=PATTERN))
-    slides = tuple((layer + 1) % pattern > 0 for layer in range(config.num_layers))
-    windows = read_windows(raw, config, slides)
+    config = with_windows(raw, _read_shared(raw), lambda layer: (layer + 1) % pattern > 0)
     by_kind = raw.section("rope_parameters")
-    is_split = "full_attention" in by_kind
-    everything = by_kind.section("full_attention") if is_split else raw.section("rope_scaling")
+    everything = by_kind.section("full_attention") if "full_attention" in by_kind else raw.section("rope_scaling")
     local = by_kind.section("sliding_attention")
     near = raw.positive("rope_local_base_freq", default=10_000.0)
     size, context = config.head_size, raw.size("max_position_embeddings")
     wide = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
     narrow = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
-    rotaries = tuple(wide if window is None else narrow for window in windows)
     return replace(
         config,
         max_position=usable_context(raw, context, everything),
-        attention_windows=windows,
-        rotaries=rotaries,
+        qk_norm="head",
+        rotaries=tuple(wide if window is None else narrow for window in config.attention_windows),
     )
 
 
@@ -73,6 +63,5 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
     )
 
 
-_sources = partial(layout.decoder, names=NAMES)
-GEMMA2 = Family("gemma2", _read_gemma2, _sources, prefixes=("model.",), ignored=IGNORED)
-GEMMA3 = Family("gemma3_text", _read_gemma3, _sources, prefixes=("model.",), ignored=IGNORED)
+GEMMA2 = Family("gemma2", _read_gemma2, layout.decoder(NAMES), ignored=IGNORED)
+GEMMA3 = Family("gemma3_text", _read_gemma3, layout.decoder(NAMES), ignored=IGNORED)

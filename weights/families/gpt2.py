@@ -5,9 +5,7 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -27,7 +25,8 @@ NAMES = {
 }
 
 
-def _read_config(raw: RawConfig) -> ModelConfig:
+def read_gpt2_config(raw: RawConfig) -> ModelConfig:
+    """Return the fields; GPTBigCode replaces those in which it differs."""
     raw.forbid("add_cross_attention", False, "there is no second text to attend to")
     config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
     scale = config.head_size**-0.5 if raw.boolean("scale_attn_weights", default=True) else 1.0
@@ -38,16 +37,9 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         attention_scales=tuple(scale / (layer + 1) if by_depth else scale for layer in range(config.num_layers)),
         ffn_size=raw.size("n_inner", default=config.ffn_size),
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
-        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
-GPT2 = Family(
-    model_type="gpt2",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES, transpose=True),
-    prefixes=("transformer.",),
-    # Causal masks that old files carry, and the head's second copy of a tied embedding.
-    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight"),
-)
+# Causal masks that old files carry, and the head's second copy of a tied embedding.
+IGNORED = r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight"
+GPT2 = Family("gpt2", read_gpt2_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)

@@ -5,35 +5,20 @@ Ben Allal et al., "SantaCoder: don't reach for the stars!" (2023).
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
-from gptserve.weights.families.gpt2 import NAMES
+from gptserve.weights.families.family import Family, RawConfig
+from gptserve.weights.families.gpt2 import NAMES, read_gpt2_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    raw.forbid("add_cross_attention", False, "there is no second text to attend to")
-    config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
-    scale = config.head_size**-0.5 if raw.boolean("scale_attn_weights", default=True) else 1.0
-    return replace(
-        config,
-        num_kv_heads=1 if raw.boolean("multi_query", default=True) else config.num_heads,
-        attention_scales=(scale,) * config.num_layers,
-        ffn_size=raw.size("n_inner", default=config.ffn_size),
-        activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_pytorch_tanh"),
-        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
-    )
+    raw.forbid("scale_attn_by_inverse_layer_idx", False, "no published GPTBigCode has it")
+    config = read_gpt2_config(raw)
+    return replace(config, num_kv_heads=1 if raw.boolean("multi_query", default=True) else config.num_heads)
 
 
-GPT_BIGCODE = Family(
-    model_type="gpt_bigcode",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.heads_together),
-    prefixes=("transformer.",),
-    ignored=re.compile(r"h\.\d+\.attn\.bias|lm_head\.weight"),
-)
+IGNORED = r"h\.\d+\.attn\.bias|lm_head\.weight"
+_sources = layout.decoder(NAMES, qkv_order=layout.heads_together)
+GPT_BIGCODE = Family("gpt_bigcode", _read_config, _sources, ("transformer.",), IGNORED)

@@ -5,33 +5,22 @@ Black et al., "GPT-Neo" (2021), after Brown et al., "Language Models are Few-Sho
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.families import layout
+from gptserve.weights.families import gpt2, layout
 from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
 
 KINDS = ("global", "local")
 NAMES: layout.Names = {
-    "embed": "wte",
-    "position": "wpe",
-    "blocks.{}.attn_norm": "h.{}.ln_1",
+    **gpt2.NAMES,
     "blocks.{}.qkv": ("h.{}.attn.attention.q_proj", "h.{}.attn.attention.k_proj", "h.{}.attn.attention.v_proj"),
     "blocks.{}.attn_out": "h.{}.attn.attention.out_proj",
-    "blocks.{}.ffn_norm": "h.{}.ln_2",
-    "blocks.{}.ffn_up": "h.{}.mlp.c_fc",
-    "blocks.{}.ffn_down": "h.{}.mlp.c_proj",
-    "final_norm": "ln_f",
-    "head": "lm_head",
 }
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    config = plain_config(
-        raw, width="hidden_size", layers="num_layers", heads="num_heads", context="max_position_embeddings"
-    )
+    config = plain_config(raw, layers="num_layers", heads="num_heads")
     kinds = _layer_kinds(raw, config.num_layers)
     window = raw.size("window_size", default=256)
     return replace(
@@ -41,8 +30,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         ffn_size=raw.size("intermediate_size", default=config.ffn_size),
         qkv_bias=False,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
-        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
@@ -71,10 +58,5 @@ def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
     return tuple(map(str, expanded))
 
 
-GPT_NEO = Family(
-    model_type="gpt_neo",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES),
-    prefixes=("transformer.",),
-    ignored=re.compile(r"h\.\d+\.attn\.attention\.(bias|masked_bias)|lm_head\.weight"),
-)
+IGNORED = r"h\.\d+\.attn\.attention\.(bias|masked_bias)|lm_head\.weight"
+GPT_NEO = Family("gpt_neo", _read_config, layout.decoder(NAMES), ("transformer.",), IGNORED)

@@ -5,14 +5,12 @@ Black et al., "GPT-NeoX-20B: An Open-Source Autoregressive Language Model" (2022
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
-from gptserve.weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.families.rotary import with_rotary
 
 NAMES = {
     "embed": "embed_in",
@@ -28,35 +26,19 @@ NAMES = {
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    config = plain_config(
-        raw,
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
-        context="max_position_embeddings",
-    )
+    config = plain_config(raw, norm_eps="layer_norm_eps", tied_head=False)
     has_bias = raw.boolean("attention_bias", default=True)
     theta, fraction = raw.positive("rotary_emb_base", default=10_000.0), raw.positive("rotary_pct", default=0.25)
-    rotary = read_rotary(raw, config.head_size, config.max_position, theta=theta, fraction=fraction)
     return replace(
-        config,
-        max_position=usable_context(raw, config.max_position),
+        with_rotary(raw, config, theta=theta, fraction=fraction),
         ffn_size=raw.size("intermediate_size"),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
-        position=None,
-        rotaries=(rotary,) * config.num_layers,
         activation=raw.choice("hidden_act", ACTIVATIONS, default="gelu"),
-        norm_eps=raw.positive("layer_norm_eps", default=1e-5),
         parallel_residual=raw.boolean("use_parallel_residual", default=True),
-        tied_head=raw.boolean("tie_word_embeddings", default=False),
     )
 
 
-GPT_NEOX = Family(
-    model_type="gpt_neox",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES, qkv_order=layout.heads_together),
-    prefixes=("gpt_neox.",),
-    ignored=re.compile(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|embed_out\.weight"),
-)
+IGNORED = r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|embed_out\.weight"
+_sources = layout.decoder(NAMES, qkv_order=layout.heads_together)
+GPT_NEOX = Family("gpt_neox", _read_config, _sources, ("gpt_neox.",), IGNORED)

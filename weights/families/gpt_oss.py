@@ -6,10 +6,11 @@ OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025).
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import Family, RawConfig, Source, read_windows
+from gptserve.weights.families.family import Family, RawConfig, Source, with_windows
 from gptserve.weights.families.llama import ATTENTION, EMBED, END, IGNORED, NORMS, read_llama_config
 
 NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END}
@@ -18,15 +19,10 @@ MAX_TENSORS = 2**16  # of experts, over all layers
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("swiglu_alpha", 1.702, "no published gpt-oss has another")
-    config = read_llama_config(raw)
-    has_bias = raw.boolean("attention_bias", default=True)
+    config = with_windows(raw, read_llama_config(raw, attention_bias=True), lambda layer: layer % 2 == 0)
     num_experts = raw.size("num_local_experts", limit=max(1, MAX_TENSORS // config.num_layers))
-    slides = tuple(layer % 2 == 0 for layer in range(config.num_layers))
     return replace(
         config,
-        attention_windows=read_windows(raw, config, slides),
-        qkv_bias=has_bias,
-        attn_out_bias=has_bias,
         attention_sinks=True,
         activation="gelu_sigmoid",
         ffn_limit=raw.positive("swiglu_limit", default=7.0),
@@ -36,27 +32,22 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 def _sources(config: ModelConfig) -> dict[str, Source]:
+    """Return all tensors; those of all experts are stored as one, [experts, in, out], and gates and up in turn."""
     hidden, ffn, experts = config.hidden_size, config.ffn_size, config.experts
     assert experts is not None
     gates_first = (*range(0, 2 * ffn, 2), *range(1, 2 * ffn, 2))
-    sources = layout.decoder(config, NAMES)
+    linears = (("up", "gate_up_proj", hidden, 2 * ffn, gates_first), ("down", "down_proj", ffn, hidden, None))
+    sources = layout.decoder(NAMES)(config)
     for layer in range(config.num_layers):
         block, stored = f"blocks.{layer}.", f"layers.{layer}."
         sources[f"{block}sinks"] = Source(((f"{stored}self_attn.sinks", (config.num_heads,)),))
         sources |= layout.linear(f"{block}router", [(f"{stored}mlp.router", experts.num)], hidden, bias=True)
-        for e in range(experts.num):
-            name, its_name = f"{block}experts.{e}.", f"{stored}mlp.experts."
-            up, down = f"{its_name}gate_up_proj", f"{its_name}down_proj"
-            sources |= layout.expert(f"{name}ffn_up", up, (experts.num, hidden, 2 * ffn), e, gates_first)
-            sources |= layout.expert(f"{name}ffn_down", down, (experts.num, ffn, hidden), e)
+        for e, (kind, part, num_in, num_out, order) in product(range(experts.num), linears):
+            name, its_name = f"{block}experts.{e}.ffn_{kind}", f"{stored}mlp.experts.{part}"
+            weights, biases = (its_name, (experts.num, num_in, num_out)), (f"{its_name}_bias", (experts.num, num_out))
+            sources[f"{name}.weight"] = Source((weights,), transpose=True, entry=e, row_order=order)
+            sources[f"{name}.bias"] = Source((biases,), entry=e, row_order=order)
     return sources
 
 
-GPT_OSS = Family(
-    model_type="gpt_oss",
-    read_config=_read_config,
-    sources=_sources,
-    prefixes=("model.",),
-    ignored=IGNORED,
-    quantizations=frozenset(("mxfp4",)),
-)
+GPT_OSS = Family("gpt_oss", _read_config, _sources, ignored=IGNORED, quantizations=frozenset(("mxfp4",)))

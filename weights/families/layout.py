@@ -1,7 +1,6 @@
-"""Builds Sources: `decoder` from a family's table of names, the other functions for single tensors.
+"""Builds Sources: `decoder` from a family's table of names, `linear` for a single linear.
 
-Knows no family. Each function returns canonical names with their Sources, to be joined into one dict. `stored` is the
-name in the file without `.weight` and `.bias`.
+Knows no family. Canonical names and those in the file stand without `.weight` and `.bias`.
 """
 
 from __future__ import annotations
@@ -22,72 +21,68 @@ up.
 Part = tuple[str, int]
 """A linear's name in the file and its number of rows, [out, in]."""
 
-
-def table(name: str, stored: str, num_rows: int, width: int) -> dict[str, Source]:
-    """Return an embedding [num_rows, width]."""
-    return {f"{name}.weight": Source(((f"{stored}.weight", (num_rows, width)),))}
+RowOrder = tuple[int, ...] | None
 
 
 def decoder(
-    config: ModelConfig,
-    names: Names,
-    *,
-    transpose: bool = False,
-    qkv_order: Callable[[ModelConfig], tuple[int, ...] | None] | None = None,
-) -> dict[str, Source]:
-    """Return all tensors of `names`, in its order.
+    names: Names, *, transpose: bool = False, qkv_order: Callable[[ModelConfig], RowOrder] = lambda config: None
+) -> Callable[[ModelConfig], dict[str, Source]]:
+    """Return the function that gives all tensors of `names` that a configuration has, in this order.
 
     transpose: the blocks' linears are stored as [in, out] (Conv1D). qkv_order gives the row order of "qkv".
     """
-    order = qkv_order(config) if qkv_order else None
-    sources: dict[str, Source] = {}
-    for in_blocks, group in groupby(names.items(), lambda entry: "{}" in entry[0]):
-        entries = list(group)
-        for layer in range(config.num_layers if in_blocks else 1):
-            for name, stored in entries:
-                parts = tuple(part.format(layer) for part in ((stored,) if isinstance(stored, str) else stored))
-                sources |= _named(config, name.format(layer), parts, transpose, order)
+
+    def sources(config: ModelConfig) -> dict[str, Source]:
+        order, found = qkv_order(config), dict[str, Source]()
+        for in_blocks, group in groupby(names.items(), lambda entry: "{}" in entry[0]):
+            entries = list(group)
+            for layer in range(config.num_layers if in_blocks else 1):
+                for name, stored in entries:
+                    parts = [part.format(layer) for part in ([stored] if isinstance(stored, str) else stored)]
+                    found |= _named(config, name.format(layer), parts, transpose and in_blocks, order)
+        return found
+
     return sources
 
 
 def _named(
-    config: ModelConfig, name: str, stored: tuple[str, ...], transpose: bool, qkv_order: tuple[int, ...] | None
+    config: ModelConfig, name: str, stored: Sequence[str], transpose: bool, qkv_order: RowOrder
 ) -> dict[str, Source]:
     """Return the weight and bias of one canonical name, as far as the configuration has them, in its sizes."""
-    hidden, ffn = config.hidden_size, config.ffn_size
+    hidden, ffn, embed = config.hidden_size, config.ffn_size, config.embed_size or config.hidden_size
     num_q, num_kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     kind = name.rpartition(".")[2]
-    if kind == "embed":
-        return table(name, stored[0], config.vocab_size, hidden)
-    if kind == "position":
-        return table(name, stored[0], config.max_position, hidden)
-    if kind == "head":
-        return head(config, stored[0])
-    if kind in ("q_norm", "k_norm"):
-        whole = {"head": config.head_size, "projection": num_q if kind == "q_norm" else num_kv}
-        return norm(config, name, stored[0], whole[config.qk_norm]) if config.qk_norm else {}
+    is_absent = {"head": config.tied_head, "final_norm": config.norm_placement == "sum"}
+    is_absent |= dict.fromkeys(("q_norm", "k_norm"), config.qk_norm is None)
+    is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
+    if is_absent.get(kind):
+        return {}
     if kind.endswith("_norm"):
-        return norm(config, name, stored[0])
+        whole = {"q_norm": num_q, "k_norm": num_kv}.get(kind, hidden)
+        size = config.head_size if config.qk_norm == "head" and kind in ("q_norm", "k_norm") else whole
+        has = {"weight": config.norm_weight, "bias": config.norm_bias}
+        return {f"{name}.{part}": Source(((f"{stored[0]}.{part}", (size,)),)) for part, there in has.items() if there}
     linears = {  # rows of each part, columns, bias
+        "embed": ((config.vocab_size,), embed, False),
+        "position": ((config.position_offset + config.max_position,), hidden, False),
+        "embed_in": ((hidden,), embed, False),
         "qkv": ((num_q, num_kv, num_kv), hidden, config.qkv_bias),
         "attn_out": ((hidden,), num_q, config.attn_out_bias),
         "ffn_up": ((ffn,) * (1 + config.gated_ffn), hidden, config.ffn_bias),
         "ffn_down": ((hidden,), ffn, config.ffn_bias),
+        "embed_out": ((embed,), hidden, False),
+        "head": ((config.vocab_size,), embed, config.head_bias),
     }
     rows, num_in, bias = linears[kind]
     parts = list(zip(stored, rows, strict=True)) if len(stored) > 1 else [(stored[0], sum(rows))]
     order = qkv_order if kind == "qkv" else None
+    if kind == "position" and config.position_offset:
+        order = tuple(range(config.position_offset, *rows))
     return linear(name, parts, num_in, bias=bias, row_order=order, transpose=transpose)
 
 
 def linear(
-    name: str,
-    parts: Sequence[Part],
-    num_in: int,
-    *,
-    bias: bool,
-    row_order: tuple[int, ...] | None = None,
-    transpose: bool = False,
+    name: str, parts: Sequence[Part], num_in: int, *, bias: bool, row_order: RowOrder = None, transpose: bool = False
 ) -> dict[str, Source]:
     """Return one linear of parts joined along their rows, each stored as [out, in] or, transposed, as [in, out]."""
     weights = tuple(
@@ -100,32 +95,7 @@ def linear(
     return sources
 
 
-def expert(
-    name: str, stored: str, shape: tuple[int, int, int], entry: int, row_order: tuple[int, ...] | None = None
-) -> dict[str, Source]:
-    """Return one expert's linear out of all experts' [experts, in, out], with its bias from `stored`_bias."""
-    weights, biases = ((stored, shape),), ((f"{stored}_bias", (shape[0], shape[2])),)
-    return {
-        f"{name}.weight": Source(weights, transpose=True, entry=entry, row_order=row_order),
-        f"{name}.bias": Source(biases, entry=entry, row_order=row_order),
-    }
-
-
-def norm(config: ModelConfig, name: str, stored: str, size: int | None = None) -> dict[str, Source]:
-    """Return a norm of `size` (hidden_size unless given), as far as the configuration has its weight and bias."""
-    shape = (size or config.hidden_size,)
-    has = {"weight": config.norm_weight, "bias": config.norm_bias}
-    return {f"{name}.{part}": Source(((f"{stored}.{part}", shape),)) for part, there in has.items() if there}
-
-
-def head(config: ModelConfig, stored: str) -> dict[str, Source]:
-    """Return the output projection, or nothing where it is the embedding."""
-    if config.tied_head:
-        return {}
-    return linear("head", [(stored, config.vocab_size)], config.embed_size or config.hidden_size, bias=config.head_bias)
-
-
-def heads_together(config: ModelConfig) -> tuple[int, ...] | None:
+def heads_together(config: ModelConfig) -> RowOrder:
     """Return the row order of a fused projection stored head by head: each head's query, key and value in turn.
 
     With one key and value head for all queries (StarCoder) the rows are in order: None.

@@ -6,13 +6,12 @@ or names build on `read_llama_config` and on these tables.
 
 from __future__ import annotations
 
-import re
-from functools import partial
+from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, MAX_LAYERS, MAX_WIDTH, Family, RawConfig
-from gptserve.weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, plain_config
+from gptserve.weights.families.rotary import with_rotary
 
 EMBED = {"embed": "embed_tokens"}
 NORMS = {
@@ -31,50 +30,32 @@ FFN: layout.Names = {
 }
 END = {"final_norm": "norm", "head": "lm_head"}
 NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
-llama_sources = partial(layout.decoder, names=NAMES)
-IGNORED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight")
+llama_sources = layout.decoder(NAMES)
+IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight"
 
 
-def read_llama_config(raw: RawConfig) -> ModelConfig:
-    """Return the fields that the layout's families share; each replaces those in which it differs."""
-    num_layers = raw.size("num_hidden_layers", limit=MAX_LAYERS)
+def read_llama_config(raw: RawConfig, *, attention_bias: bool = False) -> ModelConfig:
+    """Return the fields that the layout's families share; each replaces those in which it differs.
+
+    `attention_bias` is for a file that does not say.
+    """
     has_older_name = "max_sequence_length" in raw and "max_position_embeddings" not in raw  # early files of Llama 1
-    max_position = raw.size("max_sequence_length" if has_older_name else "max_position_embeddings")
-    num_heads = raw.size("num_attention_heads")
-    head_size = (
-        raw.size("head_dim", limit=MAX_WIDTH) if "head_dim" in raw else raw.share("hidden_size", "num_attention_heads")
-    )
-    has_bias = raw.boolean("attention_bias", default=False)
-    return ModelConfig(
-        model_type=raw.text("model_type"),
-        vocab_size=raw.size("vocab_size"),
-        hidden_size=raw.size("hidden_size"),
-        num_layers=num_layers,
-        max_position=usable_context(raw, max_position),
-        num_heads=num_heads,
-        num_kv_heads=raw.kv_heads(num_heads),
-        head_size=head_size,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
+    context = "max_sequence_length" if has_older_name else "max_position_embeddings"
+    config = plain_config(raw, head_size="head_dim", context=context, norm_eps=None, tied_head=False)
+    has_bias = raw.boolean("attention_bias", default=attention_bias)
+    return replace(
+        with_rotary(raw, config),
+        num_kv_heads=raw.kv_heads(config.num_heads),
         ffn_size=raw.size("intermediate_size", limit=MAX_WIDTH),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
-        position=None,
-        rotaries=(read_rotary(raw, head_size, max_position),) * num_layers,
         activation=raw.choice("hidden_act", ACTIVATIONS, default="silu"),
         gated_ffn=True,
         ffn_bias=raw.boolean("mlp_bias", default=False),
         norm="rmsnorm",
         norm_eps=raw.positive("rms_norm_eps", default=1e-6),
         norm_bias=False,
-        tied_head=raw.boolean("tie_word_embeddings", default=False),
     )
 
 
-LLAMA = Family(
-    model_type="llama",
-    read_config=read_llama_config,
-    sources=llama_sources,
-    prefixes=("model.",),
-    ignored=IGNORED,
-)
+LLAMA = Family("llama", read_llama_config, llama_sources, ignored=IGNORED)

@@ -5,19 +5,15 @@ Jiang et al., "Mistral 7B" (2023).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.families.family import Family, RawConfig, read_windows
+from gptserve.weights.families.family import Family, RawConfig, with_windows
 from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 
-def _read_config(raw: RawConfig) -> ModelConfig:
-    config = read_llama_config(raw)
-    slides = (raw.value("sliding_window") is not None,) * config.num_layers
-    return replace(config, attention_windows=read_windows(raw, config, slides))
+def read_mistral_config(raw: RawConfig) -> ModelConfig:
+    """Return Llama's fields, with a window if the file says one."""
+    slides = raw.value("sliding_window") is not None
+    return with_windows(raw, read_llama_config(raw), lambda layer: slides)
 
 
-MISTRAL = Family(
-    model_type="mistral", read_config=_read_config, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
-)
+MISTRAL = Family("mistral", read_mistral_config, llama_sources, ignored=IGNORED)

@@ -5,14 +5,11 @@ MosaicML, "Introducing MPT-7B" (2023).
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import layout
+from gptserve.weights.families.bloom import alibi_slopes
 from gptserve.weights.families.family import Family, RawConfig, plain_config
 
 NAMES = {
@@ -30,8 +27,7 @@ NAMES = {
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     attention = raw.section("attn_config")
-    if not attention.boolean("alibi", default=True):
-        raise UnsupportedModelError("config.json: attn_config: alibi must be true: learned positions are not supported")
+    attention.forbid("alibi", True, "learned positions are not supported")
     attention.forbid("prefix_lm", False, "a prompt is read from left to right")
     attention.forbid("qk_ln", False, "no published MPT normalises queries and keys")
     attention.forbid("attn_type", "multihead_attention", "only as many key heads as query heads are supported")
@@ -50,26 +46,11 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         attn_out_bias=False,
         qkv_clip=attention.number("clip_qkv"),
         position=None,
-        alibi_slopes=_slopes(config.num_heads, attention.size("alibi_bias_max", default=8)),
+        alibi_slopes=alibi_slopes(config.num_heads, attention.size("alibi_bias_max", default=8)),
         activation="gelu",
         ffn_bias=False,
-        norm_eps=raw.positive("layer_norm_epsilon", default=1e-5),
         norm_bias=False,
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
-def _slopes(num_heads: int, steepest: int) -> tuple[float, ...]:
-    """Return powers of two down to 2^-steepest: every other one first, unless num_heads is a power of two."""
-    power = 2 ** math.ceil(math.log2(num_heads))
-    slopes = [2 ** (-steepest * (h + 1) / power) for h in range(power)]
-    return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
-
-
-MPT = Family(
-    model_type="mpt",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES),
-    prefixes=("transformer.",),
-    ignored=re.compile(r"lm_head\.weight"),
-)
+MPT = Family("mpt", _read_config, layout.decoder(NAMES), ("transformer.",))

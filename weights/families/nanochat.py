@@ -7,7 +7,6 @@ and keys after rotation, which is the same as before it: a rotation keeps length
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -35,10 +34,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-NANOCHAT = Family(
-    model_type="nanochat",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES),
-    prefixes=("model.",),
-    ignored=IGNORED,
-)
+NANOCHAT = Family("nanochat", _read_config, layout.decoder(NAMES), ignored=IGNORED)

@@ -6,9 +6,7 @@ model_type "nanogpt" and n_layer, n_head, n_embd, block_size, bias and vocab_siz
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -20,7 +18,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("tie_word_embeddings", True, "nanoGPT's head is its embedding")
     has_bias = raw.boolean("bias", default=True)
     return replace(
-        plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="block_size"),
+        plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="block_size", norm_eps=None),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
         activation="gelu",
@@ -29,11 +27,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-NANOGPT = Family(
-    model_type="nanogpt",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES),
-    # torch.compile and torch's data parallelism add prefixes of their own.
-    prefixes=("_orig_mod.transformer.", "module.transformer.", "transformer.", "_orig_mod.", "module."),
-    ignored=re.compile(r"h\.\d+\.attn\.bias|lm_head\.weight"),
-)
+# torch.compile and torch's data parallelism add prefixes of their own.
+PREFIXES = ("_orig_mod.transformer.", "module.transformer.", "transformer.", "_orig_mod.", "module.")
+IGNORED = r"h\.\d+\.attn\.bias|lm_head\.weight"
+NANOGPT = Family("nanogpt", _read_config, layout.decoder(NAMES), PREFIXES, IGNORED)

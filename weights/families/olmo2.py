@@ -6,7 +6,6 @@ OLMo Team, "2 OLMo 2 Furious" (2024).
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -24,10 +23,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(read_llama_config(raw), norm_placement="output", qk_norm="projection")
 
 
-OLMO2 = Family(
-    model_type="olmo2",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES),
-    prefixes=("model.",),
-    ignored=IGNORED,
-)
+OLMO2 = Family("olmo2", _read_config, layout.decoder(NAMES), ignored=IGNORED)

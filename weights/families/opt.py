@@ -5,14 +5,12 @@ Zhang et al., "OPT: Open Pre-trained Transformer Language Models" (2022).
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, Source, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, plain_config
 
-UNUSED_POSITIONS = 2
 BLOCKS: layout.Names = {
     "blocks.{}.attn_norm": "layers.{}.self_attn_layer_norm",
     "blocks.{}.qkv": ("layers.{}.self_attn.q_proj", "layers.{}.self_attn.k_proj", "layers.{}.self_attn.v_proj"),
@@ -21,25 +19,29 @@ BLOCKS: layout.Names = {
     "blocks.{}.ffn_up": "layers.{}.fc1",
     "blocks.{}.ffn_down": "layers.{}.fc2",
 }
+NAMES: layout.Names = {
+    "embed": "embed_tokens",
+    "position": "embed_positions",
+    "embed_in": "project_in",
+    **BLOCKS,
+    "final_norm": "final_layer_norm",
+    "embed_out": "project_out",
+    "head": "lm_head",
+}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("_remove_final_layer_norm", False, "convert it with a current transformers first")
     raw.forbid("learned_embeddings", True, "no published OPT has other positions")
     raw.forbid("scale_embeddings", False, "no published OPT has them")
-    config = plain_config(
-        raw,
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
-        context="max_position_embeddings",
-    )
+    config = plain_config(raw, norm_eps=None)
     embed_size = raw.size("word_embed_proj_dim", default=config.hidden_size)
     has_bias = raw.boolean("enable_bias", default=True)
     has_affine = raw.boolean("layer_norm_elementwise_affine", default=True)
     return replace(
         config,
         max_position=raw.size("max_position_embeddings", limit=MAX_WIDTH),
+        position_offset=2,  # rows that nothing reads
         ffn_size=raw.size("ffn_dim"),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
@@ -49,30 +51,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         norm_weight=has_affine,
         norm_bias=has_affine,
         embed_size=embed_size if embed_size != config.hidden_size else None,
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
-def _sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, width = config.hidden_size, config.embed_size or config.hidden_size
-    num_stored = config.max_position + UNUSED_POSITIONS
-    sources = layout.table("embed", "embed_tokens", config.vocab_size, width)
-    positions = (("embed_positions.weight", (num_stored, hidden)),)
-    sources["position.weight"] = Source(positions, row_order=tuple(range(UNUSED_POSITIONS, num_stored)))
-    if config.embed_size:
-        sources |= layout.linear("embed_in", [("project_in", hidden)], width, bias=False)
-    sources |= layout.decoder(config, BLOCKS)
-    if config.norm_placement == "input":
-        sources |= layout.norm(config, "final_norm", "final_layer_norm")
-    if config.embed_size:
-        sources |= layout.linear("embed_out", [("project_out", width)], hidden, bias=False)
-    return sources | layout.head(config, "lm_head")
-
-
-OPT = Family(
-    model_type="opt",
-    read_config=_read_config,
-    sources=_sources,
-    prefixes=("model.decoder.", "decoder."),
-    ignored=re.compile(r"lm_head\.weight"),
-)
+OPT = Family("opt", _read_config, layout.decoder(NAMES), ("model.decoder.", "decoder."))

@@ -5,14 +5,12 @@ Gunasekar et al., "Textbooks Are All You Need" (2023).
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
-from gptserve.weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.families.rotary import with_rotary
 
 NAMES: layout.Names = {
     "embed": "embed_tokens",
@@ -28,34 +26,17 @@ NAMES: layout.Names = {
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("qk_layernorm", False, "no published Phi normalises queries and keys")
-    config = plain_config(
-        raw,
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
-        context="max_position_embeddings",
-    )
-    rotary = read_rotary(raw, config.head_size, config.max_position, fraction=0.5)
+    config = plain_config(raw, norm_eps="layer_norm_eps", tied_head=False)
     return replace(
-        config,
-        max_position=usable_context(raw, config.max_position),
+        with_rotary(raw, config, fraction=0.5),
         num_kv_heads=raw.kv_heads(config.num_heads),
         ffn_size=raw.size("intermediate_size"),
-        position=None,
-        rotaries=(rotary,) * config.num_layers,
         activation=raw.choice("hidden_act", ACTIVATIONS, default="gelu_new"),
-        norm_eps=raw.positive("layer_norm_eps", default=1e-5),
         parallel_residual=True,
         shared_norm=True,
-        tied_head=raw.boolean("tie_word_embeddings", default=False),
         head_bias=True,
     )
 
 
-PHI = Family(
-    model_type="phi",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES),
-    prefixes=("model.",),
-    ignored=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-)
+IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+PHI = Family("phi", _read_config, layout.decoder(NAMES), ignored=IGNORED)

@@ -8,19 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.families.family import Family, RawConfig, read_windows
+from gptserve.weights.families.family import Family, RawConfig, with_windows
 from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_config
 
 
 def _read_qwen2(raw: RawConfig) -> ModelConfig:
-    config = replace(read_llama_config(raw), qkv_bias=True, attn_out_bias=False)
-    max_position = min(config.max_position, _first_chunk(raw, config.max_position))
-    return replace(config, attention_windows=_windows(raw, config), max_position=max_position)
+    config = _with_windows(raw, replace(read_llama_config(raw), qkv_bias=True, attn_out_bias=False))
+    return replace(config, max_position=min(config.max_position, _first_chunk(raw, config.max_position)))
 
 
 def _read_qwen3(raw: RawConfig) -> ModelConfig:
-    config = replace(read_llama_config(raw), qk_norm="head")
-    return replace(config, attention_windows=_windows(raw, config))
+    return _with_windows(raw, replace(read_llama_config(raw), qk_norm="head"))
 
 
 def _first_chunk(raw: RawConfig, max_position: int) -> int:
@@ -32,17 +30,13 @@ def _first_chunk(raw: RawConfig, max_position: int) -> int:
     return chunk - local
 
 
-def _windows(raw: RawConfig, config: ModelConfig) -> tuple[int | None, ...]:
+def _with_windows(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     if not raw.boolean("use_sliding_window", default=False):
         raw.skip("sliding_window", "max_window_layers", "layer_types")
-        return (None,) * config.num_layers
+        return config
     first = raw.size("max_window_layers", default=28)
-    return read_windows(raw, config, tuple(layer >= first for layer in range(config.num_layers)))
+    return with_windows(raw, config, lambda layer: layer >= first)
 
 
-QWEN2 = Family(
-    model_type="qwen2", read_config=_read_qwen2, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
-)
-QWEN3 = Family(
-    model_type="qwen3", read_config=_read_qwen3, sources=llama_sources, prefixes=("model.",), ignored=IGNORED
-)
+QWEN2 = Family("qwen2", _read_qwen2, llama_sources, ignored=IGNORED)
+QWEN3 = Family("qwen3", _read_qwen3, llama_sources, ignored=IGNORED)

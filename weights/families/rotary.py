@@ -1,14 +1,15 @@
 """Rotary frequencies from a configuration: the scalings that stretch a model's context, as numbers.
 
-Families call `read_rotary`; the engine only sees the finished Rotary. Torch-free; computed in double precision.
+Families call `with_rotary`; the engine only sees the finished Rotary. Torch-free; computed in double precision.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
-from gptserve.weights.config import Rotary
+from gptserve.weights.config import ModelConfig, Rotary
 from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.families.family import MAX_SIZE, RawConfig
 
@@ -52,6 +53,15 @@ def read_rotary(
     if context < 2:
         raise scaling.error(_ORIGINAL, "at least 2")
     return _SCALINGS[kind](scaling, plain, theta, context, max_position / context)
+
+
+def with_rotary(
+    raw: RawConfig, config: ModelConfig, *, size: int | None = None, theta: float = 10_000.0, fraction: float = 1.0
+) -> ModelConfig:
+    """Return the configuration with the rotary positions of a head's first `size` dimensions on every layer."""
+    rotary = read_rotary(raw, size or config.head_size, config.max_position, theta=theta, fraction=fraction)
+    max_position = usable_context(raw, config.max_position)
+    return replace(config, position=None, rotaries=(rotary,) * config.num_layers, max_position=max_position)
 
 
 def usable_context(raw: RawConfig, max_position: int, scaling: RawConfig | None = None) -> int:

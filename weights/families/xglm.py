@@ -6,9 +6,7 @@ Lin et al., "Few-shot Learning with Multilingual Language Models" (2021).
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
-from functools import partial
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
@@ -20,9 +18,7 @@ NAMES: layout.Names = {"embed": "embed_tokens", **BLOCKS, "final_norm": "layer_n
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("add_cross_attention", False, "there is no second text to attend to")
-    config = plain_config(
-        raw, width="d_model", layers="num_layers", heads="attention_heads", context="max_position_embeddings"
-    )
+    config = plain_config(raw, width="d_model", layers="num_layers", heads="attention_heads", norm_eps=None)
     return replace(
         config,
         ffn_size=raw.size("ffn_dim"),
@@ -30,15 +26,9 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         position_offset=2,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu"),
         embed_scale=math.sqrt(config.hidden_size) if raw.boolean("scale_embedding", default=True) else 1.0,
-        tied_head=raw.boolean("tie_word_embeddings", default=True),
     )
 
 
-XGLM = Family(
-    model_type="xglm",
-    read_config=_read_config,
-    sources=partial(layout.decoder, names=NAMES),
-    prefixes=("model.",),
-    # Its positions are computed; some files carry the table.
-    ignored=re.compile(r"embed_positions\.weights|lm_head\.weight"),
-)
+# Its positions are computed; some files carry the table.
+IGNORED = r"embed_positions\.weights|lm_head\.weight"
+XGLM = Family("xglm", _read_config, layout.decoder(NAMES), ignored=IGNORED)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError, shown
-from gptserve.weights.json_file import read_json_object
+from gptserve.weights.json_file import read_json_object, read_text
 
 HOW_TO_CONVERT = "let transformers write tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 # Classes that split as GPT-2 does; GPT-Neo, GPT-J and OPT name GPT-2's, Phi CodeGen's.
@@ -26,8 +26,13 @@ Entry = dict[str, object]
 
 def describe_gpt2_files(folder: Path) -> dict[str, object]:
     """Return the object of a tokenizer.json; raise TokenizerError for files that are not GPT-2's."""
-    vocab, merges = read_json_object(folder / "vocab.json", TokenizerError), _merge_lines(folder / "merges.txt")
-    config, path = _configuration(folder), folder / "tokenizer_config.json"
+    path = folder / "tokenizer_config.json"
+    config = {**DEFAULTS, **_read(path)}
+    if "added_tokens_decoder" not in config:
+        config |= _read(folder / "special_tokens_map.json")
+    vocab = read_json_object(folder / "vocab.json", TokenizerError)
+    lines = read_text(folder / "merges.txt", TokenizerError).split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
     kind = config.get("tokenizer_class")
     if kind not in CLASSES or any(line.endswith("</w>") for line in merges):
         found = "GPT-1" if kind in CLASSES else shown(kind)
@@ -48,22 +53,8 @@ def describe_gpt2_files(folder: Path) -> dict[str, object]:
     }
 
 
-def _merge_lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise TokenizerError(f"{path} could not be read as UTF-8: {fault}") from fault
-    return [line for line in lines if line and not line.startswith("#version")]
-
-
-def _configuration(folder: Path) -> dict[str, object]:
-    """Return tokenizer_config.json over the defaults, with special_tokens_map.json if it lists no added tokens."""
-    config = {**DEFAULTS, **_read(folder / "tokenizer_config.json")}
-    return config if "added_tokens_decoder" in config else config | _read(folder / "special_tokens_map.json")
-
-
 def _read(path: Path) -> dict[str, object]:
-    return read_json_object(path, TokenizerError) if path.exists() else {}
+    return read_json_object(path, TokenizerError, required=False)
 
 
 def _added_tokens(config: Mapping[str, object], vocab: Mapping[str, object], path: Path) -> dict[str, Entry]:
@@ -94,9 +85,9 @@ def _entry(value: object, path: Path) -> Entry:
 
 def _template(config: Mapping[str, object], ids: Mapping[str, object], path: Path) -> dict[str, object] | None:
     """Return the post-processor that add_bos_token and add_eos_token ask for."""
+    single: list[object] = [{"Sequence": {"id": "A", "type_id": 0}}]
     tokens: dict[str, object] = {}
-    ends: dict[str, list[object]] = {"bos_token": [], "eos_token": []}
-    for name, pieces in ends.items():
+    for name, place in (("bos_token", 0), ("eos_token", 2)):
         if config.get(f"add_{name}") and config.get(name) is not None:
             text = str(_entry(config[name], path)["content"])
             if text not in ids:
@@ -104,7 +95,6 @@ def _template(config: Mapping[str, object], ids: Mapping[str, object], path: Pat
                     f"{path}: {name} must be in the vocabulary as add_{name} is true, got {shown(text)}"
                 )
             tokens[text] = {"id": text, "ids": [ids[text]], "tokens": [text]}
-            pieces.append({"SpecialToken": {"id": text, "type_id": 0}})
-    single = [*ends["bos_token"], {"Sequence": {"id": "A", "type_id": 0}}, *ends["eos_token"]]
+            single.insert(place, {"SpecialToken": {"id": text, "type_id": 0}})
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens} if tokens else None

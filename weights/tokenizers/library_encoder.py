@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gptserve.weights.errors import TokenizerError, shown
-from gptserve.weights.tokenizers.vocabulary import Vocabulary, byte_symbols
+from gptserve.weights.tokenizers.vocabulary import Vocabulary, byte_symbols, steps_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -27,7 +27,8 @@ SPLITTERS = ("ByteLevel", "Digits", "Split")
 class LibraryEncoder:
     """Holds the library's tokenizer twice: one finds special tokens, the other never does.
 
-    One instance would have to be switched between the two, and threads share it.
+    One instance would have to be switched between the two, and threads share it. At most `most_bytes_per_byte` bytes of
+    a text become one byte of a token.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -70,15 +71,12 @@ def _refusing(reason: str) -> Iterator[None]:
 
 def _keeps_everything(vocabulary: Vocabulary) -> bool:
     """Return whether every byte of a text is in some token: byte-level BPE, or BPE with byte fallback."""
-    raw, ids = vocabulary.description, vocabulary.ids
-    model, decoder = raw["model"], raw["decoder"]
-    assert isinstance(model, dict)
-    assert isinstance(decoder, dict)
-    normalizers = _steps(raw.get("normalizer"), "normalizers")
+    raw: Mapping[str, Any] = vocabulary.description
+    model, ids, normalizers = raw["model"], vocabulary.ids, steps_of(raw.get("normalizer"), "normalizers")
     if any(token.is_contextual for token in vocabulary.added):
         return False
-    if decoder.get("type") == "ByteLevel":
-        splitters = [step for step in _steps(raw.get("pre_tokenizer"), "pretokenizers") if isinstance(step, dict)]
+    if raw["decoder"].get("type") == "ByteLevel":
+        splitters = [step for step in steps_of(raw.get("pre_tokenizer"), "pretokenizers") if isinstance(step, dict)]
         kinds = [step.get("type") for step in splitters]
         return (
             ids.keys() >= set(byte_symbols())
@@ -93,12 +91,6 @@ def _keeps_everything(vocabulary: Vocabulary) -> bool:
         and all(f"<0x{byte:02X}>" in ids for byte in range(256))
         and all(step in (None, PREPEND, REPLACE) for step in normalizers)
     )
-
-
-def _steps(raw: object, name: str) -> list[object]:
-    """Return the parts of a "Sequence", or the one step that stands in its place."""
-    entries = raw.get(name) if isinstance(raw, dict) and raw.get("type") == "Sequence" else [raw]
-    return entries if isinstance(entries, list) else [entries]
 
 
 def _without_special(vocabulary: Vocabulary) -> Mapping[str, object]:

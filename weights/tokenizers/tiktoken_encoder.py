@@ -38,7 +38,10 @@ OTHER_BPE = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 
 
 class TiktokenEncoder:
-    """Cuts added tokens out of a text, and encodes the rest by tiktoken, whose ranks are the ids."""
+    """Cuts added tokens out of a text, and encodes the rest by tiktoken, whose ranks are the ids.
+
+    At most `most_bytes_per_byte` bytes of a text become one byte of a token.
+    """
 
     def __init__(self, vocabulary: Vocabulary, ranks: Mapping[str, int], pattern: str, template: list[int]) -> None:
         ranks_of_bytes = {vocabulary.token_bytes[rank]: rank for rank in ranks.values()}
@@ -68,13 +71,9 @@ class TiktokenEncoder:
         """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
         ids = [*self._template] if template else []
         for part in self._raw_tokens.cut(text, special):
-            ids += [part] if isinstance(part, int) else self._encode_normalized(self._normalize(part), special)
-        return ids
-
-    def _encode_normalized(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = []
-        for part in self._normalized_tokens.cut(text, special):
-            ids += [part] if isinstance(part, int) else self._bpe.encode_ordinary(part)
+            pieces = [part] if isinstance(part, int) else self._normalized_tokens.cut(self._normalize(part), special)
+            for piece in pieces:
+                ids += [piece] if isinstance(piece, int) else self._bpe.encode_ordinary(piece)
         return ids
 
 

@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from gptserve.weights.errors import TokenizerError, shown
 from gptserve.weights.families import load_config
 from gptserve.weights.tokenizers.library_encoder import LibraryEncoder
 from gptserve.weights.tokenizers.tiktoken_encoder import TiktokenEncoder
 from gptserve.weights.tokenizers.vocabulary import Vocabulary, load_vocabulary
-
-
-class Encoder(Protocol):
-    """Turns text into ids: TiktokenEncoder for the vocabularies it recognises, else LibraryEncoder."""
-
-    @property
-    def most_bytes_per_byte(self) -> int:
-        """The most bytes of a text that become one byte of a token."""
-
-    def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
-        """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
 
 
 class Tokenizer:
@@ -36,7 +24,7 @@ class Tokenizer:
     bytes of a text.
     """
 
-    def __init__(self, vocabulary: Vocabulary, encoder: Encoder) -> None:
+    def __init__(self, vocabulary: Vocabulary, encoder: TiktokenEncoder | LibraryEncoder) -> None:
         self._encoder = encoder
         self._bytes = vocabulary.token_bytes
         self.vocab_size = max(self._bytes, default=-1) + 1

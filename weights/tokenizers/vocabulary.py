@@ -69,6 +69,12 @@ def byte_symbols() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
+def steps_of(raw: object, name: str) -> list[object]:
+    """Return the parts of a "Sequence", which it lists under `name`, or the one step that stands in its place."""
+    entries = raw.get(name) if isinstance(raw, dict) and raw.get("type") == "Sequence" else [raw]
+    return entries if isinstance(entries, list) else [entries]
+
+
 def _checked(raw: Mapping[str, object], path: Path) -> Vocabulary:
     model = _object(raw, "model", path)
     kind = model.get("type", "BPE")
@@ -112,15 +118,17 @@ def _unigram_ids(model: Mapping[str, object], path: Path) -> dict[str, int]:
 def _bpe_ids(model: Mapping[str, object], path: Path) -> dict[str, int]:
     ids: dict[str, int] = {}
     seen: dict[int, str] = {}
-    for text, token_id in _object(model, "vocab", path).items():
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise TokenizerError(
-                f"{path}: the id of {shown(text)} must be an integer of at least 0, got {shown(token_id)}"
-            )
-        if seen.setdefault(token_id, text) != text:
-            raise TokenizerError(f"{path}: {shown(text)} must have an id of its own, got {token_id}")
-        ids[text] = token_id
+    for text, value in _object(model, "vocab", path).items():
+        ids[text] = _token_id(value, shown(text), path)
+        if seen.setdefault(ids[text], text) != text:
+            raise TokenizerError(f"{path}: {shown(text)} must have an id of its own, got {value}")
     return ids
+
+
+def _token_id(value: object, token: str, path: Path) -> int:
+    if type(value) is not int or value < 0:
+        raise TokenizerError(f"{path}: the id of {token} must be an integer of at least 0, got {shown(value)}")
+    return value
 
 
 def _merges(model: Mapping[str, object], path: Path) -> list[tuple[str, str]]:
@@ -139,11 +147,7 @@ def _merges(model: Mapping[str, object], path: Path) -> list[tuple[str, str]]:
 def _added_token(entry: object, path: Path) -> AddedToken:
     if not isinstance(entry, dict):
         raise TokenizerError(f"{path}: an added token must be an object, got {shown(entry)}")
-    token_id, text = entry.get("id"), entry.get("content")
-    if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-        raise TokenizerError(
-            f"{path}: the id of an added token must be an integer of at least 0, got {shown(token_id)}"
-        )
+    token_id, text = _token_id(entry.get("id"), "an added token", path), entry.get("content")
     if not isinstance(text, str) or not text:
         raise TokenizerError(f"{path}: an added token must have content, got {shown(entry)}")
     flags = [entry.get(name, False) for name in ("special", "normalized", "single_word", "lstrip", "rstrip")]
@@ -175,8 +179,7 @@ def _token_decoder(decoder: Mapping[str, object], path: Path) -> Callable[[str],
         return lambda text: _from_symbols(text, table)
     replaced: list[tuple[str, str]] = []
     has_bytes = False
-    steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-    for step in steps if isinstance(steps, list) else [steps]:
+    for step in steps_of(decoder, "decoders"):
         match step:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old and not has_bytes:
                 replaced.append((old, new))

@@ -18,7 +18,6 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import cache_memory_bytes
-from gptserve.engine.model.step_threads import StepThreads
 from gptserve.engine.request import EngineInfo
 from tests.conftest import MakeGPT2
 from tests.engine.runs import make_engine, make_request, run, token_ids
@@ -173,7 +172,7 @@ def test_either_torch_or_the_team_has_threads(
         seen.add((torch.get_num_threads(), native.num_threads()))
         return compute(*arguments)
 
-    monkeypatch.setattr(StepThreads, "choose", lambda self, work: 2)
+    monkeypatch.setattr("gptserve.engine.model.runner.num_step_threads", lambda work, **limits: 2)
     monkeypatch.setattr(Decoder, "hidden_states", computing)
     engine = make_engine(tiny_gpt2, num_threads=2, dtype=dtype)
     seen.clear()

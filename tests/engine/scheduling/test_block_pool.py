@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptserve.engine.scheduling.block_pool import BlockPool
+from tests.engine.scheduling.invariants import check_pool
 
 BLOCK_SIZE = 2
 
@@ -34,7 +35,7 @@ def test_allocates_all_or_nothing() -> None:
     assert len(set(first)) == 2
     assert pool.allocate(2) is None
     assert (pool.num_free, pool.num_used) == (1, 2)
-    pool.check_invariants([first])
+    check_pool(pool, [first])
 
 
 def test_blocks_without_content_are_used_before_cached_ones() -> None:
@@ -86,12 +87,12 @@ def test_a_shared_block_is_held_until_its_last_holder_frees_it() -> None:
     second = pool.allocate(1, pool.match([1, 2, 3], ""))
     assert second is not None
     assert second[0] == first[0]
-    pool.check_invariants([first, second])
+    check_pool(pool, [first, second])
     pool.free(first)
-    pool.check_invariants([second])
+    check_pool(pool, [second])
     assert pool.num_used == 2
     pool.free(second)
-    pool.check_invariants([])
+    check_pool(pool, [])
     assert pool.num_used == 0
 
 
@@ -101,7 +102,7 @@ def test_cached_blocks_that_are_matched_are_not_counted_as_free_for_the_rest() -
     matched = find(pool, [1, 2])
     assert pool.allocate(2, matched) is None
     assert find(pool, [1, 2]) == matched
-    pool.check_invariants([])
+    check_pool(pool, [])
     assert pool.allocate(1, matched) is not None
 
 
@@ -143,10 +144,10 @@ def test_of_two_blocks_with_one_content_the_first_stays_findable_and_leads_on_to
     first = hold(pool, [1, 1])
     twin = hold(pool, [1, 1, 2, 2])
     assert find(pool, [1, 1, 2, 2]) == [first[0], twin[1]]
-    pool.check_invariants([first, twin])
+    check_pool(pool, [first, twin])
     pool.free(twin)
     assert pool.num_cached == 1, "the twin itself has nothing to offer"
-    pool.check_invariants([first])
+    check_pool(pool, [first])
 
 
 def test_a_block_behind_an_evicted_one_is_not_found_behind_what_replaces_it() -> None:
@@ -157,7 +158,7 @@ def test_a_block_behind_an_evicted_one_is_not_found_behind_what_replaces_it() ->
     assert find(pool, [1, 1, 2, 2]) == []
     pool.register([head], 0, [3, 3], "")
     assert find(pool, [3, 3, 2, 2]) == [head]
-    pool.check_invariants([[head], [tail]])
+    check_pool(pool, [[head], [tail]])
 
 
 def test_a_forgotten_block_is_not_found_and_is_blank_when_freed() -> None:
@@ -169,10 +170,10 @@ def test_a_forgotten_block_is_not_found_and_is_blank_when_freed() -> None:
     assert find(pool, [1, 1]) == []
     assert find(pool, [2, 2]) == []
     assert pool.num_cached == 0
-    pool.check_invariants([held])
+    check_pool(pool, [held])
     pool.free(held)
     assert (pool.num_cached, pool.num_free) == (0, 3)
-    pool.check_invariants([])
+    check_pool(pool, [])
 
 
 def test_nothing_is_found_with_caching_off() -> None:
@@ -181,7 +182,7 @@ def test_nothing_is_found_with_caching_off() -> None:
     assert find(pool, [1, 2, 3, 4]) == []
     pool.free(block_ids)
     assert (pool.num_cached, pool.num_free) == (0, 2)
-    pool.check_invariants([])
+    check_pool(pool, [])
 
 
 def test_freeing_a_block_twice_is_refused() -> None:
@@ -196,6 +197,6 @@ def test_freeing_a_block_twice_is_refused() -> None:
 def test_the_invariants_notice_owners_that_do_not_match(owners: list[list[int]]) -> None:
     pool = make_pool(2)
     assert hold(pool, [1, 2]) == [0]
-    pool.check_invariants([[0]])
+    check_pool(pool, [[0]])
     with pytest.raises(AssertionError):
-        pool.check_invariants(owners)
+        check_pool(pool, owners)

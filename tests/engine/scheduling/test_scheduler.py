@@ -14,7 +14,8 @@ from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState, SequenceStatus
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
+from tests.engine.scheduling.invariants import check_scheduler
 
 BLOCK_SIZE = 4
 EOS = 99
@@ -71,10 +72,10 @@ def add_old_and_young(scheduler: Scheduler, **params: Any) -> tuple[SequenceStat
 def step(scheduler: Scheduler, token_id: int = 7) -> dict[str, int]:
     """Run one step in which all sampled tokens are token_id; return how many tokens each request computed."""
     batch = scheduler.schedule()
-    scheduler.check_invariants()
+    check_scheduler(scheduler, batch.items)
     scheduled = tokens_by_name(batch)
     scheduler.update(batch, [(token_id,) * (1 + len(item.draft)) for item in batch.items if item.needs_sampling])
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     return scheduled
 
 
@@ -203,7 +204,7 @@ def test_the_youngest_is_preempted_when_a_block_is_lacking_and_nobody_is_admitte
     old, young = add_old_and_young(scheduler)
     add(scheduler, "new", [1], priority=-1)
     assert step(scheduler) == {"old": 1}
-    assert (young.status, young.num_computed, young.block_ids) == (SequenceStatus.WAITING, 0, [])
+    assert (young.is_running, young.num_computed, young.block_ids) == (False, 0, [])
     assert (old.num_preemptions, young.num_preemptions, scheduler.num_preemptions) == (0, 1, 1)
 
 
@@ -406,7 +407,7 @@ def test_nothing_is_given_after_what_ends_a_sequence(params: dict[str, Any], exp
     [progress] = scheduler.update(batch, [(7,) * (1 + len(batch.items[0].draft))])
     assert (progress.token_ids, progress.finish_reason, progress.stop_token_id) == expected
     assert sequence.token_ids == [*range(4), *expected[0]]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_accepted_tokens_are_found_by_the_next_turn_and_rejected_ones_are_not() -> None:
@@ -484,7 +485,7 @@ def test_an_abort_frees_blocks_at_once_wherever_the_sequence_stands() -> None:
     step(scheduler)
     assert scheduler.abort("waiting") is waiting
     assert scheduler.abort("running") is running
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert (waiting.finish_reason, running.finish_reason) == (FinishReason.ABORT, FinishReason.ABORT)
     add(scheduler, "next", range(40, 70))
     assert step(scheduler) == {"next": 30}
@@ -507,7 +508,7 @@ def test_an_abort_while_the_step_runs_is_passed_over_by_update() -> None:
     assert (progress.sequence, progress.token_ids) == (stays, (6,))
     assert gone.token_ids == [1, 2]
     assert gone.finish_reason is FinishReason.ABORT
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_an_id_can_be_used_again_after_its_request_ended() -> None:
@@ -531,7 +532,7 @@ def test_an_unusable_row_fails_its_own_sequence_and_its_blocks_are_not_shared_ag
         (bad, (), FinishReason.ERROR),
         (good, (7,), None),
     ]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     add(scheduler, "like bad", range(10))
     add(scheduler, "like good", range(20, 30))
     assert step(scheduler) == {"good": 1, "like bad": 10, "like good": 2}
@@ -546,8 +547,8 @@ def test_an_abandoned_step_is_computed_again_and_shares_nothing_it_was_to_fill()
     batch = scheduler.schedule()
     assert tokens_by_name(batch) == {"first": 6, "second": 4}
     assert scheduler.abandon(batch) is None
-    scheduler.check_invariants()
-    assert (first.status, first.num_computed, first.blame.num_failures) == (SequenceStatus.WAITING, 0, 1)
+    check_scheduler(scheduler)
+    assert (first.is_running, first.num_computed, first.blame.num_failures) == (False, 0, 1)
     assert step(scheduler) == {"first": 6, "second": 4}, "the block of the step before is still found"
 
 
@@ -557,7 +558,7 @@ def test_an_abort_before_a_step_is_abandoned_leaves_no_unfilled_block_to_find() 
     batch = scheduler.schedule()
     scheduler.abort("a")
     assert scheduler.abandon(batch) is None
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     add(scheduler, "b", range(10))
     assert step(scheduler) == {"b": 10}
 
@@ -600,9 +601,9 @@ def test_a_sequence_that_is_not_admitted_in_time_ends_and_only_then() -> None:
     assert scheduler.expire_waiting() == []
     clock.now += 0.2
     assert scheduler.expire_waiting() == [first]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert first.finish_reason is FinishReason.QUEUE_TIMEOUT
-    assert (running.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+    assert (running.is_running, second.is_running) == (True, False)
     assert step(scheduler) == {"running": 1}
     scheduler.abort("running")
     assert step(scheduler) == {"second": 1}, "the next in line takes the running slot"
@@ -612,7 +613,7 @@ def test_a_preempted_sequence_waits_as_long_as_it_takes() -> None:
     scheduler, clock = make_impatient_scheduler(8, max_num_seqs=2)
     _, young = add_old_and_young(scheduler)
     step(scheduler)
-    assert (young.status, young.num_preemptions) == (SequenceStatus.WAITING, 1)
+    assert (young.is_running, young.num_preemptions) == (False, 1)
     clock.now += 1000.0
     assert scheduler.expire_waiting() == []
 
@@ -634,14 +635,14 @@ def test_without_a_limit_nobody_waits_too_long() -> None:
     waiting = [add(scheduler, name, [1]) for name in "ab"]
     step(scheduler)
     assert scheduler.expire_waiting() == []
-    assert waiting[1].status is SequenceStatus.WAITING
+    assert not waiting[1].is_running
 
 
 def fail(scheduler: Scheduler) -> tuple[dict[str, int], SequenceState | None]:
     """Abandon a step; return what it was to compute and who was found guilty."""
     batch = scheduler.schedule()
     guilty = scheduler.abandon(batch)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     return tokens_by_name(batch), guilty
 
 

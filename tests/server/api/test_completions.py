@@ -132,13 +132,13 @@ def test_a_large_body_is_parsed_beside_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch, size: int, in_thread: bool
 ) -> None:
     threads = []
-    parse = CompletionRequest.parse
+    parse = CompletionRequest.model_validate
 
     def spy(value: dict[str, object]) -> CompletionRequest:
         threads.append(threading.current_thread() is not threading.main_thread())
         return parse(value)
 
-    monkeypatch.setattr(CompletionRequest, "parse", spy)
+    monkeypatch.setattr(CompletionRequest, "model_validate", spy)
     api.post_raw(b'{"prompt": "x", "max_tokens": 1}' + b" " * size)
     assert (threads, len(api.engine.submitted)) == ([in_thread], 1)
 
@@ -392,7 +392,7 @@ def test_outputs_that_come_together_with_a_failure_are_sent_before_it(serve: Cal
 
 def test_a_silent_stream_is_kept_alive(serve: Callable[..., LiveServer]) -> None:
     engine = FakeEngineClient(auto=False)
-    with stream(serve(engine, keep_alive_s=0.02), max_tokens=2) as events:
+    with stream(serve(engine, sse_keep_alive_interval_s=0.02), max_tokens=2) as events:
         lines = events.response.iter_lines()
         assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
         engine.from_outside(engine.step)

@@ -15,11 +15,12 @@ from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_completion
-from gptserve.server.completions.service import AppOptions, Service
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
+from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 
@@ -49,7 +50,7 @@ class Server:
         self.journal = Journal(folder)
         self.lifecycle = Lifecycle()
         metrics = Metrics(self.engine, "m")
-        self.service = Service(self.engine, ByteTokenizer(), AppOptions("m", **options), self.lifecycle, metrics)
+        self.service = Service(self.engine, ByteTokenizer(), app_options("m", **options), self.lifecycle, metrics)
         self.store = BackgroundStore(
             self.service, self.journal, {TEXT_SHAPE.object: restore_completion}, clock=self.clock
         )
@@ -58,15 +59,14 @@ class Server:
         fields = {"prompt": "x", "seed": 1, **fields}
 
         async def plan() -> CompletionPlan:
-            return await plan_completion(CompletionRequest.parse(fields), self.service)
+            return await plan_completion(CompletionRequest.model_validate(fields), self.service)
 
         request = BackgroundRequest.of("/v1/completions", fields, key, time.perf_counter())
         return await self.store.begin_or_find(request, plan)
 
     async def read(self, job: BackgroundJob) -> list[TokenOutput]:
-        """Return all outputs of a completion, which it follows to its end. Raises ApiError."""
-        reader = self.store.reader(job)
-        return [output async for outputs in reader for output in outputs]
+        """Return all outputs of a completion, which it follows to its end. Raises ServiceError."""
+        return [output async for outputs in self.store.reader(job) for output in outputs]
 
     async def finish(self, job: BackgroundJob) -> None:
         """Step the engine until a completion has ended, with no regard to how many steps pile up."""
@@ -76,11 +76,10 @@ class Server:
 
     async def advance(self, job: BackgroundJob, num_steps: int) -> None:
         """Make that many steps, each a batch of its own."""
-        reader = self.store.reader(job)
+        reader = aiter(self.store.reader(job))
         for _ in range(num_steps):
             self.engine.step()
             await anext(reader)
-        reader.close()
 
     async def text(self, job: BackgroundJob) -> str:
         choices: Any = (await self.store.result(job))["choices"]
@@ -106,6 +105,6 @@ def run(test: Awaitable[None]) -> None:
 def found(server: Server, job: BackgroundJob) -> bool:
     try:
         server.store.find(job.completion_id)
-    except ApiError as error:
+    except ServiceError as error:
         return {"completion_not_found": False}[error.code]
     return True

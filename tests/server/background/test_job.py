@@ -10,7 +10,7 @@ import pytest
 
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.background.job import READ_LIMIT
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from tests.server.background.server import Server, found, run, started
 from tests.server.fake_engine import FakeEngineClient
 
@@ -21,11 +21,12 @@ def test_a_reader_takes_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
             job = await server.begin(max_tokens=200)
             await server.advance(job, 2 * READ_LIMIT)
             late = server.store.reader(job)
-            assert len(await anext(late)) == READ_LIMIT
+            pieces = aiter(late)
+            assert len(await anext(pieces)) == READ_LIMIT
             await server.finish(job)
-            assert len(await anext(late)) == READ_LIMIT
+            assert len(await anext(pieces)) == READ_LIMIT
             late.close()
-            assert [outputs async for outputs in late] == []
+            assert [outputs async for outputs in pieces] == []
 
     run(test())
 
@@ -39,13 +40,12 @@ def test_many_choices_in_memory_are_read_in_small_pieces_between_which_others_ha
             if not is_live:
                 await server.finish(job)
             pieces, turns = [], []
-            reader = server.store.reader(job)
+            reader = aiter(server.store.reader(job))
             for _ in range(3):
                 asyncio.get_running_loop().call_soon(turns.append, len(pieces))
                 pieces.append(await anext(reader))
             assert [len(piece) for piece in pieces] == [READ_LIMIT] * 3
             assert turns == [0, 1, 2]
-            reader.close()
 
     run(test())
 
@@ -56,12 +56,12 @@ def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
             job = await server.begin(max_tokens=2 * READ_LIMIT)
             await server.advance(job, 2 * READ_LIMIT)
             await server.store.settle()
-            reader = server.store.reader(job)
+            reader = aiter(server.store.reader(job))
             assert len(await anext(reader)) == READ_LIMIT
             server.clock.now += 61.0
             assert not found(server, job)
             await server.store.settle()
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ServiceError) as raised:
                 await anext(reader)
             assert raised.value.code == "completion_not_found"
 
@@ -77,7 +77,7 @@ def test_an_error_holds_nothing_of_those_who_met_it() -> None:
             job = await server.begin()
             await server.finish(job)
             for _ in range(3):
-                with pytest.raises(ApiError, match="it broke"):
+                with pytest.raises(ServiceError, match="it broke"):
                     await server.read(job)
             assert job.error is not None
             assert job.error.__traceback__ is None

@@ -12,7 +12,7 @@ import pytest
 from gptserve.engine.request import FinishReason
 from gptserve.server.background.job import READ_LIMIT
 from gptserve.server.background.journal import Journal, JournalError
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from tests.server.background.server import Clock, Server, run, started
 from tests.server.fake_engine import INFO, FakeEngineClient
 
@@ -21,7 +21,7 @@ def test_what_is_shown_is_in_the_journal_before(tmp_path: Path, monkeypatch: pyt
     async def test() -> None:
         async with started(Server(tmp_path)) as server:
             job = await server.begin(max_tokens=50)
-            reader, hold = server.store.reader(job), asyncio.Event()
+            reader, hold = aiter(server.store.reader(job)), asyncio.Event()
             append = Journal.append
 
             async def append_late(self: Journal, *arguments: Any) -> None:
@@ -38,7 +38,6 @@ def test_what_is_shown_is_in_the_journal_before(tmp_path: Path, monkeypatch: pyt
             hold.set()
             (output,) = await reading
             assert (await server.journal.batches(job.completion_id, 0, 9)) == [(output,)]
-            reader.close()
 
     run(test())
 
@@ -47,7 +46,7 @@ def test_memory_holds_no_outputs_of_what_has_ended() -> None:
     async def test() -> None:
         async with started(Server()) as server:
             job = await server.begin(max_tokens=3 * READ_LIMIT)
-            slow = server.store.reader(job)
+            slow = aiter(server.store.reader(job))
             server.engine.step()
             first = await anext(slow)
             await server.finish(job)
@@ -103,7 +102,7 @@ def test_a_waiting_completion_can_be_cancelled(tmp_path: Path) -> None:
             job = second.store.find(completion_id)
             await second.store.cancel(job)
             assert (job.status, second.engine.submitted) == ("cancelled", [])
-            with pytest.raises(ApiError, match="was cancelled"):
+            with pytest.raises(ServiceError, match="was cancelled"):
                 await second.read(job)
 
     run(test())
@@ -116,7 +115,7 @@ def test_a_deadline_passes_while_the_server_is_down(tmp_path: Path, has_room: bo
         async with started(Server(tmp_path, clock=clock)) as first:
             job = await first.begin(timeout_ms=60_000)
             first.engine.step()
-            await anext(first.store.reader(job))
+            await anext(aiter(first.store.reader(job)))
         clock.now += 61.0
         second = Server(tmp_path, clock=clock)
         second.engine.max_requests = 10 if has_room else 0
@@ -165,7 +164,7 @@ def test_an_engine_that_dies_fails_what_is_only_in_memory() -> None:
         async with started(Server()) as server:
             job = await server.begin()
             server.engine.die()
-            with pytest.raises(ApiError, match="the engine has died: killed"):
+            with pytest.raises(ServiceError, match="the engine has died: killed"):
                 await server.read(job)
             assert job.status == "failed"
 

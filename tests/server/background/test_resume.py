@@ -12,7 +12,7 @@ import pytest
 from gptserve.engine.request import MAX_SCORES_PER_OUTPUT
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.completions.encoding import PiecewiseEncoder
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from tests.server.background.server import Server, run, started
 from tests.server.fake_engine import INFO, FakeEngineClient
 
@@ -23,12 +23,12 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
             job = await first.begin("key", **body)
-            follower = first.store.reader(job)
+            follower = aiter(first.store.reader(job))
             for _ in range(2):
                 first.engine.step()
                 await anext(follower)
             begun = first.engine.submitted
-        with pytest.raises(ApiError, match="the engine has died"):
+        with pytest.raises(ServiceError, match="the engine has died"):
             await anext(follower)
 
         async with started(Server(tmp_path)) as second:
@@ -122,7 +122,7 @@ def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path
             await first.journal.add(unknown)
         async with started(Server(tmp_path)) as second:
             assert second.store.find("cmpl-1").status == "failed"
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ServiceError) as raised:
                 await second.store.result(second.store.find("cmpl-1"))
             assert raised.value.code == "model_changed"
 

@@ -13,8 +13,9 @@ import pytest
 
 from gptserve.engine.errors import InvalidRequestError, QueueFullError
 from gptserve.engine.request import TokenOutput
+from gptserve.server.api.errors import status_of
 from gptserve.server.background.journal import FILE_NAME, Journal, JournalError
-from gptserve.server.errors import ApiError
+from gptserve.server.errors import ServiceError
 from tests.server.background.server import Clock, Server, found, run, started
 
 
@@ -67,9 +68,9 @@ def test_the_first_to_have_ended_makes_room_and_what_is_under_way_never_does() -
             assert [found(server, job) for job in (endless, second, third, fourth)] == [True, True, False, True]
             fifth = await server.begin(max_tokens=100)
             assert [found(server, job) for job in (endless, second, fourth, fifth)] == [True, False, True, True]
-            with pytest.raises(ApiError) as refused:
+            with pytest.raises(ServiceError) as refused:
                 await server.begin()
-            assert (refused.value.status, refused.value.code) == (429, "too_many_kept")
+            assert (status_of(refused.value), refused.value.code) == (429, "too_many_kept")
             rejections = 'gptserve_admission_rejections_total{code="too_many_kept",model_name="m"} 1.0'
             assert rejections in server.service.metrics.render().decode()
             assert len(server.engine.live_ids) == 3
@@ -117,14 +118,14 @@ def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
             job = await first.begin()
-            reader = first.store.reader(job)
+            reader = aiter(first.store.reader(job))
             first.engine.step()
             await anext(reader)
             await first.store.suspend()
             assert first.engine.live_ids == []
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ServiceError) as raised:
                 await anext(reader)
-            assert (raised.value.status, raised.value.code) == (503, "draining")
+            assert (status_of(raised.value), raised.value.code) == (503, "draining")
             result = await first.store.result(job)
             assert (result["status"], result["error"], await first.text(job)) == ("in_progress", None, "a")
             assert first.lifecycle.num_active == 0
@@ -210,7 +211,7 @@ def test_a_result_that_is_dropped_while_it_is_read_is_not_found_and_no_empty_tex
                 return await batches(self, *arguments)
 
             monkeypatch.setattr(Journal, "batches", batches_late)
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ServiceError) as raised:
                 await server.store.result(job)
             assert raised.value.code == "completion_not_found"
 

@@ -219,6 +219,10 @@ def test_complete_bears_the_key_given_or_that_of_the_environment(
     run("complete", "x", "--url", url(server), "--api-key", "third")
     assert server.authorization == "Bearer third"
 
+    monkeypatch.setenv("GPTSERVE_API_KEY", "")
+    run("complete", "x", "--url", url(server))
+    assert server.authorization is None
+
 
 @pytest.mark.parametrize("key", ["", "s3 cret", "s3crét", "s3cret\n"])
 def test_complete_sends_no_wrong_key_and_does_not_show_it(run: Any, server: Any, key: str) -> None:

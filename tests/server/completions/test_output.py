@@ -75,22 +75,22 @@ def feed_all(choice: ChoiceOutput, token_ids: Sequence[int], finish: FinishReaso
 @given(BYTES, st.lists(st.integers(0, 40), max_size=8))
 def test_text_is_that_of_decoding_all_at_once(data: bytes, cuts: list[int]) -> None:
     detokenizer = Detokenizer()
-    pieces = [detokenizer.feed(piece) for piece in split(data, cuts)]
-    assert "".join(pieces) + detokenizer.finish() == data.decode(errors="replace")
+    pieces = [detokenizer.decode(piece) for piece in split(data, cuts)]
+    assert "".join(pieces) + detokenizer.decode(b"", True) == data.decode(errors="replace")
 
 
 @given(st.text(max_size=8), st.lists(st.integers(0, 40), max_size=8))
 def test_valid_text_never_shows_a_replacement_character_of_its_own(text: str, cuts: list[int]) -> None:
     detokenizer = Detokenizer()
-    pieces = [detokenizer.feed(piece) for piece in split(text.encode(), cuts)]
+    pieces = [detokenizer.decode(piece) for piece in split(text.encode(), cuts)]
     assert "".join(pieces) == text
-    assert detokenizer.finish() == ""
+    assert detokenizer.decode(b"", True) == ""
 
 
 def test_bytes_that_can_never_become_a_character_are_not_held_back() -> None:
     detokenizer = Detokenizer()
-    assert detokenizer.feed(b"\xe2\x9c") == ""
-    assert detokenizer.feed(b"a") == "�a"
+    assert detokenizer.decode(b"\xe2\x9c") == ""
+    assert detokenizer.decode(b"a") == "�a"
 
 
 @given(st.text("ab", max_size=14), STOPS, st.lists(st.integers(0, 14), max_size=6))

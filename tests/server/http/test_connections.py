@@ -22,7 +22,7 @@ def open_idle(connections: Connections, count: int) -> list[Peer]:
     peers = [Peer() for _ in range(count)]
     for peer in peers:
         assert connections.admit()
-        connections.set_idle(peer)
+        connections.set_idle(peer, peer.hang_up)
     return peers
 
 
@@ -45,8 +45,8 @@ def test_one_that_is_idle_again_is_the_newest() -> None:
     connections = Connections(8)
     peers = open_idle(connections, 4)
     connections.set_busy(peers[0])
-    connections.set_idle(peers[0])
-    connections.set_idle(peers[1])  # it was idle all the time
+    connections.set_idle(peers[0], peers[0].hang_up)
+    connections.set_idle(peers[1], peers[1].hang_up)  # it was idle all the time
     assert connections.admit()
     assert [peer.is_dropped for peer in peers] == [False, True, False, False]
 

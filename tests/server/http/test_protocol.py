@@ -306,7 +306,7 @@ def make_protocol() -> tuple[BoundedHttpProtocol, FakeTransport]:
             pass
 
     config = Config(app, http=BoundedHttpProtocol, lifespan="off", log_config=None)
-    protocol = BoundedHttpProtocol(config, ServerState(), {}, connections=Connections(1), write_limit_s=30)
+    protocol = BoundedHttpProtocol(config, ServerState(), connections=Connections(1), write_limit_s=30)
     transport = FakeTransport()
     protocol.connection_made(transport)
     return protocol, transport

@@ -95,7 +95,9 @@ def test_special_tokens_never_come_from_plain_text_and_no_token_holds_too_much(f
 def test_streamed_text_is_the_text_and_what_transformers_decodes(family: Family, start: str, text: str) -> None:
     prompt, ids = family.tokenizer.encode(start), family.tokenizer.encode(text)
     detokenizer = Detokenizer()
-    streamed = "".join(detokenizer.feed(family.tokenizer.token_bytes(token)) for token in ids) + detokenizer.finish()
+    streamed = "".join(detokenizer.decode(family.tokenizer.token_bytes(token)) for token in ids) + detokenizer.decode(
+        b"", True
+    )
     assert streamed == family.tokenizer.decode(ids)
     assert family.as_transformers(streamed) == family.decode(ids)
     assert family.as_transformers(family.tokenizer.decode(prompt) + streamed) == family.decode(prompt + ids)
