@@ -8,15 +8,15 @@ TARGET ?= cpu
 
 venv := .venv
 bin := $(venv)/bin
-# A running server holds the compiled kernel open: the new one must be a new file, for pip writes into the old one.
-install := rm -f engine/attention/_cpu_paged*.so && \
+# A running server holds the compiled libraries open: new ones must be new files, for pip writes into the old ones.
+install := rm -f engine/*/_*.so && \
 	$(bin)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 # A process for each of at most four cores, as each takes 1 GB, and one more, as many tests wait for a child process.
 processes = $$($(bin)/python -c 'import os; print(min(4, os.cpu_count()) + 1)')
 # The slowest tests are named, if they are slow.
 pytest = $(bin)/pytest --numprocesses $(processes) --dist worksteal --durations 20 --durations-min 5
-# What an installation depends on: the metadata, the pins and the kernel that it compiles.
-inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/attention/*.cpp engine/attention/*.h)
+# What an installation depends on: the metadata, the pins and what it compiles.
+inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/*/*.cpp engine/*/*.h)
 
 .DEFAULT_GOAL := help
 .PHONY: serve test test-all check format bench image gpu help

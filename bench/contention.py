@@ -1,4 +1,4 @@
-"""Decoding while other processes keep CPUs busy: a fixed number of threads compared with the engine's choice.
+"""Decoding while other processes keep CPUs busy: the engine compared with oneDNN in a fixed number of torch's threads.
 
     python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3]
 
@@ -22,12 +22,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from bench.engines import seconds
 from bench.machine import versions
 from bench.models import SHAPES, write_model
+from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.model.runner import ModelRunner
@@ -54,7 +56,8 @@ def main() -> None:
         config = EngineConfig(
             folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False, kv_cache_bytes=KV_CACHE_BYTES
         )
-        fixed = ModelRunner(config)
+        with mock.patch.object(native, "supported_variants", return_value=()):  # without our products and their team
+            fixed = ModelRunner(config)
         fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
         engines = {"adaptive": Engine(config), "fixed": Engine(config, runner=fixed)}
     speeds: dict[tuple[int, str, int, str], list[float]] = {}

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
+SOURCES = ("engine/attention/cpu_paged.cpp", "engine/native/team.h")
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> log
 case "$*" in
@@ -18,7 +19,7 @@ case "$*" in
     test -e broken && exit 1
     printf '#!/bin/sh\\necho gptserve "$@" >> log' > "$3/bin/gptserve" && chmod +x "$3/bin/gptserve"
     touch "$3/bin/pip" ;;
-  "-m pip"*) ls engine/attention >> log ;;
+  "-m pip"*) ls engine/* >> log ;;
 esac
 """
 
@@ -28,8 +29,9 @@ def tree(tmp_path: Path) -> Path:
     """A folder with the Makefile, what it depends on, and the stand-in as ./python."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "engine" / "attention").mkdir(parents=True)
-    (tmp_path / "engine" / "attention" / "cpu_paged.cpp").touch()
+    for source in SOURCES:
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).touch()
     (tmp_path / "python").write_text(FAKE_PYTHON)
     (tmp_path / "python").chmod(0o755)
     return tmp_path
@@ -78,9 +80,10 @@ def test_the_environment_is_made_once(tree: Path) -> None:
     assert make(tree) == (True, ["gptserve serve"])
 
 
-def test_an_installation_leaves_no_old_kernel_to_write_into(tree: Path) -> None:
+def test_an_installation_leaves_no_old_library_to_write_into(tree: Path) -> None:
     make(tree)
     (tree / "engine" / "attention" / "_cpu_paged.cpython-311-x86_64-linux-gnu.so").touch()
+    (tree / "engine" / "native" / "_native.cpython-311-x86_64-linux-gnu.so").touch()
     (tree / ".venv" / "serving").unlink()
 
     succeeded, (installed, *rest) = make(tree)
@@ -88,7 +91,19 @@ def test_an_installation_leaves_no_old_kernel_to_write_into(tree: Path) -> None:
     assert succeeded
     assert installed.startswith("-m pip ")
     assert installed.endswith(" --editable .")
-    assert rest == ["cpu_paged.cpp", "gptserve serve"]
+    assert [line for line in rest if line and line[-1] != ":"] == ["cpu_paged.cpp", "team.h", "gptserve serve"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_changed_source_is_compiled_anew(tree: Path, source: str) -> None:
+    make(tree)
+    later = (tree / ".venv" / "serving").stat().st_mtime + 10
+    os.utime(tree / source, (later, later))
+
+    succeeded, (installed, *_) = make(tree)
+
+    assert succeeded
+    assert installed.startswith("-m pip ")
 
 
 CHECKS = ["ruff check .", "ruff format --check .", "mypy", "lint-imports", "-m bench.size_budget", "codespell"]

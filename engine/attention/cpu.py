@@ -2,7 +2,8 @@
 
 This file packs pointers and sizes, and checks what the kernel does not check. The arithmetic is in cpu_paged_kernel.h.
 The installation builds the library if there is a C++ compiler; without it `is_available()` is False and choose_backend
-takes another backend. The kernel runs in torch's OpenMP pool, with torch.get_num_threads() threads.
+takes another backend. The kernel runs in the threads of the linears beside it: in bf16 in the team of engine/native, if
+there is one, else in torch's OpenMP pool.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import ctypes
 import hashlib
 import logging
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class CpuAttention:
         code = Path(library._name).read_bytes()
         self.build = f"{INSTRUCTIONS[self._instructions]} {hashlib.sha256(code).hexdigest()}"
         self._parallel = _find_parallel()
+        self._team = native.parallel() if native.supported_variants() else None
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None
         self._batch = _Batch()
@@ -109,7 +111,9 @@ class CpuAttention:
 
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
         """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
-        num_threads = torch.get_num_threads()
+        # The threads of the linears beside it: those of two pools would wait for each other's to stop spinning.
+        in_team = cache.element_size == 2 and self._team is not None
+        num_threads = native.num_threads() if in_team else torch.get_num_threads()
         if metadata is self._metadata and num_threads == self._batch.num_threads:
             return self._batch
         starts_S1, lens_S = metadata.query_starts_S1, metadata.kv_lens_S
@@ -133,7 +137,7 @@ class CpuAttention:
             scratch=self._scratch.data_ptr(),
             scratch_stride=self._scratch.shape[1],
             max_kv_len=max_kv_len,
-            parallel=self._parallel,
+            parallel=self._team if in_team else self._parallel,
             num_threads=num_threads,
         )
         return self._batch
@@ -210,17 +214,8 @@ def _per_head(floats_H: Tensor | None, spec: AttentionSpec) -> int | None:
 
 def _load_library() -> ctypes.CDLL | None:
     """Return the library that the installation built beside this file, None if there is none of this ABI."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_cpu_paged{suffix}")
-        if not path.exists():
-            continue
-        try:
-            library = ctypes.CDLL(str(path))
-            if library.paged_abi() != ABI:
-                raise OSError(f"its version is {library.paged_abi()}, not {ABI}: install the package again")
-        except OSError as error:
-            logger.warning("the CPU attention kernel %s is not used: %s", path, error)
-            return None
+    library = native.open_library(__file__, "_cpu_paged", "paged_abi", ABI)
+    if library is not None:
         library.paged_scratch_floats.argtypes = (c_int64, c_int64)
         library.paged_scratch_floats.restype = c_int64
         library.paged_write.argtypes = (POINTER(_Batch), POINTER(_Cache), c_void_p, c_void_p, c_int64)
@@ -230,8 +225,7 @@ def _load_library() -> ctypes.CDLL | None:
             *(c_int64, c_float, c_int64, c_void_p, c_void_p, c_float, c_int),
         )
         library.paged_attend.restype = None
-        return library
-    return None
+    return library
 
 
 def _find_parallel() -> int | None:

@@ -44,9 +44,9 @@ class Decoder:
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         if config.tied_head:
-            self._head = make_linear(self._embedding, None)
+            self._head = make_linear(self._embedding, None, out_dtype=torch.float32)
         else:
-            self._head = take_linear(source, "head", bias=config.head_bias)
+            self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Compute the tables of positions [0, max_model_len)."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend
+from gptserve.engine.model.linear import build_of, product_of
 from gptserve.weights.config import ModelConfig
 
 
@@ -28,6 +29,7 @@ def numeric_causes(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype),
         "attention": f"{backend.name} {backend.build}",
+        "products": build_of(product_of(device, dtype)),
         "torch": torch.__version__,
         "libraries and instructions": torch.__config__.show(),
         "precision of products": torch.get_float32_matmul_precision(),

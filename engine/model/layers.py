@@ -206,7 +206,14 @@ def take_norm(config: ModelConfig, source: TensorSource, name: str) -> Norm:
     return RMSNorm(None if weight is None else weight.float() + config.norm_weight_offset, config.norm_eps)
 
 
-def take_linear(source: TensorSource, name: str, *, bias: bool, activation: Activation | None = None) -> Linear:
+def take_linear(
+    source: TensorSource,
+    name: str,
+    *,
+    bias: bool,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Linear:
     """Return the linear of this name."""
     weight = source.take(f"{name}.weight")
-    return make_linear(weight, source.take(f"{name}.bias") if bias else None, activation)
+    return make_linear(weight, source.take(f"{name}.bias") if bias else None, activation, out_dtype)

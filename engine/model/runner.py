@@ -7,6 +7,7 @@ dtype, threads, context and cache size. It does not know why a sequence was sche
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.attention import choose_backend
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
@@ -22,7 +24,7 @@ from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
-from gptserve.engine.model.linear import MIN_ROWS, has_onednn, rows_are_independent
+from gptserve.engine.model.linear import MIN_ROWS, has_onednn, product_of, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
@@ -79,8 +81,11 @@ class ModelRunner:
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
+        # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
+        self._in_team = product_of(self.device, dtype) == "native"
+        free_cpus = (lambda: math.inf) if self._in_team else FreeCpus()
         self.choose_threads: Callable[[int], int] = partial(
-            num_step_threads, max_threads=num_threads, free_cpus=FreeCpus()
+            num_step_threads, max_threads=num_threads, free_cpus=free_cpus
         )
         """From the work of a step to the number of its threads."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
@@ -106,7 +111,9 @@ class ModelRunner:
         if self.device.type != "cpu":
             return self._run(batch)
         before = torch.get_num_threads()
-        torch.set_num_threads(self.choose_threads(self._step_work.of(batch)))
+        num_threads = self.choose_threads(self._step_work.of(batch))
+        torch.set_num_threads(1 if self._in_team else num_threads)
+        native.set_num_threads(num_threads)
         try:
             return self._run(batch)
         finally:
@@ -176,7 +183,7 @@ def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.d
     """Return whether a row's bits are the same in any batch; on a CPU, warn if they are not."""
     if device.type != "cpu":
         return False
-    if not has_onednn():
+    if product_of(device, dtype) == "torch":
         logger.warning(
             "linear: this torch has no oneDNN; matrix products are slower and their bits depend on the batch"
         )
@@ -218,6 +225,7 @@ def _set_num_threads(config: EngineConfig) -> int:
     num_cpus = usable_cpus()
     num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
     torch.set_num_threads(num_threads)
+    native.set_num_threads(num_threads)
     logger.info("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
     return num_threads
 

@@ -1,8 +1,8 @@
 """How many threads each step uses: few for little work, and no more than there are free CPUs.
 
-The threads of a step meet at some 75 barriers. If one of them waits for a CPU that another process uses, all of them
-wait, and the step takes several times as long as with one thread less. Torch-free; it sets nothing. ModelRunner asks it
-before every step.
+In torch's pool the threads of a step meet at some 75 barriers. If one of them waits for a CPU that another process
+uses, all of them wait, and the step takes several times as long as with one thread less. The team of engine/native has
+no barriers and is asked for all that are useful. Torch-free; it sets nothing. ModelRunner asks it before every step.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptserve.engine import native
 from gptserve.engine.engine import Engine
 from gptserve.engine.model import runner
 from gptserve.engine.model.decoder import Decoder
@@ -125,11 +126,11 @@ def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.
 
 
 def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Give the steps these numbers of threads; return the set to which the numbers that torch has are added."""
+    """Give the steps these numbers of threads; return the set to which those that torch or the team has are added."""
     turns, seen, compute = itertools.cycle(in_turn), set[int](), Decoder.hidden_states
 
     def computing(*arguments: Any) -> Any:
-        seen.add(torch.get_num_threads())
+        seen.add(max(torch.get_num_threads(), native.num_threads()))
         return compute(*arguments)
 
     monkeypatch.setattr(runner, "num_step_threads", lambda work, **limits: next(turns))

@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.model import linear
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
@@ -150,6 +152,23 @@ def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: W
         # Each id is the likeliest after those before it: what greedy decoding there would have given, id by id.
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
         assert len(ids) == NUM_GREEDY
+
+
+@pytest.mark.skipif(not native.supported_variants(), reason="the library is not built, or of no use here")
+@pytest.mark.parametrize("name", SHAPES)
+def test_our_products_in_bf16_are_as_close_to_fp32_as_those_of_torch(
+    name: str, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ragged_prompts(5, 60, vocab_size=90)
+    exact = torch.cat(paged_logits(written(name), prompts, ReferenceAttention()))
+
+    def error() -> float:
+        logits = torch.cat(paged_logits(written(name), prompts, ReferenceAttention(), torch.bfloat16))
+        return (logits - exact).abs().mean().item()
+
+    ours = error()
+    monkeypatch.setattr(linear, "product_of", lambda device, dtype: "torch")
+    assert 0 < ours < 1.5 * error()
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"nanogpt"}))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 from gptserve.engine.attention.cpu import INSTRUCTIONS, CpuAttention, Instructions
 from tests.engine.attention.oracle import FEATURE_SETS, FEATURES, Feature, dense_attention, feature_id, with_features
@@ -48,9 +49,15 @@ def backend(request: pytest.FixtureRequest) -> CpuAttention:
 def set_threads() -> Iterator[Callable[[int], None]]:
     """One thread unless a test sets more: on a busy machine each tiny parallel call waits for the scheduler."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
+
+    def set_both(num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        native.set_num_threads(num_threads)
+
+    set_both(1)
+    yield set_both
     torch.set_num_threads(before)
+    native.set_num_threads(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -298,19 +305,24 @@ def test_the_scratch_takes_the_bytes_it_was_said_to(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_kernel_runs_in_the_thread_pool_of_torch(set_threads: Callable[[int], None]) -> None:
+def test_kernel_runs_in_the_threads_of_the_linears(set_threads: Callable[[int], None]) -> None:
+    """Those of torch in fp32, the team of engine/native in bf16."""
     set_threads(2)
     torch.ones(1 << 20).relu()
+    if native.supported_variants():
+        native.stop()
     threads = set(os.listdir("/proc/self/task"))
     spec = _spec()
     _run(CpuAttention(), _sequences(spec, torch.float32), spec, _chunks(20))
     assert set(os.listdir("/proc/self/task")) <= threads
+    _run(CpuAttention(), _sequences(spec, torch.bfloat16), spec, _chunks(20))
+    assert len(set(os.listdir("/proc/self/task")) - threads) == bool(native.supported_variants())
     runtimes = set(re.findall(r"\S*/lib(?:gomp|omp|iomp)\S*", Path("/proc/self/maps").read_text()))
     assert len(runtimes) == 1
 
 
 def test_without_the_library_the_backend_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.engine.attention.cpu.EXTENSION_SUFFIXES", [".absent"])
+    monkeypatch.setattr("gptserve.engine.native.EXTENSION_SUFFIXES", [".absent"])
     assert not CpuAttention.is_available()
     assert CpuAttention.supported_instructions() == ()
 

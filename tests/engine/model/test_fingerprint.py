@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import gptserve.engine.model.fingerprint
+from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.attention.reference import ReferenceAttention
 from gptserve.engine.model.decoder import Decoder
@@ -61,6 +62,8 @@ def test_what_is_computed_and_by_which_code_is_a_cause(tiny_gpt2: Path) -> None:
     before = causes(tiny_gpt2)
     assert causes(tiny_gpt2, weights_digest="v")["weights"] != before["weights"]
     assert causes(tiny_gpt2, dtype=torch.bfloat16)["dtype"] != before["dtype"]
+    if native.supported_variants():
+        assert causes(tiny_gpt2, dtype=torch.bfloat16)["products"] != before["products"] == "onednn"
     builds = {CpuAttention(name).build for name in CpuAttention.supported_instructions()}
     assert len(builds) == len(CpuAttention.supported_instructions())
     attention = {causes(tiny_gpt2, backend=CpuAttention(n))["attention"] for n in CpuAttention.supported_instructions()}
@@ -94,6 +97,7 @@ def test_numbers_that_change_for_no_known_cause_are_seen(tiny_gpt2: Path, monkey
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has no instructions to deny")
 def test_a_variable_that_steers_a_library_is_seen_in_the_sample(storyteller: Path) -> None:
+    """In fp32, which oneDNN multiplies on every CPU."""
     code = (
         "import json; from pathlib import Path; from tests.engine.model.test_fingerprint import causes, make_engine;"
         f"folder = Path({str(storyteller)!r});"

@@ -1,15 +1,30 @@
-"""The packed linear against torch's, and its rows' independence of the batch."""
+"""The packed linears against torch's, and their rows' independence of the batch."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
-from gptserve.engine.model.linear import MIN_ROWS, DenseLinear, PackedLinear, make_linear, rows_are_independent
+from gptserve.engine import native
+from gptserve.engine.model.linear import (
+    MIN_ROWS,
+    DenseLinear,
+    NativeLinear,
+    PackedLinear,
+    activate,
+    build_of,
+    make_linear,
+    product_of,
+    rows_are_independent,
+)
 from gptserve.weights.config import Activation
 
+CPU = torch.device("cpu")
 ACTIVATIONS: tuple[Activation | None, ...] = (None, "gelu", "gelu_tanh", "relu", "silu")
 
 
@@ -59,9 +74,23 @@ def test_a_single_row_is_refused() -> None:
         linear(torch.randn(MIN_ROWS - 1, 8))
 
 
-def test_the_cpu_gets_the_packed_linear() -> None:
+def test_the_cpu_gets_a_packed_linear() -> None:
+    in_bf16 = NativeLinear if native.supported_variants() else PackedLinear
     assert isinstance(make_linear(torch.randn(8, 8), None), PackedLinear)
+    assert isinstance(make_linear(torch.randn(8, 8).bfloat16(), None), in_bf16)
     assert isinstance(make_linear(torch.randn(8, 8).half(), None), DenseLinear)
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without AVX512-BF16, or an installation without a compiler."""
+    monkeypatch.setattr(native, "supported_variants", lambda: ())
+
+
+@pytest.mark.usefixtures("without_native")
+def test_without_the_library_bf16_gets_onednn() -> None:
+    assert isinstance(make_linear(torch.randn(8, 8).bfloat16(), None), PackedLinear)
+    assert build_of(product_of(CPU, torch.bfloat16)) == "onednn"
 
 
 SHAPES = [(768, 2304), (3072, 768), (768, 768), (2048, 8192), (1024, 256)]
@@ -71,6 +100,12 @@ def test_whatever_the_cpu_rows_are_independent_in_bf16() -> None:
     assert rows_are_independent(SHAPES, torch.bfloat16)
 
 
+@pytest.mark.usefixtures("without_native")
+def test_whatever_the_cpu_onednns_rows_are_independent_in_bf16() -> None:
+    assert rows_are_independent(SHAPES, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
 def test_calls_of_any_number_of_rows_would_depend_on_it_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptserve.engine.model.linear._AMX_ROWS", 1000)
@@ -95,6 +130,128 @@ def test_with_amx_no_call_has_more_rows_than_keep_their_bits_nor_a_single_one(
     assert linear(x).shape == (num_rows, 48)
     assert sum(calls) == 2 * num_rows
     assert all(2 <= rows <= 32 for rows in calls)
+
+
+@pytest.fixture(params=native.VARIANTS)
+def variant(request: pytest.FixtureRequest) -> Iterator[native.Variant]:
+    if request.param not in native.supported_variants():
+        pytest.skip(f"{request.param} is not built, or this CPU has none")
+    yield request.param
+    native.set_num_threads(1)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), (257, 300)]
+"""(in, out) around the multiples that the layout pads to."""
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), ODD_SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_native_is_the_product_rounded_once(variant: native.Variant, num_in: int, num_out: int, bias: bool) -> None:
+    weight, x, residual = bf16(num_out, num_in), bf16(21, num_in), bf16(21, num_out)
+    b = bf16(num_out) if bias else None
+    wide = NativeLinear(weight, b, out_dtype=torch.float32, variant=variant)
+    exact = DenseLinear(weight.double(), b.double() if b is not None else None)(x.double(), residual.double())
+    torch.testing.assert_close(wide(x, residual).double(), exact, atol=num_in * 2e-6, rtol=1e-6)
+
+    narrow = NativeLinear(weight, b, variant=variant)
+    assert narrow(x, residual).dtype is torch.bfloat16
+    assert torch.equal(narrow(x, residual), wide(x, residual).bfloat16())
+    assert torch.equal(narrow(x), wide(x).bfloat16())
+
+
+@pytest.mark.parametrize("activation", native.ACTIVATIONS[1:])
+def test_native_activates_as_torch_does_in_fp64(variant: native.Variant, activation: Activation) -> None:
+    x = torch.cat([torch.linspace(-20, 20, 32 * 500), torch.logspace(-30, 2, 32 * 20), torch.zeros(32)])
+    x = x.view(-1, 32).bfloat16()
+    y = NativeLinear(torch.eye(32).bfloat16(), None, activation, torch.float32, variant)(x)
+    torch.testing.assert_close(y.double(), activate(x.double(), activation), atol=1e-7, rtol=2e-6)
+
+
+@pytest.mark.parametrize("activation", native.ACTIVATIONS)
+def test_native_equals_dense(variant: native.Variant, activation: Activation | None) -> None:
+    weight, bias, x, residual = bf16(70, 96), bf16(70), bf16(40, 96), bf16(40, 70)
+    kept = residual.clone()
+    expected = DenseLinear(weight.float(), bias.float(), activation)(x.float(), residual.float()).bfloat16()
+    y = NativeLinear(weight, bias, activation, variant=variant)(x, residual)
+    torch.testing.assert_close(y, expected, atol=2e-4, rtol=2**-7)  # where fp32 differs at a border: one step of bf16
+    assert (y != expected).float().mean() < 0.02
+    assert torch.equal(residual, kept)
+
+
+def test_not_a_number_stays_in_its_row(variant: native.Variant) -> None:
+    for activation in native.ACTIVATIONS:
+        linear, x = NativeLinear(bf16(40, 64), None, activation, variant=variant), bf16(20, 64)
+        x[3, 5] = torch.nan
+        is_nan = linear(x).isnan()
+        assert is_nan[3].all()
+        assert is_nan.sum() == 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_of_native_has_the_same_bits_among_any_others(variant: native.Variant, seed: int) -> None:
+    draw = random.Random(seed)
+    num_in, num_out = draw.choice([7, 64, 300, 768, 3072]), draw.choice([5, 96, 250, 1000])
+    linear = NativeLinear(bf16(num_out, num_in), bf16(num_out), draw.choice(native.ACTIVATIONS), variant=variant)
+    x, residual = bf16(300, num_in), bf16(300, num_out)
+    native.set_num_threads(1)
+    plain, added = linear(x), linear(x, residual)
+    for num_threads in (1, 2, 3, 7):
+        native.set_num_threads(num_threads)
+        for num_rows in (1, 2, *draw.sample(range(3, 300), 20), 300):
+            assert torch.equal(linear(x[:num_rows]), plain[:num_rows]), num_rows
+            some = torch.tensor(draw.sample(range(300), num_rows))
+            assert torch.equal(linear(x[some], residual[some]), added[some]), num_rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_in", "num_out"), [(768, 96), (1100, 64)])
+def test_a_row_of_native_has_the_same_bits_in_every_number_of_rows(
+    variant: native.Variant, num_in: int, num_out: int
+) -> None:
+    linear, x = NativeLinear(bf16(num_out, num_in), bf16(num_out), variant=variant), bf16(300, num_in)
+    whole = linear(x)
+    for num_rows in range(1, 301):
+        assert torch.equal(linear(x[:num_rows]), whole[:num_rows])
+        assert torch.equal(linear(x[-num_rows:]), whole[-num_rows:])
+
+
+def test_native_sums_in_another_order_are_seen_by_the_comparison(variant: native.Variant) -> None:
+    """The negative control of the tests above, without the rounding that hides the order."""
+    weight, x, mixed = bf16(96, 640), bf16(64, 640), torch.randperm(640)
+    plain = NativeLinear(weight, None, out_dtype=torch.float32, variant=variant)(x)
+    other = NativeLinear(weight[:, mixed], None, out_dtype=torch.float32, variant=variant)(x[:, mixed])
+    torch.testing.assert_close(other, plain, atol=1e-3, rtol=1e-3)
+    assert not torch.equal(other, plain)
+
+
+def test_one_changed_element_changes_its_row_and_no_other(variant: native.Variant) -> None:
+    linear, x = NativeLinear(bf16(48, 768), None, variant=variant), bf16(40, 768)
+    before = linear(x)
+    x[33, 700] += 4
+    assert (linear(x) != before).any(1).nonzero().tolist() == [[33]]
+
+
+def test_native_refuses_what_is_not_laid_out_as_it_reads(variant: native.Variant) -> None:
+    linear, x = NativeLinear(bf16(8, 64), None, variant=variant), bf16(4, 64)
+    for wrong in (bf16(4, 128)[:, ::2], x.float(), bf16(4, 32), bf16(64)):
+        with pytest.raises(AssertionError):
+            linear(wrong)
+    for wrong in (bf16(8, 4).T, bf16(4, 9), torch.randn(4, 8), bf16(1, 8)):
+        with pytest.raises(AssertionError):
+            linear(x, wrong)
+    assert linear(x[:0]).shape == (0, 8)
+
+
+@pytest.mark.skipif(len(native.supported_variants()) < 2, reason="this CPU has one variant")
+def test_the_fingerprint_knows_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = build_of(product_of(CPU, torch.bfloat16))
+    assert best.startswith("native amx ")
+    monkeypatch.setattr(native, "supported_variants", lambda: native.VARIANTS[:1])
+    assert build_of(product_of(CPU, torch.bfloat16)).startswith("native avx512_bf16 ")
 
 
 def test_a_product_whose_rows_depend_on_their_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

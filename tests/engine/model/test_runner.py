@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.request import EngineInfo
 from tests.conftest import MakeGPT2
@@ -156,6 +158,26 @@ def test_a_step_leaves_torch_its_threads(tiny_gpt2: Path) -> None:
     engine = make_engine(tiny_gpt2, num_threads=2)
     run(engine, [make_request("r", [1, 2], max_tokens=3)])
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.skipif(not native.supported_variants(), reason="the library is not built, or of no use here")
+@pytest.mark.parametrize(("dtype", "in_torch"), [("float32", 2), ("bfloat16", 1)])
+def test_either_torch_or_the_team_has_threads(
+    tiny_gpt2: Path, dtype: str, in_torch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, compute = set(), Decoder.hidden_states
+
+    def computing(*arguments: Any) -> Any:
+        seen.add((torch.get_num_threads(), native.num_threads()))
+        return compute(*arguments)
+
+    monkeypatch.setattr("gptserve.engine.model.runner.num_step_threads", lambda work, **limits: 2)
+    monkeypatch.setattr(Decoder, "hidden_states", computing)
+    engine = make_engine(tiny_gpt2, num_threads=2, dtype=dtype)
+    seen.clear()
+    run(engine, [make_request("r", [1, 2], max_tokens=3)])
+    assert seen == {(in_torch, 2)}
 
 
 def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(

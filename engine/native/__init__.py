@@ -1,0 +1,117 @@
+"""The compiled products of bf16 models on a CPU, and the team of threads that computes them: linear.cpp and team.cpp.
+
+This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
+it, or on a CPU without AVX512-BF16, `supported_variants()` is empty and callers use what torch has. Torch-free: callers
+pass addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+Variant = Literal["avx512_bf16", "amx"]
+
+ABI = 1
+"""native_abi() of the version of linear.cpp that `PackedWeight` mirrors."""
+VARIANTS: tuple[Variant, ...] = ("avx512_bf16", "amx")
+"""The library's number of a variant is its index plus 1. A CPU that has one has those before it."""
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh")
+"""The index is the library's number."""
+ROW_MULTIPLE = 32
+"""Rows of x are padded with zeros to a multiple of this many elements."""
+
+
+class PackedWeight(Structure):
+    """Linear of linear.cpp."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("num_in", c_int64),
+        ("num_out", c_int64),
+        ("activation", c_int32),
+        ("variant", c_int32),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return the library; only where supported_variants() is not empty."""
+    found = _load()
+    assert found is not None
+    return found
+
+
+@functools.cache
+def supported_variants() -> tuple[Variant, ...]:
+    """Return the variants that are built and that this CPU has, the best last."""
+    found = _load()
+    return VARIANTS[: found.native_best_variant()] if found is not None else ()
+
+
+def build(variant: Variant) -> str:
+    """Return what decides the bits of the products: the instructions and the code."""
+    return f"{variant} {hashlib.sha256(Path(library()._name).read_bytes()).hexdigest()}"
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set how many threads the team's calls use that this thread makes; at first one."""
+    if supported_variants():
+        library().native_set_num_threads(num_threads)
+
+
+def num_threads() -> int:
+    """Return what set_num_threads has set for this thread; 1 without the library."""
+    num: int = library().native_num_threads() if supported_variants() else 1
+    return num
+
+
+def parallel() -> int | None:
+    """Return the address of native_parallel, which is called as GOMP_parallel."""
+    return ctypes.cast(library().native_parallel, c_void_p).value
+
+
+def stop() -> bool:
+    """End the threads of the team; the next call starts them anew. Return False if a call is under way."""
+    stopped: bool = library().native_stop()
+    return stopped
+
+
+def open_library(beside: str, name: str, abi_function: str, abi: int) -> ctypes.CDLL | None:
+    """Return the library that the installation built beside this file, None if there is none of this ABI."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(beside).with_name(f"{name}{suffix}")
+        if not path.exists():
+            continue
+        try:
+            found = ctypes.CDLL(str(path))
+            if found[abi_function]() != abi:
+                raise OSError(f"its version is {found[abi_function]()}, not {abi}: install the package again")
+        except (OSError, AttributeError) as error:
+            logger.warning("the compiled library %s is not used: %s", path, error)
+            return None
+        return found
+    return None
+
+
+def _load() -> ctypes.CDLL | None:
+    found = open_library(__file__, "_native", "native_abi", ABI)
+    if found is None:
+        return None
+    found.native_packed_size.argtypes = (c_int64, c_int64)
+    found.native_packed_size.restype = c_int64
+    found.native_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    found.native_pack.restype = None
+    found.native_multiply.argtypes = (POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int)
+    found.native_multiply.restype = None
+    found.native_stop.restype = ctypes.c_bool
+    return found
