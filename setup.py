@@ -34,7 +34,7 @@ setup(
         ),
         library(
             "gptserve.engine.native._native",
-            ["engine/native/linear.cpp", "engine/native/team.cpp"],
+            ["engine/native/draw.cpp", "engine/native/linear.cpp", "engine/native/team.cpp"],
             ["engine/native/team.h"],
         ),
     ]

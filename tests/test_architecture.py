@@ -47,6 +47,7 @@ WITH_TORCH = {
     "gptserve.engine.llm",
     "gptserve.engine.model.runner",
     "gptserve.engine.model.rotary",
+    "gptserve.engine.sampling.native_draw",
     "gptserve.engine.sampling.sampler",
     "gptserve.weights.checkpoint",
     "gptserve.weights.mxfp4",

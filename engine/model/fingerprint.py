@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.model.linear import build_of, product_of
 from gptserve.weights.config import ModelConfig
@@ -30,6 +31,7 @@ def numeric_causes(
         "dtype": str(dtype),
         "attention": f"{backend.name} {backend.build}",
         "products": build_of(product_of(device, dtype)),
+        "draws": native.digest() if device.type == "cpu" and native.is_available() else "torch",
         "torch": torch.__version__,
         "libraries and instructions": torch.__config__.show(),
         "precision of products": torch.get_float32_matmul_precision(),

@@ -1,4 +1,4 @@
-"""The compiled products of bf16 models on a CPU, and the team of threads that computes them: linear.cpp and team.cpp.
+"""The compiled parts of a step on a CPU: products in bf16, draws, and the team of threads that computes them.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
 it, or on a CPU without AVX512-BF16, `supported_variants()` is empty and callers use what torch has. Torch-free: callers
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["avx512_bf16", "amx"]
 
-ABI = 1
+ABI = 2
 """native_abi() of the version of linear.cpp that `PackedWeight` mirrors."""
 VARIANTS: tuple[Variant, ...] = ("avx512_bf16", "amx")
 """The library's number of a variant is its index plus 1. A CPU that has one has those before it."""
@@ -45,7 +45,7 @@ class PackedWeight(Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the library; only where supported_variants() is not empty."""
+    """Return the library; only where is_available()."""
     found = _load()
     assert found is not None
     return found
@@ -58,14 +58,24 @@ def supported_variants() -> tuple[Variant, ...]:
     return VARIANTS[: found.native_best_variant()] if found is not None else ()
 
 
+def is_available() -> bool:
+    """Return whether the library is built and loads; `choose` of sampling/native_draw.py needs no more."""
+    return _load() is not None
+
+
 def build(variant: Variant) -> str:
     """Return what decides the bits of the products: the instructions and the code."""
-    return f"{variant} {hashlib.sha256(Path(library()._name).read_bytes()).hexdigest()}"
+    return f"{variant} {digest()}"
+
+
+def digest() -> str:
+    """Return the SHA-256 of the library, in hexadecimal."""
+    return hashlib.sha256(Path(library()._name).read_bytes()).hexdigest()
 
 
 def set_num_threads(num_threads: int) -> None:
     """Set how many threads the team's calls use that this thread makes; at first one."""
-    if supported_variants():
+    if is_available():
         library().native_set_num_threads(num_threads)
 
 
@@ -113,5 +123,9 @@ def _load() -> ctypes.CDLL | None:
     found.native_pack.restype = None
     found.native_multiply.argtypes = (POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int)
     found.native_multiply.restype = None
+    found.native_draw_scratch.argtypes = (c_int64,)
+    found.native_draw_scratch.restype = c_int64
+    found.native_draw.argtypes = (c_void_p,)
+    found.native_draw.restype = None
     found.native_stop.restype = ctypes.c_bool
     return found

@@ -374,7 +374,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions or of Linear, so that a stale library is refused.
-EXPORT int native_abi() { return 1; }
+EXPORT int native_abi() { return 2; }
 
 EXPORT int native_best_variant() { return best_variant(); }
 

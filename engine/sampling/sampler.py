@@ -22,7 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.sampling import native_draw
+from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.scheduling.sequence import SequenceState
 
@@ -75,18 +78,35 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], eos_token_ids:
     """
     raw = logits[: len(positions)]
     scores = _adjust(raw, positions, eos_token_ids)
-    best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
-    drawing = [row for row, position in enumerate(positions) if not is_greedy(position.request.params)]
-    if drawing:
-        drawn_scores = scores if len(drawing) == len(positions) else scores[drawing]
-        chosen[drawing] = _draw(drawn_scores, [positions[row] for row in drawing])
-    finite = torch.isfinite(best_scores)
-    logprobs = _reported_logprobs(raw, chosen, positions)
-    ids = torch.where(finite, chosen, -1).tolist()  # a step waits for the device here
+    is_native = scores.device.type == "cpu" and native.is_available()
+    chosen = native_draw.choose(scores, map(_choice, positions)) if is_native else _choose(scores, positions)
+    logprobs = _reported_logprobs(raw, chosen.clamp(min=0), positions)
+    ids = chosen.tolist()  # a step waits for the device here
     return SampledTokens(
         token_ids=tuple(token if token >= 0 else None for token in ids),
         logprobs=tuple(entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)),
     )
+
+
+def _choice(position: SamplingPosition) -> Choice:
+    params = position.request.params
+    if is_greedy(params):
+        return Choice()
+    noise = uniform(position.request.seed, position.request.choice_index, position.num_before)
+    return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k)
+
+
+def _choose(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """Return a token id (int64 [rows]) per row of adjusted scores; -1 for a row that is not finite."""
+    best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
+    drawing = [row for row, position in enumerate(positions) if not is_greedy(position.request.params)]
+    if drawing:
+        drawn = _draw(
+            scores if len(drawing) == len(positions) else scores[drawing],
+            [positions[row] for row in drawing],
+        )
+        chosen[drawing] = drawn
+    return torch.where(torch.isfinite(best_scores), chosen, -1)
 
 
 def is_greedy(params: SamplingParams) -> bool:

@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.sampler import SamplingPosition, is_greedy, sample, top_logprobs
 from gptserve.engine.scheduling.sequence import SequenceState
 
 VOCAB = 8
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample as on a machine with the compiled library, and as on one without."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "is_available", lambda: False)
+    elif not native.is_available():
+        pytest.skip("the library is not built")
 
 
 def position(

@@ -1,0 +1,73 @@
+"""Choosing tokens on a CPU in one call of the compiled library: native/draw.cpp.
+
+`sampler.py` defines the results, in torch, and calls this where the library is there. The tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ctypes import Structure, addressof, byref, c_double, c_float, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptserve.engine import native
+
+
+class Choice(NamedTuple):
+    """How to choose the token of a row: by noise in [0, 1), or greedily where temperature is 0.
+
+    top_k 0, top_p 1 and min_p 0 are off.
+    """
+
+    noise: float = 0.0
+    top_p: float = 1.0
+    temperature: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
+
+
+class _Row(Structure):
+    """Row of draw.cpp."""
+
+    _fields_ = (
+        ("noise", c_double),
+        ("top_p", c_double),
+        ("temperature", c_float),
+        ("min_p", c_float),
+        ("top_k", c_int64),
+    )
+
+
+class _Draw(Structure):
+    """Draw of draw.cpp."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab_size", c_int64),
+        ("num_rows", c_int64),
+        ("rows", c_void_p),
+        ("token_ids", c_void_p),
+        ("scratch", c_void_p),
+        ("scratch_stride", c_int64),
+        ("num_threads", c_int64),
+    )
+
+
+def choose(scores: Tensor, choices: Iterable[Choice]) -> Tensor:
+    """Return a token id (int64 [rows]) per row of fp32 scores [rows, vocab]; -1 for a row that is not finite."""
+    num_rows, vocab_size = scores.shape
+    assert scores.dtype is torch.float32 and scores.stride(1) == 1
+    library, num_threads = native.library(), native.num_threads()
+    rows = (_Row * num_rows)(*(_Row(*choice) for choice in choices))
+    token_ids = torch.empty(num_rows, dtype=torch.int64)
+    scratch = torch.empty(num_threads, library.native_draw_scratch(vocab_size))
+    draw = _Draw(
+        *(scores.data_ptr(), scores.stride(0), vocab_size, num_rows),
+        *(addressof(rows), token_ids.data_ptr()),
+        *(scratch.data_ptr(), scratch.stride(0), num_threads),
+    )
+    library.native_draw(byref(draw))
+    return token_ids
