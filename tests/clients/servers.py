@@ -20,7 +20,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PERSON = '{"name": "Theo", "age": 5}'
+PERSON = '{"name": "Theo", "age": 5}\n'
 """One token of the tiny model: with a bias towards it, the model writes JSON."""
 
 

@@ -33,6 +33,6 @@ def extract(url: str, fields: dict[str, Any]) -> dict[str, Any]:
 def test_json_in_the_text(client: Environment, chats: str, chat_model: Any) -> None:
     token = Tokenizer.from_file(str(chat_model / "tokenizer.json")).token_to_id(PERSON)
 
-    found = client.call(extract, chats, {"max_tokens": 1, "logit_bias": {str(token): 100}, "temperature": 0})
+    found = client.call(extract, chats, {"logit_bias": {str(token): 100}, "temperature": 0, "stop": ["\n"]})
 
     assert found == {"name": "Theo", "age": 5}
