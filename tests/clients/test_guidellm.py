@@ -15,18 +15,16 @@ NUM_REQUESTS, NUM_TOKENS = 6, 12
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_every_request_succeeds(
-    client: Environment, stories: str, storyteller: Path, tmp_path: Path, path: str
-) -> None:
+def test_every_request_succeeds(client: Environment, chats: str, chat_model: Path, tmp_path: Path, path: str) -> None:
     report = tmp_path / "report.json"
     client.run(
         "guidellm",
         "run",
-        *("--backend", f"kind=openai_http,target={stories.removesuffix('/v1')},request_format={path}"),
+        *("--backend", f"kind=openai_http,target={chats.removesuffix('/v1')},request_format={path}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={chat_model}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens=20,output_tokens={NUM_TOKENS}"),
         *("--profile", "kind=concurrent,streams=2"),
         *("--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
-        *("--data", f"kind=synthetic_text,prompt_tokens=20,output_tokens={NUM_TOKENS}"),
-        *("--processor", str(storyteller)),
         *("--output", f"kind=json,path={report}"),
         "--disable-console",
     )

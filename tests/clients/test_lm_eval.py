@@ -92,7 +92,6 @@ def test_every_number_is_that_of_the_backend_hf(
     assert ours["text"] == theirs["text"]
 
 
-@pytest.mark.xfail(strict=True, reason="the harness writes type: text into each message, which is refused")
 def test_chats_are_answered(client: Environment, chats: str, documents: Path) -> None:
     served = {"model": "tiny", "base_url": f"{chats}/chat/completions"}
 
