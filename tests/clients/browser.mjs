@@ -31,7 +31,7 @@ const post = (executablePath, page, given) =>
     given,
   );
 
-// Reads events until the browser gives up coming back, as it does after a 204.
+// Reads events until the browser stays away, as it does after a 204, or has come back.
 const follow = (executablePath, page, given) =>
   onPage(
     executablePath,
@@ -40,8 +40,10 @@ const follow = (executablePath, page, given) =>
       new Promise((resolve) => {
         const source = new EventSource(url);
         const events = [];
+        let opened = 0;
+        source.onopen = () => ++opened > 1 && resolve({ cameBack: true, events });
         source.onmessage = (event) => events.push([event.lastEventId, event.data]);
-        source.onerror = () => source.readyState === EventSource.CLOSED && resolve(events);
+        source.onerror = () => source.readyState === EventSource.CLOSED && resolve({ cameBack: false, events });
       }),
     given,
   );
