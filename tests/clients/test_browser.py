@@ -18,7 +18,6 @@ from tests.clients.servers import post, served, text_of
 CLIENT = "browser"
 pytestmark = pytest.mark.clients
 FIELDS = {"max_tokens": 12, "temperature": 0, "seed": 1}
-no_origins = pytest.mark.xfail(strict=True, raises=AssertionError, reason="the server has no --allowed-origins")
 comes_back = pytest.mark.xfail(strict=True, raises=AssertionError, reason="…/events after the end is no 204")
 
 
@@ -73,7 +72,6 @@ def fetch(client: Environment, chromium: str, page: str, url: str, body: dict[st
     return found
 
 
-@no_origins
 def test_fetch_reads_answers_streams_and_errors(client: Environment, chromium: str, page: str, locked: str) -> None:
     body = {"prompt": "The cat", **FIELDS}
     whole = fetch(client, chromium, page, locked, body, "secret")
@@ -90,7 +88,6 @@ def test_fetch_reads_answers_streams_and_errors(client: Environment, chromium: s
     assert json.loads(wrong_key["text"])["error"]["code"] == "invalid_api_key"
 
 
-@no_origins
 def test_an_origin_that_is_not_named_is_refused(client: Environment, chromium: str, page: str, locked: str) -> None:
     other = page.replace("127.0.0.1", "localhost")
 

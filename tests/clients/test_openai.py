@@ -140,17 +140,7 @@ def feed_back(url: str, chat: dict[str, Any], how: str) -> list[str | None]:
     return [message.content, second.choices[0].message.content]
 
 
-FIELDS_OF_NOTHING = "fields of a message that ask for nothing, such as refusal and tool_calls null, are refused"
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "object",
-        pytest.param("dumped", marks=pytest.mark.xfail(strict=True, reason=FIELDS_OF_NOTHING)),
-        pytest.param("helper", marks=pytest.mark.xfail(strict=True, reason=FIELDS_OF_NOTHING)),
-    ],
-)
+@pytest.mark.parametrize("how", ["object", "dumped", "helper"])
 def test_an_answer_is_fed_back(client: Environment, chats: str, how: str) -> None:
     fields = until_stopped(chats, **CHAT)
     first = text_of(chats, **fields)
@@ -222,7 +212,6 @@ def test_a_key_that_was_used_is_a_conflict(client: Environment, chats: str) -> N
     assert essence(second)[:3] == ("ConflictError", 409, "idempotency_key_reused")
 
 
-@pytest.mark.xfail(strict=True, reason="a 409 has no x-should-retry: false, so the client sends it three times")
 def test_a_conflict_is_not_sent_again(client: Environment, chats: str) -> None:
     _, second = client.call(errors_of, chats, [[KEY, {}], [{**KEY, "max_tokens": 7}, {}]], 2)
 
