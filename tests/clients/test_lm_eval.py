@@ -16,6 +16,7 @@ CLIENT = "lm-eval"
 pytestmark = pytest.mark.clients
 NUM_STORIES = 12
 TOLERANCE = 1e-4
+KINDS = ["choices", "rolling", "text"]
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +69,22 @@ def evaluate(backend: str, model_args: dict[str, Any], file: str, kinds: list[st
     return {kind: [sample["resps"] for sample in results["samples"][kind]] for kind in kinds}
 
 
-def test_every_number_is_that_of_the_backend_hf(
-    client: Environment, stories: str, storyteller: Path, documents: Path
-) -> None:
-    kinds = ["choices", "rolling", "text"]
-    served = {"model": "storyteller", "base_url": f"{stories}/completions", "tokenizer": str(storyteller)}
+@pytest.fixture(scope="module")
+def theirs(client: Environment, storyteller: Path, documents: Path) -> dict[str, Any]:
+    """What the harness computes itself."""
     local = {"pretrained": str(storyteller), "dtype": "float32", "device": "cpu"}
+    found: dict[str, Any] = client.call(evaluate, "hf", local, str(documents), KINDS, False)
+    return found
 
-    ours = client.call(evaluate, "local-completions", {**served, "num_concurrent": 4}, str(documents), kinds, False)
-    theirs = client.call(evaluate, "hf", local, str(documents), kinds, False)
+
+@pytest.mark.parametrize("whose", ["its own tokenizer", "the server's tokenizer"])
+def test_every_number_is_that_of_the_backend_hf(
+    client: Environment, stories: str, storyteller: Path, documents: Path, theirs: dict[str, Any], whose: str
+) -> None:
+    tokenizer = {"tokenizer": str(storyteller)} if whose == "its own tokenizer" else {"tokenizer_backend": "remote"}
+    served = {"model": "storyteller", "base_url": f"{stories}/completions", "num_concurrent": 4, **tokenizer}
+
+    ours = client.call(evaluate, "local-completions", served, str(documents), KINDS, False)
 
     pairs = [
         (own, other)
