@@ -19,7 +19,7 @@ pytest = $(bin)/pytest --numprocesses $(processes) --dist worksteal --durations 
 inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/*/*.cpp engine/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all check format bench image gpu help
+.PHONY: serve test test-all clients check format bench image gpu help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -28,7 +28,11 @@ test: $(venv)/developing  ## run the tests but the slow ones, or ARGS="tests/eng
 	$(pytest) $(ARGS)
 
 test-all: $(venv)/developing  ## run all tests that need no CUDA device
-	$(pytest) -m 'not gpu' $(ARGS)
+	$(pytest) -m 'not gpu and not clients' $(ARGS)
+
+clients: $(venv)/developing  ## try the clients of other projects, each installed into build/clients; needs npm, too
+	$(bin)/python -m tests.clients.environments
+	$(bin)/pytest -m clients tests/clients $(ARGS)
 
 check: $(venv)/developing  ## lint, formatting, types, import directions, size budget, spelling
 	@failed=; \

@@ -1,0 +1,48 @@
+"""pydantic-ai with text: whole, streamed, and a conversation that goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.clients.environments import Environment
+from tests.clients.servers import text_of
+
+CLIENT = "pydantic-ai"
+pytestmark = pytest.mark.clients
+FIELDS = {"max_tokens": 12, "temperature": 0.0, "seed": 1}
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The cat sat"}]
+
+
+def converse(url: str, fields: dict[str, Any]) -> dict[str, Any]:
+    import asyncio
+
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="none"))
+    agent = Agent(model, system_prompt="Be brief.", model_settings=fields)
+
+    async def run() -> dict[str, Any]:
+        first = await agent.run("The cat sat")
+        second = await agent.run("and then?", message_history=first.all_messages())
+        async with agent.run_stream("The cat sat") as stream:
+            streamed = [part async for part in stream.stream_text(delta=True)]
+        usage = first.usage() if callable(first.usage) else first.usage
+        outputs = {"first": first.output, "second": second.output, "streamed": "".join(streamed)}
+        return {**outputs, "usage": usage.output_tokens}
+
+    return asyncio.run(run())
+
+
+def test_a_conversation(client: Environment, chats: str) -> None:
+    first = text_of(chats, messages=ASKED, **FIELDS)
+    asked = [*ASKED, {"role": "assistant", "content": first}, {"role": "user", "content": "and then?"}]
+    second = text_of(chats, messages=asked, **FIELDS)
+
+    found = client.call(converse, chats, FIELDS)
+
+    assert 0 < found.pop("usage") <= FIELDS["max_tokens"]
+    assert found == {"first": first, "second": second, "streamed": first}
