@@ -36,9 +36,9 @@ class FinishReason(StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"  # it waited too long to be admitted
 
 
-def context_limit(num_tokens: int) -> str:
-    """Return the beginning of a message, in OpenAI's words: client libraries look for them."""
-    return f"This model's maximum context length is {num_tokens} tokens"
+def too_long(num_tokens: int, fault: str = "The prompt") -> str:
+    """Return the beginning of a message about a context of num_tokens; client libraries look for these words."""
+    return f"{fault} is too long. This model's maximum context length is {num_tokens} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +131,12 @@ class Request:
         if num_prompt == 0:
             raise InvalidRequestError("prompt must hold at least one token, got an empty one", param="prompt")
         if num_prompt >= limit:
-            message = f"{context_limit(limit)}, with a new one; the prompt has {num_prompt}"
+            message = f"{too_long(limit)}, with a new one; the prompt has {num_prompt}"
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         together = num_prompt + max_tokens
         if together > limit:
             lengths = f"the prompt has {num_prompt} and max_tokens is {max_tokens}, together {together}"
-            message = f"{context_limit(limit)}; {lengths}"
+            message = f"{too_long(limit, 'max_tokens or the prompt')}; {lengths}"
             raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
         if len(self.generated_token_ids) >= max_tokens:
             rule = f"generated_token_ids must be fewer than max_tokens, which is {max_tokens}"

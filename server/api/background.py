@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses, text
+from gptserve.server.api.openapi import error_responses, event_stream
 from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.response import BackgroundResponse
@@ -67,7 +67,7 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         summary="Stream the events of a background completion, from any of them on",
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
-        responses={200: text("text/event-stream"), **error_responses(400, 401, 404, 500)},
+        responses={200: event_stream(), **error_responses(400, 401, 404, 500)},
     )
     async def events(request: Request) -> Response:
         after = _last_event_seen(request)

@@ -22,7 +22,7 @@ from gptserve.server.api import schemas
 from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key
 from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.fields import ignored_names, take_fields
-from gptserve.server.api.openapi import error_responses, json_body, text
+from gptserve.server.api.openapi import error_responses, event_stream, json_body
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import CompletionResponse
@@ -70,7 +70,7 @@ def _router(
         summary=summary,
         openapi_extra={**json_body(body_model), "parameters": [IDEMPOTENCY_KEY]},
         responses={
-            200: {"model": answer_model, "description": description, **text("text/event-stream")},
+            200: {"model": answer_model, "description": description, **event_stream()},
             202: {"model": schemas.BackgroundCompletion, "description": "With `background`: where to find the answer"},
             **error_responses(400, 401, 404, 408, 409, 413, 415, 429, 500, 503),
         },

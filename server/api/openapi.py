@@ -37,6 +37,14 @@ def text(media_type: str) -> dict[str, Any]:
     return {"content": {media_type: {"schema": {"type": "string"}}}}
 
 
+def event_stream() -> dict[str, Any]:
+    """Return FastAPI's description of server-sent events: the fields that each may have."""
+    fields = {name: {"type": "string"} for name in ("id", "data")}
+    return {
+        "content": {"text/event-stream": {"schema": {"type": "object", "properties": fields, "required": ["data"]}}}
+    }
+
+
 def json_body(*models: type[BaseModel]) -> dict[str, Any]:
     """Return FastAPI's `openapi_extra` for a route that parses its body itself, as one of `models`."""
     references = [{"$ref": _REF.format(model=model.__name__)} for model in models]

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.request import context_limit
+from gptserve.engine.request import too_long
 from gptserve.server.api.schemas import GenerationRequest
 from gptserve.server.completions.service import Service, Tokenizer
 
@@ -51,7 +51,7 @@ def check_length(text: str, service: Service) -> None:
     num_bytes, max_bytes = len(text.encode()), limit * service.tokenizer.max_token_bytes
     if num_bytes > max_bytes:
         raise InvalidRequestError(
-            f"{context_limit(limit)}, which no more than {max_bytes} bytes can fit; the prompt has {num_bytes}",
+            f"{too_long(limit)}, which no more than {max_bytes} bytes can fit; the prompt has {num_bytes}",
             param="prompt",
             code="context_length_exceeded",
         )

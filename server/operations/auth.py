@@ -41,7 +41,7 @@ class ApiKeyGuard:
             raise _unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
         name = self._keys.name_of(given.strip())
         if name is None:
-            raise _unauthorized("the API key is not one of this server's")
+            raise _unauthorized("Incorrect API key provided: it is not one of this server's")
         return name
 
 

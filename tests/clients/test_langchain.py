@@ -77,6 +77,5 @@ def overflow(url: str, text: str) -> list[str]:
     return []
 
 
-@pytest.mark.xfail(strict=True, reason="the message of an overflow lacks the words that LangChain looks for")
 def test_an_overflow_is_known_as_one(client: Environment, chats: str) -> None:
     assert "ContextOverflowError" in client.call(overflow, chats, "the cat sat on the mat and " * 400)

@@ -105,7 +105,6 @@ def test_each_error_has_its_class(client: Environment, strict: str, full: str, p
     assert client.call(errors_of, full, [[f"{prefix}/tiny", fields, "none"]]) == ["RateLimitError"]
 
 
-@pytest.mark.xfail(strict=True, reason="the message of a wrong key lacks OpenAI's words: Incorrect API key provided")
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_wrong_key_is_known_as_one(client: Environment, strict: str, prefix: str) -> None:
     fields = TEXT if prefix.startswith("text") else CHAT

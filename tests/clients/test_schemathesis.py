@@ -10,7 +10,6 @@ CLIENT = "schemathesis"
 pytestmark = pytest.mark.clients
 
 
-@pytest.mark.xfail(strict=True, reason="the document says that the events of …/events are texts, not what they hold")
 def test_the_document_is_true(client: Environment, chats: str) -> None:
     client.run(
         "st",

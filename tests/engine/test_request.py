@@ -26,6 +26,8 @@ INFO = EngineInfo(
 )
 NAN, INF = float("nan"), float("inf")
 
+CONTEXT = "is too long. This model's maximum context length is 32 tokens"
+
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
@@ -84,14 +86,14 @@ def test_an_integer_too_large_for_a_float_is_refused_or_accepted_like_any_other(
             {},
             "prompt",
             "context_length_exceeded",
-            "This model's maximum context length is 32 tokens, with a new one; the prompt has 32",
+            f"The prompt {CONTEXT}, with a new one; the prompt has 32",
         ),
         (
             (1,) * 20,
             {"max_tokens": 13},
             "max_tokens",
             "context_length_exceeded",
-            "This model's maximum context length is 32 tokens; the prompt has 20 and max_tokens is 13, together 33",
+            f"max_tokens or the prompt {CONTEXT}; the prompt has 20 and max_tokens is 13, together 33",
         ),
         (
             (1,),

@@ -138,14 +138,14 @@ def test_an_unknown_model(api: Api) -> None:
     check(api, {"model": "gpt-9"}, 404, "model_not_found", "model", message)
 
 
-CONTEXT = "This model's maximum context length is 256 tokens"
+CONTEXT = "is too long. This model's maximum context length is 256 tokens"
 TOO_LONG = [
     ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages",
-     f"{CONTEXT}, with a new one; the prompt has 308"),
+     f"The prompt {CONTEXT}, with a new one; the prompt has 308"),
     ({"max_tokens": 300}, "max_tokens",
-     f"{CONTEXT}; the prompt has 10 and max_tokens is 300, together 310"),
+     f"max_tokens or the prompt {CONTEXT}; the prompt has 10 and max_tokens is 300, together 310"),
     ({"max_completion_tokens": 300}, "max_completion_tokens",
-     f"{CONTEXT}; the prompt has 10 and max_tokens is 300, together 310"),
+     f"max_tokens or the prompt {CONTEXT}; the prompt has 10 and max_tokens is 300, together 310"),
 ]  # fmt: skip
 
 

@@ -264,18 +264,18 @@ def test_an_invalid_value(bystander: Bystander, fields: dict[str, Any], param: s
     check(bystander, body_of(fields), 400, "invalid_value", param, message)
 
 
-CONTEXT = "This model's maximum context length is 256 tokens"
+CONTEXT = "is too long. This model's maximum context length is 256 tokens"
 TOO_LONG = [
-    ({"prompt": "x" * 256}, "prompt", f"{CONTEXT}, with a new one; the prompt has 256"),
-    ({"prompt": [97] * 300}, "prompt", f"{CONTEXT}, with a new one; the prompt has 300"),
+    ({"prompt": "x" * 256}, "prompt", f"The prompt {CONTEXT}, with a new one; the prompt has 256"),
+    ({"prompt": [97] * 300}, "prompt", f"The prompt {CONTEXT}, with a new one; the prompt has 300"),
     ({"prompt": "x" * 10**6}, "prompt",
-     f"{CONTEXT}, which no more than 3328 bytes can fit; the prompt has 1000000"),
+     f"The prompt {CONTEXT}, which no more than 3328 bytes can fit; the prompt has 1000000"),
     ({"prompt": "x" * 256, "max_tokens": 0, "echo": True}, "prompt",
-     f"{CONTEXT}, with a new one; the prompt has 256"),
+     f"The prompt {CONTEXT}, with a new one; the prompt has 256"),
     ({"max_tokens": 256}, "max_tokens",
-     f"{CONTEXT}; the prompt has 1 and max_tokens is 256, together 257"),
+     f"max_tokens or the prompt {CONTEXT}; the prompt has 1 and max_tokens is 256, together 257"),
     ({"max_tokens": 2**40}, "max_tokens",
-     f"{CONTEXT}; the prompt has 1 and max_tokens is {2**40}, together {2**40 + 1}"),
+     f"max_tokens or the prompt {CONTEXT}; the prompt has 1 and max_tokens is {2**40}, together {2**40 + 1}"),
 ]  # fmt: skip
 
 

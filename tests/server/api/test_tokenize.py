@@ -106,7 +106,8 @@ def test_what_takes_long_runs_beside_the_event_loop(
 
 
 TOO_LONG = (
-    "This model's maximum context length is 256 tokens, which no more than 3328 bytes can fit; the prompt has 3329"
+    "The prompt is too long. This model's maximum context length is 256 tokens, "
+    "which no more than 3328 bytes can fit; the prompt has 3329"
 )
 REFUSED = [
     ("/tokenize", {}, 400, "missing_required_parameter", "prompt", "prompt is required"),

@@ -48,7 +48,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(api: Api, monk
     response = api.complete(prompt="é" * (most // 2 + 1))
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": f"This model's maximum context length is 256 tokens, which no more than {most} bytes can fit; "
+        "message": "The prompt is too long. This model's maximum context length is 256 tokens, "
+        f"which no more than {most} bytes can fit; "
         f"the prompt has {most + 2}",
         "type": "invalid_request_error",
         "param": "prompt",
