@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_double, c_float, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class _Draw(Structure):
     )
 
 
-def choose(scores: Tensor, choices: Iterable[Choice]) -> Tensor:
+def choose(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Return a token id (int64 [rows]) per row of fp32 scores [rows, vocab]; -1 for a row that is not finite."""
     num_rows, vocab_size = scores.shape
     assert scores.dtype is torch.float32 and scores.stride(1) == 1

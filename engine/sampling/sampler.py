@@ -78,8 +78,8 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], eos_token_ids:
     """
     raw = logits[: len(positions)]
     scores = _adjust(raw, positions, eos_token_ids)
-    is_native = scores.device.type == "cpu" and native.is_available()
-    chosen = native_draw.choose(scores, map(_choice, positions)) if is_native else _choose(scores, positions)
+    choose = native_draw.choose if scores.device.type == "cpu" and native.is_available() else choose_by_torch
+    chosen = choose(scores, list(map(_choice, positions)))
     logprobs = _reported_logprobs(raw, chosen.clamp(min=0), positions)
     ids = chosen.tolist()  # a step waits for the device here
     return SampledTokens(
@@ -96,16 +96,13 @@ def _choice(position: SamplingPosition) -> Choice:
     return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k)
 
 
-def _choose(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-    """Return a token id (int64 [rows]) per row of adjusted scores; -1 for a row that is not finite."""
+def choose_by_torch(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Return a token id (int64 [rows]) per row of fp32 scores [rows, vocab]; -1 for a row that is not finite."""
     best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
-    drawing = [row for row, position in enumerate(positions) if not is_greedy(position.request.params)]
+    drawing = [row for row, choice in enumerate(choices) if choice.temperature]
     if drawing:
-        drawn = _draw(
-            scores if len(drawing) == len(positions) else scores[drawing],
-            [positions[row] for row in drawing],
-        )
-        chosen[drawing] = drawn
+        drawn_scores = scores if len(drawing) == len(choices) else scores[drawing]
+        chosen[drawing] = _draw(drawn_scores, [choices[row] for row in drawing])
     return torch.where(torch.isfinite(best_scores), chosen, -1)
 
 
@@ -198,18 +195,17 @@ def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:
         scores_V[torch.from_numpy(unique).to(device)] -= torch.from_numpy(penalty_U).to(device, scores_V.dtype)
 
 
-def _draw(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise."""
     device = scores.device
-    params = [position.request.params for position in positions]
-    noise = [uniform(p.request.seed, p.request.choice_index, p.num_before) for p in positions]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    noise = [choice.noise for choice in choices]
+    temperature = torch.tensor([choice.temperature for choice in choices], dtype=torch.float32, device=device)
     # Shift the largest score to 0, so that a small temperature cannot overflow; softmax ignores the shift.
     probs = ((scores - scores.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)
-    filtered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+    filtered = [row for row, choice in enumerate(choices) if choice.top_k or choice.top_p < 1.0 or choice.min_p]
     if filtered:
-        floors = torch.zeros((len(params), 1), device=device)
-        floors[filtered] = _floors(probs[filtered], [params[i] for i in filtered])
+        floors = torch.zeros((len(choices), 1), device=device)
+        floors[filtered] = _floors(probs[filtered], [choices[row] for row in filtered])
         probs = probs.masked_fill(probs < floors, 0.0)
     cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
@@ -220,14 +216,14 @@ def _draw(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=scores.shape[1] - 1)
 
 
-def _floors(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+def _floors(probs: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Return the smallest probability that each row keeps, [rows, 1], after top-k, top-p and min-p."""
     vocab_size, device = probs.shape[1], probs.device
-    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-    limited_k = max((p.top_k for p in params if p.top_k), default=1)
+    top_k = [min(p.top_k or vocab_size, vocab_size) for p in choices]
+    limited_k = max((p.top_k for p in choices if p.top_k), default=1)
     top_k_R1 = torch.tensor(top_k, device=device)[:, None]
-    top_p_R1 = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
-    min_p_R1 = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)[:, None]
+    top_p_R1 = torch.tensor([p.top_p for p in choices], dtype=torch.float64, device=device)[:, None]
+    min_p_R1 = torch.tensor([p.min_p for p in choices], dtype=torch.float32, device=device)[:, None]
     for num_sorted in (min(max(_NUM_CANDIDATES, limited_k), vocab_size), vocab_size):
         best = probs.topk(num_sorted).values
         mass = best.cumsum(-1, dtype=torch.float64)
