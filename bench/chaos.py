@@ -242,6 +242,9 @@ class Clients:
                         self._tally.lost += 1
                         self._tally.wrong.append(f"events: {path} is not found")
                         return
+                    if response.status_code == 204:  # it had all events but this one
+                        events.append((events[-1][0], "[DONE]"))
+                        break
                     async for event in self._events(response):
                         events.append(event)
                         num_events -= 1

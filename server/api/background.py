@@ -67,12 +67,17 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         summary="Stream the events of a background completion, from any of them on",
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
-        responses={200: event_stream(), **error_responses(400, 401, 404, 500)},
+        responses={
+            200: event_stream(),
+            204: {"description": "It has ended well, and there are no more events"},
+            **error_responses(400, 401, 404, 500),
+        },
     )
     async def events(request: Request) -> Response:
         after = _last_event_seen(request)
         job = store.find(request.path_params["id"])
-        return BackgroundResponse(service, await store.plan(job), store.reader(job), stream=True, after=after)
+        plan, is_over = await store.plan(job), after > 0 and job.status == "completed"
+        return BackgroundResponse(service, plan, store.reader(job), stream=True, after=after, is_over=is_over)
 
     return router
 

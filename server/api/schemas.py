@@ -73,7 +73,10 @@ class _Model(BaseModel):
 
 
 class _RequestModel(_Model):
-    model_config = ConfigDict(strict=True, frozen=True)
+    # `take_fields` lets unknown fields through and leaves them out. What still has one was written by another version.
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, json_schema_extra={"additionalProperties": True}
+    )
 
 
 class StreamOptions(_RequestModel):

@@ -20,13 +20,17 @@ from gptserve.server.http.envelope import log_fields
 
 @dataclass(eq=False)
 class BackgroundResponse(Response):
-    """Answers with what `reader` reads: whole, or as the events after the `after`-th. The completion runs on."""
+    """Answers with what `reader` reads: whole, or as the events after the `after`-th. The completion runs on.
+
+    `is_over` says that it has ended well: if there are no more events, the answer is 204.
+    """
 
     service: Service
     plan: CompletionPlan
     reader: Reader
     stream: bool
     after: int
+    is_over: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -37,6 +41,6 @@ class BackgroundResponse(Response):
         output = CompletionOutput(self.plan, self.service.tokenizer)
         answer = AnswerSender(self.service, self.plan, output, output.apply, aiter(self.reader), self.reader.close)
         if self.stream:
-            await answer.send_events(scope, receive, send, is_resumable=True, after=self.after)
+            await answer.send_events(scope, receive, send, is_resumable=True, after=self.after, is_over=self.is_over)
         else:
             await answer.send_whole(scope, receive, send)

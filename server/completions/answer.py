@@ -110,9 +110,19 @@ class AnswerSender:
         return render(*arguments)
 
     async def send_events(
-        self, scope: Scope, receive: Receive, send: Send, *, is_resumable: bool = False, after: int = 0
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        is_resumable: bool = False,
+        after: int = 0,
+        is_over: bool = False,
     ) -> bool:
-        """Send the completion as events; an error becomes the last event. Return whether there was no error."""
+        """Send the completion as events; an error becomes the last event. Return whether there was no error.
+
+        If it `is_over` and the client has all events, answer 204: an EventSource would come back for ever otherwise.
+        """
         options = self.plan.body.stream_options or StreamOptions()
         include_usage = bool(options.include_usage)
         head = self.plan.head(of_chunk=True)
@@ -120,9 +130,10 @@ class AnswerSender:
             head, self.plan.shape, include_usage=include_usage, is_resumable=is_resumable, after=after
         )
         is_well = True
-        await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
         keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
         async with sse.Connection(receive, send, self.on_gone, keep_alive_s=keep_alive_s) as connection:
+            if not is_over:
+                await connection.begin()
             try:
                 async for outputs in self.source:
                     events: list[str] = []
@@ -141,5 +152,9 @@ class AnswerSender:
                 end = encoder.error(error_body(report(error, scope)))
         if connection.is_gone:
             raise ClientDisconnect
+        if end == sse.DONE and not connection.has_begun:
+            await Response(status_code=204)(scope, receive, send)
+            return is_well
+        await connection.begin()
         await send({"type": "http.response.body", "body": end.encode("ascii"), "more_body": False})
         return is_well

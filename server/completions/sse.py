@@ -90,6 +90,7 @@ class Connection:
         self, receive: Receive, send: Send, on_gone: Callable[[], None], *, keep_alive_s: float | None = None
     ) -> None:
         self.is_gone = False
+        self.has_begun = False
         self._receive = receive
         self._send = send
         self._on_gone = on_gone
@@ -106,8 +107,15 @@ class Connection:
         self._watch.cancel()
         await asyncio.wait([self._watch])
 
+    async def begin(self) -> None:
+        """Send the head of a stream, unless it is sent already."""
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
     async def write(self, data: bytes) -> None:
         """Send a part of the body; waits while the client reads too slowly."""
+        await self.begin()
         self._is_writing, self._last_write = True, self._clock()
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})

@@ -18,7 +18,6 @@ from tests.clients.servers import post, served, text_of
 CLIENT = "browser"
 pytestmark = pytest.mark.clients
 FIELDS = {"max_tokens": 12, "temperature": 0, "seed": 1}
-comes_back = pytest.mark.xfail(strict=True, raises=AssertionError, reason="…/events after the end is no 204")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,6 @@ def test_an_origin_that_is_not_named_is_refused(client: Environment, chromium: s
     assert fetch(client, chromium, other, locked, {"prompt": "The cat", **FIELDS}, "secret") == {"refused": "TypeError"}
 
 
-@comes_back
 def test_an_event_source_reads_to_the_end_and_stays_away(
     client: Environment, chromium: str, page: str, url: str
 ) -> None:

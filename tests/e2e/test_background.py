@@ -97,6 +97,8 @@ class Follower(threading.Thread):
             contextlib.suppress(httpx.TransportError),
             httpx.stream("GET", self._url, headers=headers, timeout=LIMIT_S) as response,
         ):
+            if response.status_code == 204:  # it had all events but this one
+                self._events.append("data: [DONE]")
             buffer = ""
             for text in response.iter_text():
                 *whole, buffer = (buffer + text).split("\n\n")

@@ -234,12 +234,13 @@ def test_the_stream_that_began_it_is_followed_from_any_event(serve: Serve, optio
     text = post(server, background=True, stream=True, stream_options=options, n=2, max_tokens=9).text
     everything = split(text)
     completion_id = json.loads(everything[0].partition("data: ")[2])["id"]
-    for after in range(len(everything) + 2):
-        assert split(get(server, completion_id, f"/events?starting_after={after}").text) == (
-            everything[after:] or everything[-1:]
-        )
+    for after in range(len(everything) - 1):
+        assert split(get(server, completion_id, f"/events?starting_after={after}").text) == everything[after:]
         by_header = get(server, completion_id, "/events", headers={"last-event-id": str(after)})
-        assert split(by_header.text) == (everything[after:] or everything[-1:])
+        assert split(by_header.text) == everything[after:]
+    for after in range(len(everything) - 1, len(everything) + 2):
+        over = get(server, completion_id, "/events", headers={"last-event-id": str(after)})
+        assert (over.status_code, over.text) == (204, ""), "an EventSource would come back for ever"
     both = get(server, completion_id, "/events?starting_after=1", headers={"last-event-id": "3"})
     assert split(both.text) == everything[1:], "the query wins"
 
@@ -248,8 +249,9 @@ def test_a_chats_opening_event_counts_and_is_left_out_like_any_other(serve: Serv
     server = serve(FakeEngineClient(say(TEXT)))
     everything = split(post(server, background=True, stream=True, max_tokens=6, n=2, **CHAT).text)
     completion_id = json.loads(everything[0].partition("data: ")[2])["id"]
-    for after in range(len(everything)):
+    for after in range(len(everything) - 1):
         assert split(get(server, completion_id, f"/events?starting_after={after}").text) == everything[after:]
+    assert get(server, completion_id, f"/events?starting_after={len(everything) - 1}").status_code == 204
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "x", "", "1" * 19, "٣"])
