@@ -18,7 +18,6 @@ MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one t
 # A prompt of 128k token ids has half the commas. Marks in strings count, too: a prompt may be a JSON document.
 MAX_COUNTS = {b"[": 2**16, b"{": 2**14, b":": 2**16, b",": 2**18}
 
-
 _CARELESS_TYPES = frozenset({"", "application/x-www-form-urlencoded"})
 
 

@@ -1,7 +1,7 @@
 """The JSON shapes of the API. They check types and sizes; engine.request.SamplingParams checks ranges.
 
-Request models refuse unknown fields; null means the default. Response models describe the answers in /openapi.json;
-`completions/shapes.py` writes those of completions.
+`fields.py` takes unknown fields and nulls out before request models check the rest. Response models describe the
+answers in /openapi.json; `completions/shapes.py` writes those of completions.
 """
 
 from __future__ import annotations
