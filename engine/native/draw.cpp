@@ -73,27 +73,39 @@ INLINE double sum_of(const float* block) {
 
 // Return the largest entry, or NaN if any entry is NaN.
 INLINE float max_of(const float* row, int64_t n) {
-    float best[LANES];
-    int32_t nans[LANES] = {};
-    for (int64_t l = 0; l < LANES; l++) best[l] = -INFINITY;
+    constexpr int64_t WIDE = 4 * LANES;  // several registers, so that a comparison does not wait for the last one
+    float best[WIDE], nans[WIDE];  // an entry of nans is NaN once its lane met one
+    for (int64_t l = 0; l < WIDE; l++) best[l] = -INFINITY, nans[l] = 0;
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int64_t l = 0; l < LANES; l++) {
+    for (; i + WIDE <= n; i += WIDE)
+        for (int64_t l = 0; l < WIDE; l++) {
             const float x = row[i + l];
             best[l] = x > best[l] ? x : best[l];
-            nans[l] |= x != x;
+            nans[l] = x != x ? x : nans[l];
         }
     float max = -INFINITY;
     bool has_nan = false;
-    for (int64_t l = 0; l < LANES; l++) {
+    for (int64_t l = 0; l < WIDE; l++) {
         max = best[l] > max ? best[l] : max;
-        has_nan |= nans[l] != 0;
+        has_nan |= nans[l] != nans[l];
     }
     for (; i < n; i++) {
         max = row[i] > max ? row[i] : max;
         has_nan |= row[i] != row[i];
     }
     return has_nan ? NAN : max;
+}
+
+// Return the index of the first entry that equals `value`; there is one.
+INLINE int64_t first_of(float value, const float* row, int64_t n) {
+    int64_t start = 0;
+    for (; start + BLOCK <= n; start += BLOCK) {
+        int32_t is_here = 0;  // a whole block at once: a loop that may end at any entry takes one at a time
+        for (int64_t i = 0; i < BLOCK; i++) is_here |= row[start + i] == value;
+        if (is_here) break;
+    }
+    while (row[start] != value) start++;
+    return start;
 }
 
 // Write each entry's weight exp((x - max) / temperature) and each block's sum. Entries past the end weigh nothing.
@@ -208,11 +220,7 @@ INLINE int64_t token_of(const Draw& draw, int64_t index, float* scratch) {
     const int64_t n = draw.vocab_size, num_blocks = blocks_of(n);
     const float max = max_of(logits, n);
     if (!(max - max == 0)) return -1;  // NaN or infinite
-    if (row.temperature == 0) {
-        int64_t i = 0;
-        while (logits[i] != max) i++;
-        return i;
-    }
+    if (row.temperature == 0) return first_of(max, logits, n);
     double* sums = (double*)scratch;
     float* weights = scratch + 2 * num_blocks;
     float* candidates = weights + num_blocks * BLOCK;
