@@ -19,8 +19,10 @@ from gptserve.engine.process.loop import Abort, Command, EngineFactory, Failed, 
 from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from gptserve.engine.stats import EngineStats
 
-SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+_SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 """The error numbers of pipe and fork without free descriptors, processes or memory."""
+_NO_THREAD = "can't start new thread"
+"""The whole message of the RuntimeError that Thread.start raises without free threads; it has no number."""
 
 
 class OutputSink(Protocol):
@@ -225,8 +227,7 @@ class LoopClient(EngineClient):
                 self._launch()
             except Exception as error:
                 self._ended(f"the engine could not be started: {error}", DeathKind.LOAD)
-                # Without threads Thread.start raises a RuntimeError, which has no number.
-                is_scarce = isinstance(error, RuntimeError) or getattr(error, "errno", None) in SCARCITY
+                is_scarce = str(error) == _NO_THREAD or getattr(error, "errno", None) in _SCARCITY
                 raise (ScarcityError if is_scarce else EngineStartError)(str(self._death)) from error
             await self._started.wait()
         if not self.is_alive:

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -347,20 +348,40 @@ def test_a_lack_of_descriptors_uses_up_no_restart_and_is_logged_once(
     run(test())
 
 
-@pytest.mark.parametrize("limit", ["processes", "threads"])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (BlockingIOError(errno.EAGAIN, "no process"), ScarcityError),
+        (PermissionError(errno.EPERM, "not allowed"), EngineStartError),
+        (RuntimeError("a fault of ours"), EngineStartError),
+    ],
+)
 def test_what_the_system_lacks_for_now_is_told_apart(
-    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch, limit: str
+    make_supervisor: MakeSupervisor, monkeypatch: pytest.MonkeyPatch, fault: Exception, expected: type[Exception]
 ) -> None:
-    def lack(*_: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "no process") if limit == "processes" else RuntimeError("no thread")
+    def fail(*_: object) -> None:
+        raise fault
 
     async def test() -> None:
         client = make_supervisor()
-        target = "multiprocessing.popen_spawn_posix.Popen" if limit == "processes" else "threading.Thread"
-        with monkeypatch.context() as patch:
-            patch.setattr(f"{target}.{'_launch' if limit == 'processes' else 'start'}", lack)
-            with pytest.raises(ScarcityError, match=r"the engine could not be started: .*no (process|thread)"):
+        monkeypatch.setattr("multiprocessing.popen_spawn_posix.Popen._launch", fail)
+        with pytest.raises(EngineStartError) as raised:
+            await client.start()
+        assert (type(raised.value), str(raised.value)) == (expected, f"the engine could not be started: {fault}")
+        await client.close()
+
+    run(test())
+
+
+def test_a_system_without_threads_may_have_some_later(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        client = make_supervisor()
+        threading.stack_size(2**62)  # more than there is for a stack: Thread.start fails as it does without threads
+        try:
+            with pytest.raises(ScarcityError, match=r"^the engine could not be started: can't start new thread$"):
                 await client.start()
+        finally:
+            threading.stack_size(0)
         await client.close()
 
     run(test())
