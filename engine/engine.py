@@ -14,6 +14,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
 from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.request import (
+    MASKS,
     MAX_SCORES_PER_OUTPUT,
     EngineInfo,
     FinishReason,
@@ -31,7 +32,7 @@ from gptserve.engine.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 _NOT_FINITE = "the model's logits for this request were not finite (NaN or infinity)"
-_NONE_LEFT = f"allowed_token_ids, bad_words and min_tokens left no token, or {_NOT_FINITE}"
+_NONE_LEFT = f"{', '.join(MASKS[:-1])} and {MASKS[-1]} left no token, or {_NOT_FINITE}"
 
 
 class Engine:
@@ -155,7 +156,7 @@ class Engine:
         self._num_generated_tokens += len(progress.token_ids)
         params, error = sequence.request.params, None
         if progress.finish_reason is FinishReason.ERROR:
-            error = _NONE_LEFT if params.allowed_token_ids or params.bad_words or params.min_tokens else _NOT_FINITE
+            error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else _NOT_FINITE
         return TokenOutput(
             request_id=request_id,
             token_ids=progress.token_ids,
