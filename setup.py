@@ -30,12 +30,12 @@ setup(
         library(
             "gptserve.engine.attention._cpu_paged",
             ["engine/attention/cpu_paged.cpp"],
-            ["engine/attention/cpu_paged_kernel.h"],
+            ["engine/attention/cpu_paged_kernel.h", "engine/native/vectors.h"],
         ),
         library(
             "gptserve.engine.native._native",
             ["engine/native/draw.cpp", "engine/native/linear.cpp", "engine/native/team.cpp"],
-            ["engine/native/team.h"],
+            ["engine/native/team.h", "engine/native/vectors.h"],
         ),
     ]
 )

@@ -9,20 +9,7 @@
 
 #include <utility>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
-// Sums stay in registers only if the loops over them are unrolled before the compiler assigns storage.
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-typedef uint16_t bf16;
+#include "../native/vectors.h"
 
 constexpr int GROUP = 16;          // positions handled together: a multiple of every LANES
 constexpr int MAX_TILE_ROWS = 32;  // query rows that share a pass over keys and values, so converting bf16 costs little

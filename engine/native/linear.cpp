@@ -17,23 +17,15 @@
 #include <stdint.h>
 
 #include "team.h"
+#include "vectors.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <immintrin.h>
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 #endif
-
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-typedef uint16_t bf16;
 
 constexpr int COLUMNS = 32;            // outputs of a panel
 constexpr int DEPTH = 32;              // elements of a row that one tile of AMX holds
