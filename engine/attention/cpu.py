@@ -159,32 +159,21 @@ class CpuAttention:
 class _Batch(Structure):
     """Batch of cpu_paged.cpp."""
 
-    _fields_ = (
-        ("query_starts", c_void_p),
-        ("kv_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("slots", c_void_p),
-        ("table_stride", c_int64),
-        ("num_seqs", c_int64),
-        ("num_tokens", c_int64),
-        ("scratch", c_void_p),
-        ("scratch_stride", c_int64),
-        ("max_kv_len", c_int64),
-        ("parallel", c_void_p),
-        ("num_threads", c_int64),
+    _fields_ = native.members(
+        (c_void_p, "query_starts kv_lens block_tables slots"),
+        (c_int64, "table_stride num_seqs num_tokens"),
+        (c_void_p, "scratch"),
+        (c_int64, "scratch_stride max_kv_len"),
+        (c_void_p, "parallel"),
+        (c_int64, "num_threads"),
     )
 
 
 class _Cache(Structure):
     """Cache of cpu_paged.cpp."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("num_blocks", c_int64),
-        ("num_kv_heads", c_int64),
-        ("block_size", c_int64),
-        ("head_size", c_int64),
-        ("element_size", c_int64),
+    _fields_ = native.members(
+        (c_void_p, "data"), (c_int64, "num_blocks num_kv_heads block_size head_size element_size")
     )
 
 

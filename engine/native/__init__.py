@@ -14,7 +14,7 @@ import logging
 from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,15 @@ ROW_MULTIPLE = 32
 """Rows of x are padded with zeros to a multiple of this many elements."""
 
 
+def members(*declarations: tuple[type[Any], str]) -> list[tuple[str, type[Any]]]:
+    """Return the _fields_ of a Structure from declarations as in C: a type and the names of members of that type."""
+    return [(name, kind) for kind, names in declarations for name in names.split()]
+
+
 class PackedWeight(Structure):
     """Linear of linear.cpp."""
 
-    _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("num_in", c_int64),
-        ("num_out", c_int64),
-        ("activation", c_int32),
-        ("variant", c_int32),
-    )
+    _fields_ = members((c_void_p, "weight bias"), (c_int64, "num_in num_out"), (c_int32, "activation variant"))
 
 
 @functools.cache
@@ -58,6 +56,7 @@ def supported_variants() -> tuple[Variant, ...]:
     return VARIANTS[: found.native_best_variant()] if found is not None else ()
 
 
+@functools.cache
 def is_available() -> bool:
     """Return whether the library is built and loads; `choose` of sampling/native_draw.py needs no more."""
     return _load() is not None

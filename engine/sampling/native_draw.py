@@ -31,28 +31,17 @@ class Choice(NamedTuple):
 class _Row(Structure):
     """Row of draw.cpp."""
 
-    _fields_ = (
-        ("noise", c_double),
-        ("top_p", c_double),
-        ("temperature", c_float),
-        ("min_p", c_float),
-        ("top_k", c_int64),
-    )
+    _fields_ = native.members((c_double, "noise top_p"), (c_float, "temperature min_p"), (c_int64, "top_k"))
 
 
 class _Draw(Structure):
     """Draw of draw.cpp."""
 
-    _fields_ = (
-        ("logits", c_void_p),
-        ("stride", c_int64),
-        ("vocab_size", c_int64),
-        ("num_rows", c_int64),
-        ("rows", c_void_p),
-        ("token_ids", c_void_p),
-        ("scratch", c_void_p),
-        ("scratch_stride", c_int64),
-        ("num_threads", c_int64),
+    _fields_ = native.members(
+        (c_void_p, "logits"),
+        (c_int64, "stride vocab_size num_rows"),
+        (c_void_p, "rows token_ids scratch"),
+        (c_int64, "scratch_stride num_threads"),
     )
 
 
