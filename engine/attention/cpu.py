@@ -9,10 +9,8 @@ there is one, else in torch's OpenMP pool.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -49,8 +47,7 @@ class CpuAttention:
         best = library.paged_best_instructions()
         self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
         assert self._instructions <= best, f"this CPU has no {instructions}"
-        code = Path(library._name).read_bytes()
-        self.build = f"{INSTRUCTIONS[self._instructions]} {hashlib.sha256(code).hexdigest()}"
+        self.build = f"{INSTRUCTIONS[self._instructions]} {native.digest(library)}"
         self._parallel = _find_parallel()
         self._team = native.parallel() if native.supported_variants() else None
         self._scratch = torch.empty(0, 0)
@@ -201,20 +198,19 @@ def _per_head(floats_H: Tensor | None, spec: AttentionSpec) -> int | None:
     return floats_H.data_ptr()
 
 
+FUNCTIONS: native.Functions = {
+    "paged_scratch_floats": (c_int64, c_int64, c_int64),
+    "paged_write": (None, POINTER(_Batch), POINTER(_Cache), c_void_p, c_void_p, c_int64),
+    "paged_attend": (
+        *(None, POINTER(_Batch), POINTER(_Cache), c_void_p, c_int64, c_void_p),
+        *(c_int64, c_float, c_int64, c_void_p, c_void_p, c_float, c_int),
+    ),
+}
+
+
 def _load_library() -> ctypes.CDLL | None:
     """Return the library that the installation built beside this file, None if there is none of this ABI."""
-    library = native.open_library(__file__, "_cpu_paged", "paged_abi", ABI)
-    if library is not None:
-        library.paged_scratch_floats.argtypes = (c_int64, c_int64)
-        library.paged_scratch_floats.restype = c_int64
-        library.paged_write.argtypes = (POINTER(_Batch), POINTER(_Cache), c_void_p, c_void_p, c_int64)
-        library.paged_write.restype = None
-        library.paged_attend.argtypes = (
-            *(POINTER(_Batch), POINTER(_Cache), c_void_p, c_int64, c_void_p),
-            *(c_int64, c_float, c_int64, c_void_p, c_void_p, c_float, c_int),
-        )
-        library.paged_attend.restype = None
-    return library
+    return native.open_library(__file__, "_cpu_paged", "paged_abi", ABI, FUNCTIONS)
 
 
 def _find_parallel() -> int | None:

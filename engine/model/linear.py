@@ -77,7 +77,7 @@ def product_of(device: torch.device, dtype: torch.dtype) -> Product:
 
 def build_of(product: Product) -> str:
     """Return the product and what else decides its bits; the versions of torch and its libraries decide the others'."""
-    return f"native {native.build(native.supported_variants()[-1])}" if product == "native" else product
+    return f"native {native.supported_variants()[-1]} {native.digest()}" if product == "native" else product
 
 
 def rows_are_independent(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:

@@ -11,7 +11,8 @@ import ctypes
 import functools
 import hashlib
 import logging
-from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Mapping
+from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_int64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,18 @@ class PackedWeight(Structure):
     _fields_ = members((c_void_p, "weight bias"), (c_int64, "num_in num_out"), (c_int32, "activation variant"))
 
 
+Functions = Mapping[str, tuple[Any, ...]]
+"""By name, the type of a function's result (None: void), then those of its arguments."""
+FUNCTIONS: Functions = {
+    "native_packed_size": (c_int64, c_int64, c_int64),
+    "native_pack": (None, c_void_p, c_int64, c_int64, c_void_p),
+    "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
+    "native_draw_scratch": (c_int64, c_int64),
+    "native_draw": (None, c_void_p),
+    "native_stop": (c_bool,),
+}
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the library; only where is_available()."""
@@ -62,14 +75,9 @@ def is_available() -> bool:
     return _load() is not None
 
 
-def build(variant: Variant) -> str:
-    """Return what decides the bits of the products: the instructions and the code."""
-    return f"{variant} {digest()}"
-
-
-def digest() -> str:
-    """Return the SHA-256 of the library, in hexadecimal."""
-    return hashlib.sha256(Path(library()._name).read_bytes()).hexdigest()
+def digest(of: ctypes.CDLL | None = None) -> str:
+    """Return the SHA-256 of a library, of this one without an argument, in hexadecimal."""
+    return hashlib.sha256(Path((of or library())._name).read_bytes()).hexdigest()
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -95,7 +103,7 @@ def stop() -> bool:
     return stopped
 
 
-def open_library(beside: str, name: str, abi_function: str, abi: int) -> ctypes.CDLL | None:
+def open_library(beside: str, name: str, abi_function: str, abi: int, functions: Functions) -> ctypes.CDLL | None:
     """Return the library that the installation built beside this file, None if there is none of this ABI."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(beside).with_name(f"{name}{suffix}")
@@ -105,6 +113,9 @@ def open_library(beside: str, name: str, abi_function: str, abi: int) -> ctypes.
             found = ctypes.CDLL(str(path))
             if found[abi_function]() != abi:
                 raise OSError(f"its version is {found[abi_function]()}, not {abi}: install the package again")
+            for function, (result, *arguments) in functions.items():
+                getattr(found, function).restype = result
+                getattr(found, function).argtypes = arguments
         except (OSError, AttributeError) as error:
             logger.warning("the compiled library %s is not used: %s", path, error)
             return None
@@ -113,18 +124,4 @@ def open_library(beside: str, name: str, abi_function: str, abi: int) -> ctypes.
 
 
 def _load() -> ctypes.CDLL | None:
-    found = open_library(__file__, "_native", "native_abi", ABI)
-    if found is None:
-        return None
-    found.native_packed_size.argtypes = (c_int64, c_int64)
-    found.native_packed_size.restype = c_int64
-    found.native_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-    found.native_pack.restype = None
-    found.native_multiply.argtypes = (POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int)
-    found.native_multiply.restype = None
-    found.native_draw_scratch.argtypes = (c_int64,)
-    found.native_draw_scratch.restype = c_int64
-    found.native_draw.argtypes = (c_void_p,)
-    found.native_draw.restype = None
-    found.native_stop.restype = ctypes.c_bool
-    return found
+    return open_library(__file__, "_native", "native_abi", ABI, FUNCTIONS)
