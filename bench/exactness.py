@@ -2,9 +2,10 @@
 
     python -m bench.exactness [--shape gpt2] [--prompt-len 128] [--max-tokens 128] [--repeats 5]
 
-- A single row is padded to two, because oneDNN sums a single row in another order (batch 1).
-- The random number of a token is a hash of seed, choice and position, and the token is drawn through a cumulative sum
-  in fp64. Without the rule torch.multinomial draws it, from a generator's state (batch 1 and 32).
+- A single row is padded to two, because oneDNN sums a single row in another order (batch 1). An assertion refuses a
+  single row where oneDNN multiplies: measure with `python -O` there.
+- The random number of a token is a hash of seed, choice and position, and the token is drawn through a cumulative sum.
+  Without the rule torch.multinomial draws it, from a generator's state (batch 1 and 32).
 
 The two sides take turns in one process. Prints the medians and the ratio as a table and one JSON line.
 """
@@ -15,10 +16,8 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -28,7 +27,10 @@ from bench.machine import versions
 from bench.models import SHAPES, write_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.sampling.sampler import SamplingPosition
+from gptserve.engine.model.linear import MIN_ROWS
+from gptserve.engine.model.runner import ModelRunner
+from gptserve.engine.sampling.native_draw import Choice
+from gptserve.engine.sampling.sampler import Choose
 
 
 def main() -> None:
@@ -40,20 +42,23 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), args.shape)
-        engine = Engine(EngineConfig(Path(name), enable_prefix_caching=False))
+        config = EngineConfig(Path(name), enable_prefix_caching=False)
+        runner = ModelRunner(config)
+        engine = Engine(config, runner=runner)
     rows = []
-    for rule, batch, temperature, without in (
-        ("a single row is padded", 1, 0.0, unpadded),
-        ("noise belongs to the position", 1, 0.8, drawn_by_torch),
-        ("noise belongs to the position", 32, 0.8, drawn_by_torch),
+    for rule, batch, temperature, min_rows, choose in (
+        ("a single row is padded", 1, 0.0, 1, None),
+        ("noise belongs to the position", 1, 0.8, MIN_ROWS, drawn_by_torch()),
+        ("noise belongs to the position", 32, 0.8, MIN_ROWS, drawn_by_torch()),
     ):
         exact, loose = [], []
         for _ in range(args.repeats + 1):  # the first round warms up
             prompts = torch.randint(50000, (batch, args.prompt_len)).tolist()
             num_tokens = batch * args.max_tokens
+            runner.min_rows, runner.choose = MIN_ROWS, None
             exact.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))
-            with without():
-                loose.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))
+            runner.min_rows, runner.choose = min_rows, choose
+            loose.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))
         ratio = statistics.median(a / b for a, b in zip(exact[1:], loose[1:], strict=True))
         rows.append({"rule": rule, "batch": batch, "exact": statistics.median(exact[1:]), "ratio": ratio})
         rows[-1]["without"] = statistics.median(loose[1:])
@@ -63,28 +68,15 @@ def main() -> None:
     print(json.dumps({"benchmark": "exactness", **vars(args), "dtype": engine.info.dtype, "rows": rows, **versions()}))
 
 
-@contextmanager
-def unpadded() -> Iterator[None]:
-    """Compute a single row as one."""
-    with (
-        mock.patch("gptserve.engine.model.linear.MIN_ROWS", 1),
-        mock.patch("gptserve.engine.model.batch.MIN_ROWS", 1),
-        mock.patch("gptserve.engine.model.runner.MIN_ROWS", 1),
-    ):
-        yield
-
-
-@contextmanager
-def drawn_by_torch() -> Iterator[None]:
-    """Draw tokens as torch does, from the state of a generator."""
+def drawn_by_torch() -> Choose:
+    """Return what draws tokens as torch does, from the state of a generator."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(scores: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-        temperature = torch.tensor([p.sequence.request.params.temperature for p in positions])[:, None]
+    def draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
+        temperature = torch.tensor([choice.temperature for choice in choices])[:, None]
         return torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
-    with mock.patch("gptserve.engine.sampling.sampler._draw", draw):
-        yield
+    return draw
 
 
 if __name__ == "__main__":

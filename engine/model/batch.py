@@ -1,6 +1,6 @@
 """From a ScheduledBatch to tensors: what one forward pass reads.
 
-Rows are the scheduled tokens of all sequences, one sequence after the other, then padding up to linear.MIN_ROWS.
+Rows are the scheduled tokens of all sequences, one sequence after the other, then padding up to min_rows.
 ModelRunner calls it once a step. It schedules and computes nothing.
 """
 
@@ -19,7 +19,7 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The tensors of one step: T rows, T >= MIN_ROWS."""
+    """The tensors of one step: T rows."""
 
     token_ids_T: Tensor
     """int64 [T], 0 in padding rows"""
@@ -28,9 +28,11 @@ class ModelInput:
     metadata: AttentionMetadata
 
 
-def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.device) -> ModelInput:
+def build_model_input(
+    batch: ScheduledBatch, block_size: int, device: torch.device, min_rows: int = MIN_ROWS
+) -> ModelInput:
     """Return the step's tensors on `device`. All scheduled tokens must have blocks."""
-    num_rows = max(batch.num_tokens, MIN_ROWS)
+    num_rows = max(batch.num_tokens, min_rows)
     token_ids = np.zeros(num_rows, np.int64)
     positions = np.zeros(num_rows, np.int64)
     slots = np.full(num_rows, -1, np.int64)

@@ -28,7 +28,7 @@ from gptserve.engine.model.linear import MIN_ROWS, has_onednn, product_of, rows_
 from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
-from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition, sample, top_logprobs
+from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, sample, top_logprobs
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
@@ -88,6 +88,10 @@ class ModelRunner:
             num_step_threads, max_threads=num_threads, free_cpus=free_cpus
         )
         """From the work of a step to the number of its threads."""
+        self.min_rows = MIN_ROWS
+        """A step with fewer rows is padded."""
+        self.choose: Choose | None = None
+        """What chooses the tokens; None: the fastest there is."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
         causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
         self.info = EngineInfo(
@@ -121,7 +125,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, batch: ScheduledBatch) -> StepResult:
-        inputs = build_model_input(batch, self.info.block_size, self.device)
+        inputs = build_model_input(batch, self.info.block_size, self.device, self.min_rows)
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         starts = inputs.metadata.query_starts
         return StepResult(
@@ -157,11 +161,11 @@ class ModelRunner:
                 positions += [SamplingPosition(item.sequence, item.draft[:i]) for i in range(size)]
         if not rows:
             return ()
-        return tuple(sample(self._logits(hidden, rows), positions, self.info.eos_token_ids).split(sizes))
+        return tuple(sample(self._logits(hidden, rows), positions, self.info.eos_token_ids, self.choose).split(sizes))
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Return fp32 logits of these rows, followed by padding rows up to MIN_ROWS."""
-        rows = rows + rows[-1:] * (MIN_ROWS - len(rows))
+        """Return fp32 logits of these rows, followed by padding rows up to min_rows."""
+        rows = rows + rows[-1:] * (self.min_rows - len(rows))
         return self._decoder.logits(hidden[rows])
 
     def _prompt_logprobs(self, hidden: Tensor, item: ScheduledSequence) -> list[tuple[int, TokenLogprobs]]:

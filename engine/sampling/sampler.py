@@ -15,7 +15,7 @@ Logprobs are of the raw logits. The result of a row depends only on that row. Mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +70,16 @@ class SampledTokens(NamedTuple):
             yield SampledTokens(self.token_ids[rows], self.logprobs[rows])
 
 
-def sample(logits: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int] = ()) -> SampledTokens:
+Choose = Callable[[Tensor, Sequence[Choice]], Tensor]
+"""From fp32 scores [rows, vocab] to a token id (int64 [rows]) per row; -1 for a row that is not finite."""
+
+
+def sample(
+    logits: Tensor,
+    positions: Sequence[SamplingPosition],
+    eos_token_ids: Sequence[int] = (),
+    choose: Choose | None = None,
+) -> SampledTokens:
     """Choose the token at each position from fp32 logits [rows, vocab]; later rows are padding.
 
     A row of which the masks leave nothing counts as one that is not finite. Mutates nothing. It waits for the device
@@ -78,7 +87,8 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], eos_token_ids:
     """
     raw = logits[: len(positions)]
     scores = _adjust(raw, positions, eos_token_ids)
-    choose = native_draw.choose if scores.device.type == "cpu" and native.is_available() else choose_by_torch
+    if choose is None:
+        choose = native_draw.choose if scores.device.type == "cpu" and native.is_available() else choose_by_torch
     chosen = choose(scores, list(map(_choice, positions)))
     logprobs = _reported_logprobs(raw, chosen.clamp(min=0), positions)
     ids = chosen.tolist()  # a step waits for the device here
