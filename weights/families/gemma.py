@@ -12,7 +12,7 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, with_windows
 from gptserve.weights.families.llama import ATTENTION, EMBED, END, FFN, IGNORED, read_llama_config
-from gptserve.weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.families.rotary import read_rotary
 
 NORMS = {
     "blocks.{}.attn_norm": "layers.{}.input_layernorm",
@@ -36,11 +36,11 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
     local = by_kind.section("sliding_attention")
     near = raw.positive("rope_local_base_freq", default=10_000.0)
     size, context = config.head_size, raw.size("max_position_embeddings")
-    wide = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
-    narrow = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
+    wide, max_position = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
+    narrow, _ = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
     return replace(
         config,
-        max_position=usable_context(raw, context, everything),
+        max_position=max_position,
         qk_norm="head",
         rotaries=tuple(wide if window is None else narrow for window in config.attention_windows),
     )

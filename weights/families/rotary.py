@@ -14,6 +14,8 @@ from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.families.family import MAX_SIZE, RawConfig
 
 Frequencies = tuple[float, ...]
+Scaled = tuple[Rotary, int]
+"""Frequencies, and the longest context that they are made for."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _UNUSED = ("finetuned", "mrope_section")
@@ -28,9 +30,10 @@ def read_rotary(
     scaling: RawConfig | None = None,
     theta: float = 10_000.0,
     fraction: float = 1.0,
-) -> Rotary:
+) -> Scaled:
     """Read `rope_parameters`, or `rope_theta` and `rope_scaling` in older files.
 
+    Return the frequencies and the longest context that they are made for; `max_position` is the file's own figure.
     `scaling` replaces those sections; `theta` and `fraction` are the family's defaults. Raises InvalidConfigError or
     UnsupportedModelError.
     """
@@ -45,43 +48,24 @@ def read_rotary(
     if not 1 <= num_pairs <= head_size // 2:
         raise scaling.error("partial_rotary_factor", f"a share of {head_size} dimensions, at least 2")
     plain = tuple(theta ** (-i / num_pairs) for i in range(num_pairs))
-    kind = _kind(scaling)
+    kinds = [scaling.text(name) for name in ("rope_type", "type") if name in scaling]
+    kind = kinds[0] if kinds else "default"
     scaling.skip(*_UNUSED)
     if kind not in _SCALINGS:
         raise UnsupportedModelError(f"config.json: rope_type must be one of {', '.join(_SCALINGS)}, got {shown(kind)}")
-    context = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
-    if context < 2:
+    original = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
+    if original < 2:
         raise scaling.error(_ORIGINAL, "at least 2")
-    return _SCALINGS[kind](scaling, plain, theta, context, max_position / context)
+    return _SCALINGS[kind](scaling, plain, theta, original, max_position)
 
 
 def with_rotary(
     raw: RawConfig, config: ModelConfig, *, size: int | None = None, theta: float = 10_000.0, fraction: float = 1.0
 ) -> ModelConfig:
     """Return the configuration with the rotary positions of a head's first `size` dimensions on every layer."""
-    rotary = read_rotary(raw, size or config.head_size, config.max_position, theta=theta, fraction=fraction)
-    max_position = usable_context(raw, config.max_position)
-    return replace(config, position=None, rotaries=(rotary,) * config.num_layers, max_position=max_position)
-
-
-def usable_context(raw: RawConfig, max_position: int, scaling: RawConfig | None = None) -> int:
-    """Return the longest context that the frequencies are made for; `max_position` is the file's own figure.
-
-    LongRoPE: the original context. Beyond it all keys, cached ones too, need other frequencies.
-    YaRN: `factor` times the original context, as in vLLM. Many files (Qwen2.5 and Qwen3, as their cards tell users to
-    write them) keep the max_position_embeddings of the model before it was stretched.
-    """
-    scaling = scaling or _scaling(raw)
-    original = raw.size(_ORIGINAL, default=scaling.size(_ORIGINAL, default=max_position))
-    scale = _SCALINGS.get(_kind(scaling))
-    if scale is _longrope:
-        return min(max_position, original)
-    if scale is not _yarn:
-        return max_position
-    context = original * scaling.positive("factor", default=max_position / original)
-    if not 1 <= context <= MAX_SIZE:
-        raise scaling.error("factor", f"such that factor * {original} tokens are in [1, {MAX_SIZE}]")
-    return int(context)
+    head_size = size or config.head_size
+    rotary, context = read_rotary(raw, head_size, config.max_position, theta=theta, fraction=fraction)
+    return replace(config, position=None, rotaries=(rotary,) * config.num_layers, max_position=context)
 
 
 def _scaling(raw: RawConfig) -> RawConfig:
@@ -97,24 +81,19 @@ def _scaling(raw: RawConfig) -> RawConfig:
     return section
 
 
-def _kind(scaling: RawConfig) -> str:
-    kinds = [scaling.text(name) for name in ("rope_type", "type") if name in scaling]
-    return kinds[0] if kinds else "default"
-
-
-def _plain(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+def _plain(scaling: RawConfig, plain: Frequencies, theta: float, original: int, max_position: int) -> Scaled:
     """No scaling. "dynamic" would only scale beyond max_position, which no sequence reaches."""
     scaling.skip("factor")
-    return Rotary(plain)
+    return Rotary(plain), max_position
 
 
-def _linear(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+def _linear(scaling: RawConfig, plain: Frequencies, theta: float, original: int, max_position: int) -> Scaled:
     """Position interpolation (Chen et al. 2023): divide every position by the factor."""
     factor = scaling.positive("factor", default=1.0)
-    return Rotary(tuple(f / factor for f in plain))
+    return Rotary(tuple(f / factor for f in plain)), max_position
 
 
-def _llama3(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
+def _llama3(scaling: RawConfig, plain: Frequencies, theta: float, original: int, max_position: int) -> Scaled:
     """Llama 3.1: stretch long waves, keep short ones, blend those between."""
     factor = scaling.positive("factor", default=8.0)
     low, high = scaling.positive("low_freq_factor", default=1.0), scaling.positive("high_freq_factor", default=4.0)
@@ -122,19 +101,26 @@ def _llama3(scaling: RawConfig, plain: Frequencies, theta: float, context: int, 
         raise scaling.error("low_freq_factor", f"below high_freq_factor ({high})")
 
     def blend(f: float) -> float:
-        share = min(1.0, max(0.0, (context * f / (2 * math.pi) - low) / (high - low)))
+        share = min(1.0, max(0.0, (original * f / (2 * math.pi) - low) / (high - low)))
         return share * f + (1 - share) * f / factor
 
-    return Rotary(tuple(map(blend, plain)))
+    return Rotary(tuple(map(blend, plain))), max_position
 
 
-def _yarn(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
-    """YaRN (Peng et al. 2023, sections 3.2 to 3.4)."""
-    factor = scaling.positive("factor", default=stretch)
+def _yarn(scaling: RawConfig, plain: Frequencies, theta: float, original: int, max_position: int) -> Scaled:
+    """YaRN (Peng et al. 2023, sections 3.2 to 3.4), for `factor` times the original context, as in vLLM.
+
+    Many files (Qwen2.5 and Qwen3, as their cards tell users to write them) keep the max_position_embeddings of the
+    model before it was stretched.
+    """
+    factor = scaling.positive("factor", default=max_position / original)
+    context = original * factor
+    if not 1 <= context <= MAX_SIZE:
+        raise scaling.error("factor", f"such that factor * {original} tokens are in [1, {MAX_SIZE}]")
     dim = 2 * len(plain)
 
     def dimension_of(num_rotations: float) -> float:
-        return dim * math.log(context / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = dimension_of(scaling.positive("beta_fast", default=32.0))
     last = dimension_of(scaling.positive("beta_slow", default=1.0))
@@ -147,24 +133,25 @@ def _yarn(scaling: RawConfig, plain: Frequencies, theta: float, context: int, st
     scale, m, all_dims = (scaling.number(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if scale is None:
         scale = _yarn_scale(factor, m) / _yarn_scale(factor, all_dims) if m and all_dims else _yarn_scale(factor)
-    return Rotary(tuple((1 - s) * f + s * f / factor for f, s in zip(plain, shares, strict=True)), scale)
+    return Rotary(tuple((1 - s) * f + s * f / factor for f, s in zip(plain, shares, strict=True)), scale), int(context)
 
 
 def _yarn_scale(factor: float, m: float = 1.0) -> float:
     return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _longrope(scaling: RawConfig, plain: Frequencies, theta: float, context: int, stretch: float) -> Rotary:
-    """LongRoPE (Ding et al. 2024) within the original context, where `usable_context` ends max_position."""
+def _longrope(scaling: RawConfig, plain: Frequencies, theta: float, original: int, max_position: int) -> Scaled:
+    """LongRoPE (Ding et al. 2024) within the original context: beyond it all keys, cached ones too, need others."""
     short = scaling.numbers("short_factor", length=len(plain))
     scaling.skip("long_factor")
-    factor = scaling.positive("factor", default=stretch)
-    default = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+    factor = scaling.positive("factor", default=max_position / original)
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     scale = scaling.positive("attention_factor", default=default)
-    return Rotary(tuple(f / divisor for f, divisor in zip(plain, short, strict=True)), scale)
+    rotary = Rotary(tuple(f / divisor for f, divisor in zip(plain, short, strict=True)), scale)
+    return rotary, min(max_position, original)
 
 
-_SCALINGS: dict[str, Callable[[RawConfig, Frequencies, float, int, float], Rotary]] = {
+_SCALINGS: dict[str, Callable[[RawConfig, Frequencies, float, int, int], Scaled]] = {
     "default": _plain,
     "dynamic": _plain,
     "linear": _linear,

@@ -9,9 +9,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gptserve.weights.config import Rotary
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
 from gptserve.weights.families.family import RawConfig
-from gptserve.weights.families.rotary import read_rotary, usable_context
+from gptserve.weights.families.rotary import read_rotary
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: list[dict[str, Any]] = [
@@ -24,8 +25,12 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
-def read(**fields: Any) -> Any:
-    return read_rotary(RawConfig(fields), 64, 2048)
+def read(**fields: Any) -> Rotary:
+    return read_rotary(RawConfig(fields), 64, 2048)[0]
+
+
+def usable_context(fields: dict[str, Any], max_position: int) -> int:
+    return read_rotary(RawConfig(fields), 64, max_position)[1]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(scaling["rope_type"]))
@@ -58,8 +63,8 @@ def test_longrope_has_its_short_factors_and_ends_where_they_do() -> None:
 
     torch.testing.assert_close(torch.tensor(rotary.inv_freqs), expected, rtol=1e-5, atol=0)
     assert rotary.scale == pytest.approx(scale)
-    assert usable_context(RawConfig(fields), 2048) == 128
-    assert usable_context(RawConfig({}), 2048) == 2048
+    assert usable_context(fields, 2048) == 128
+    assert usable_context({}, 2048) == 2048
 
 
 @pytest.mark.parametrize(
@@ -85,16 +90,15 @@ def test_longrope_has_its_short_factors_and_ends_where_they_do() -> None:
 def test_a_yarn_model_has_factor_times_its_original_context(
     max_position: int, scaling: dict[str, Any], longest: int
 ) -> None:
-    assert usable_context(RawConfig({"rope_scaling": scaling}), max_position) == longest
-    assert usable_context(RawConfig({"rope_parameters": scaling}), max_position) == longest
+    assert usable_context({"rope_scaling": scaling}, max_position) == longest
+    assert usable_context({"rope_parameters": scaling}, max_position) == longest
 
 
 def test_a_yarn_factor_beyond_any_context_is_refused() -> None:
-    raw = RawConfig({"rope_scaling": {"type": "yarn", "factor": 1e300}})
     with pytest.raises(
         InvalidConfigError, match=r"factor must be such that factor \* 2048 tokens are in .*, got 1e\+300"
     ):
-        usable_context(raw, 2048)
+        read(rope_scaling={"type": "yarn", "factor": 1e300})
 
 
 def test_rope_scaling_beside_rope_parameters_must_say_the_same() -> None:
@@ -109,7 +113,7 @@ def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
 
 
 def test_a_part_of_each_head_turns() -> None:
-    assert read(partial_rotary_factor=0.25).inv_freqs == read_rotary(RawConfig({}), 16, 2048).inv_freqs
+    assert read(partial_rotary_factor=0.25).inv_freqs == read_rotary(RawConfig({}), 16, 2048)[0].inv_freqs
 
 
 @pytest.mark.parametrize(
