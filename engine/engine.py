@@ -65,7 +65,6 @@ class Engine:
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        self._num_scored: dict[str, int] = {}  # entries of prompt_logprobs sent so far, of the requests that get more
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._warm_up()
 
@@ -96,21 +95,18 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if this model cannot compute it."""
         request.check(self.info)
-        sequence = self._scheduler.add(request)
-        if request.params.prompt_logprobs is not None and not request.generated_token_ids:
-            self._num_scored[request.request_id] = request.num_scored_tokens
-        self._num_prompt_tokens += sequence.num_prompt_tokens
+        self._scheduler.add(request)
+        self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks; one that has ended or is unknown is ignored."""
         self._scheduler.abort(request_id)
-        self._num_scored.pop(request_id, None)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; return an output for each request that got tokens or prompt logprobs, or ended."""
         batch = self._scheduler.schedule()
         expired = [sequence.request.request_id for sequence in self._scheduler.expire_waiting()]
-        outputs = [self._fail(request_id, self._never_admitted, FinishReason.QUEUE_TIMEOUT) for request_id in expired]
+        outputs = [_failed(request_id, self._never_admitted, FinishReason.QUEUE_TIMEOUT) for request_id in expired]
         if not batch.items:
             return outputs
         try:
@@ -119,46 +115,39 @@ class Engine:
             return outputs + self._recover(batch, error)
         self._num_steps += 1
         for index, entries in result.prompt_logprobs.items():
-            request_id = batch.items[index].sequence.request.request_id
-            if request_id in self._num_scored:  # not aborted meanwhile
-                outputs += self._score_prompt(request_id, entries)
+            sequence = batch.items[index].sequence
+            if sequence.is_running:  # not aborted meanwhile
+                outputs += self._score_prompt(sequence, entries)
         sampling = [item.sequence for item in batch.items if item.needs_sampling]
         sampled = dict(zip(sampling, result.sampled, strict=True))
         progressed = self._scheduler.update(batch, [sampled[sequence].token_ids for sequence in sampling])
         return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
 
-    def _score_prompt(self, request_id: str, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:
+    def _score_prompt(self, sequence: SequenceState, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:
         """Return the next entries of prompt_logprobs; end the request if one of them is NaN.
 
         `entries` are of consecutive positions. After a preemption some of them were sent before.
         """
-        first = self._num_scored[request_id]
+        request_id, first = sequence.request.request_id, sequence.num_scored
         scores: list[TokenLogprobs | None] = [None] if first == 0 else []
         scores += [entry for position, entry in entries if position >= first]
         if any(entry is not None and math.isnan(entry.logprob) for entry in scores):
             self._scheduler.abort(request_id)
-            return [self._fail(request_id, _NOT_FINITE)]
-        self._num_scored[request_id] += len(scores)
+            return [_failed(request_id, _NOT_FINITE)]
+        sequence.num_scored += len(scores)
         return [
             TokenOutput(request_id, (), prompt_logprobs=tuple(scores[start : start + MAX_SCORES_PER_OUTPUT]))
             for start in range(0, len(scores), MAX_SCORES_PER_OUTPUT)
         ]
 
-    def _fail(self, request_id: str, error: str, reason: FinishReason = FinishReason.ERROR) -> TokenOutput:
-        """Return the last output of a request that the scheduler has ended without a token."""
-        self._num_scored.pop(request_id, None)
-        return TokenOutput(request_id, (), finish_reason=reason, error=error)
-
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence
-        request_id = sequence.request.request_id
-        self._num_scored.pop(request_id, None)
         self._num_generated_tokens += len(progress.token_ids)
         params, error = sequence.request.params, None
         if progress.finish_reason is FinishReason.ERROR:
             error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else _NOT_FINITE
         return TokenOutput(
-            request_id=request_id,
+            request_id=sequence.request.request_id,
             token_ids=progress.token_ids,
             logprobs=tuple(entry for entry in logprobs[: len(progress.token_ids)] if entry is not None),
             finish_reason=progress.finish_reason,
@@ -182,7 +171,7 @@ class Engine:
             self._warm_up()
         except Exception:
             raise error from None
-        return [self._fail(convicted.request.request_id, f"the step that computed this request failed: {error}")]
+        return [_failed(convicted.request.request_id, f"the step that computed this request failed: {error}")]
 
     def _warm_up(self) -> None:
         """Decode one token, so that only an engine that can is called ready. Raises what the step raises."""
@@ -196,3 +185,8 @@ class Engine:
             self._pool.free(block_ids)
         if result.sampled[0].token_ids == (None,):
             raise EngineStartError(f"the model cannot decode: {_NOT_FINITE}")
+
+
+def _failed(request_id: str, error: str, reason: FinishReason = FinishReason.ERROR) -> TokenOutput:
+    """Return the last output of a request that the scheduler has ended without a token."""
+    return TokenOutput(request_id, (), finish_reason=reason, error=error)

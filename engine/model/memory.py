@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from gptserve.engine.config import EngineConfig
@@ -35,15 +34,6 @@ _PARTS = {
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCapacity:
-    """What a KV cache of a given size holds; sequences are counted at full context."""
-
-    num_blocks: int
-    num_tokens: int
-    num_full_sequences: int
 
 
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
@@ -75,11 +65,11 @@ def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
 
 def cache_capacity(
     model: ModelConfig, cache_bytes: int, dtype_bytes: int, block_size: int, max_model_len: int
-) -> CacheCapacity:
-    """Return what fits into `cache_bytes`; a sequence occupies whole blocks."""
+) -> tuple[int, int, int]:
+    """Return how many blocks, tokens and sequences of full context fit into `cache_bytes`."""
     num_blocks = max(0, cache_bytes) // (block_size * kv_bytes_per_token(model, dtype_bytes))
     blocks_per_sequence = -(-max_model_len // block_size)
-    return CacheCapacity(num_blocks, num_blocks * block_size, num_blocks // blocks_per_sequence)
+    return num_blocks, num_blocks * block_size, num_blocks // blocks_per_sequence
 
 
 def plan_cache(

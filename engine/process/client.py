@@ -68,13 +68,12 @@ class TokenStream:
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Stop computing these requests (None: all live ones) and drop their outputs that were not read."""
-        ids = [i for i in (self._live if request_ids is None else request_ids) if i in self._live]
-        self._live.difference_update(ids)
-        gone = set(ids)
+        gone = self._live.intersection(self._live if request_ids is None else request_ids)
+        self._live -= gone
         self._arrived = [output for output in self._arrived if output.request_id not in gone]
         self._changed.set()
-        if ids:
-            self._abort(ids)
+        if gone:
+            self._abort(sorted(gone))
 
     def expire(self) -> None:
         """Stop computing all live requests; each ends with FinishReason.TIMEOUT, after the outputs that arrived."""

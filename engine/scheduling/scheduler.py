@@ -13,7 +13,6 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter, eq
 
-from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
@@ -58,11 +57,7 @@ class Scheduler:
         max_queue_time_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if pool.num_blocks * pool.block_size < max_model_len:
-            raise InvalidConfigurationError(
-                f"num_blocks * block_size must be at least max_model_len ({max_model_len}), "
-                f"got {pool.num_blocks} * {pool.block_size} = {pool.num_blocks * pool.block_size}"
-            )
+        assert pool.num_blocks * pool.block_size >= max_model_len, "the pool must hold a sequence of max_model_len"
         self._pool = pool
         self._blocks = SequenceBlocks(pool)
         self._max_num_seqs = max_num_seqs
@@ -103,7 +98,9 @@ class Scheduler:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
-        sequence = SequenceState(request, self._num_arrivals, known, self._clock(), blame=request.blame)
+        sequence = SequenceState(
+            request, self._num_arrivals, known, self._clock(), num_scored=request.num_scored_tokens, blame=request.blame
+        )
         self._num_arrivals += 1
         if sequence.blame.is_suspect:
             self._suspects.add(sequence)

@@ -18,6 +18,7 @@ class SequenceState:
     Invariants: token_ids only grows. num_computed < len(token_ids): the newest token is not computed yet. The keys and
     values of position p are in block_ids[p // block_size]. A waiting sequence has no blocks and num_computed is 0. One
     that has ended has a finish_reason and no blocks.
+    num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds.
     """
@@ -28,6 +29,7 @@ class SequenceState:
     queued_at: float = 0.0
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
+    num_scored: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     blame: Blame = NO_BLAME

@@ -5,7 +5,7 @@ engine/model/memory.py does the arithmetic. Reads no weights and does not import
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from gptserve.engine.model.memory import available_memory_bytes, cache_capacity, kv_bytes_per_token, parameter_counts
 from gptserve.weights.config import ModelConfig
@@ -15,7 +15,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class DTypeReport:
-    """The part of the report that depends on the data type: bytes, and the CacheCapacity beside the weights."""
+    """The part of the report that depends on the data type: bytes, and what fits beside the weights."""
 
     dtype: str
     weights_bytes: int
@@ -52,7 +52,7 @@ def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block
     for dtype, num_bytes in DTYPE_BYTES.items():
         weights_bytes = num_parameters * num_bytes
         fits = cache_capacity(model, memory_bytes - weights_bytes, num_bytes, block_size, model.max_position)
-        by_dtype.append(DTypeReport(dtype, weights_bytes, kv_bytes_per_token(model, num_bytes), *astuple(fits)))
+        by_dtype.append(DTypeReport(dtype, weights_bytes, kv_bytes_per_token(model, num_bytes), *fits))
     return ModelReport(
         model=name,
         model_type=model.model_type,

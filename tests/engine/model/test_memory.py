@@ -11,7 +11,6 @@ import pytest
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.memory import (
-    CacheCapacity,
     available_memory_bytes,
     cache_capacity,
     kv_bytes_per_token,
@@ -69,13 +68,11 @@ def test_capacity_counts_whole_blocks_and_sequences_of_whole_blocks() -> None:
     model = read(gpt2(768, 12, 12))
     block_bytes = 16 * kv_bytes_per_token(model, 2)
 
-    assert cache_capacity(model, 13 * block_bytes - 1, 2, block_size=16, max_model_len=33) == CacheCapacity(
-        num_blocks=12, num_tokens=192, num_full_sequences=4
-    )
+    assert cache_capacity(model, 13 * block_bytes - 1, 2, block_size=16, max_model_len=33) == (12, 192, 4)
 
 
 def test_nothing_fits_into_less_than_nothing() -> None:
-    assert cache_capacity(read(gpt2(768, 12, 12)), -1, 2, 16, max_model_len=1024) == CacheCapacity(0, 0, 0)
+    assert cache_capacity(read(gpt2(768, 12, 12)), -1, 2, 16, max_model_len=1024) == (0, 0, 0)
 
 
 def plan(budget_bytes: int = FREE, **options: Any) -> tuple[int, int]:

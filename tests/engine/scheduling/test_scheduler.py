@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
@@ -190,9 +189,9 @@ def test_the_first_that_does_not_fit_holds_back_those_behind_it() -> None:
     assert step(scheduler) == {"large": 20, "small": 1}
 
 
-def test_a_pool_too_small_for_one_context_is_refused_with_the_numbers() -> None:
+def test_a_pool_too_small_for_one_context_is_refused() -> None:
     make_scheduler(8, max_model_len=32)
-    with pytest.raises(InvalidConfigurationError, match=r"max_model_len \(33\), got 8 \* 4 = 32"):
+    with pytest.raises(AssertionError, match="the pool must hold a sequence of max_model_len"):
         make_scheduler(8, max_model_len=33)
 
 
