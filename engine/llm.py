@@ -45,7 +45,6 @@ class LLM:
         self.tokenizer = Tokenizer.of_model(folder)
         with LoadingBar() as bar:
             self.engine = Engine(EngineConfig(model_dir=folder, **options), bar.show)
-        self._num_requests = 0
 
     def generate(
         self,
@@ -61,7 +60,8 @@ class LLM:
         seed = secrets.randbelow(SEED_LIMIT) if seed is None else seed
         prompts = [prompts] if isinstance(prompts, str) else prompts
         ids = [tuple(self.tokenizer.encode_prompt(p) if isinstance(p, str) else p) for p in prompts]
-        requests = [self._request(prompt_ids, params or SamplingParams(), seed) for prompt_ids in ids]
+        params = params or SamplingParams()
+        requests = [Request(f"llm-{i}", prompt_ids, params, seed) for i, prompt_ids in enumerate(ids)]
         outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
         for output in self.stream(requests):
             outputs[output.request_id].append(output)
@@ -86,10 +86,6 @@ class LLM:
         finally:
             for request_id in live:
                 self.engine.abort(request_id)
-
-    def _request(self, ids: tuple[int, ...], params: SamplingParams, seed: int) -> Request:
-        self._num_requests += 1
-        return Request(f"llm-{self._num_requests}", ids, params, seed)
 
     def _completion(self, request: Request, outputs: list[TokenOutput]) -> Completion:
         last = outputs[-1]

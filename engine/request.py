@@ -20,9 +20,9 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_ALLOWED_TOKEN_IDS = 1024  # these and the bad words are gone through for every token
 MAX_BAD_WORDS = 128
+MASKS = ("allowed_token_ids", "bad_words", "min_tokens")  # the fields of SamplingParams that rule tokens out
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
-MASKS = ("allowed_token_ids", "bad_words", "min_tokens")  # the fields of SamplingParams that rule tokens out
 SEED_LIMIT = 2**63  # seeds fit a signed 64-bit integer, as the OpenAI client sends them, and are not negative
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.model.kv_cache import KVCache
-from gptserve.engine.model.layers import Block, take_linear, take_norm
+from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.linear import make_linear
-from gptserve.engine.model.rotary import RotaryTable, sinusoids
+from gptserve.engine.model.rotary import rotary_table, sinusoids
 from gptserve.weights.config import ModelConfig
 
 
@@ -37,9 +37,9 @@ class Decoder:
         device = self._embedding.device
         self._blocks = [Block(config, layer, source, backend, device) for layer in range(config.num_layers)]
         rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in config.rotaries if rotary))
-        self._table_of = [rotaries.index(rotary) if rotary else None for rotary in config.rotaries]
-        self._table_of = self._table_of or [None] * config.num_layers
-        self._tables: list[RotaryTable] = []
+        of_layers = config.rotaries or (None,) * config.num_layers
+        self._table_of = [rotaries.index(rotary) if rotary else None for rotary in of_layers]
+        self._tables: list[Tensor] = []
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
@@ -51,7 +51,7 @@ class Decoder:
     def set_max_model_len(self, max_model_len: int) -> None:
         """Compute the tables of positions [0, max_model_len)."""
         config, device = self._config, self._embedding.device
-        self._tables = [RotaryTable(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
+        self._tables = [rotary_table(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
         if config.position == "sinusoidal":
             table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
             self._positions = table.to(self._embedding)
@@ -64,7 +64,7 @@ class Decoder:
         token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
         x = self._embed(token_ids_T, positions_T)
-        rotations = [table.at(positions_T) for table in self._tables]
+        rotations = [table[positions_T].unbind(1) for table in self._tables]
         for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
             x = block(x, None if table is None else rotations[table], cache_2NGBD, metadata)
         return x
@@ -86,18 +86,3 @@ class Decoder:
         if self._embed_in is not None:
             x = self._embed_in(x)
         return x if self._positions is None else x + self._positions[positions_T]
-
-
-class StreamedTensors:
-    """Gives tensors by name from a stream; keeps those that come before they are taken."""
-
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self._tensors = tensors
-        self._waiting: dict[str, Tensor] = {}
-
-    def take(self, name: str) -> Tensor:
-        """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
-        while name not in self._waiting:
-            other, tensor = next(self._tensors)
-            self._waiting[other] = tensor
-        return self._waiting.pop(name)

@@ -6,8 +6,7 @@ tokens of all sequences, one after the other. Only decoder.py builds them. No pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,51 +15,33 @@ from torch.nn import functional
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import MixtureOfExperts
 from gptserve.engine.model.linear import Linear, activate, make_linear
-from gptserve.engine.model.rotary import Rotation
+from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.weights.config import Activation, ModelConfig
 
+Norm = Callable[[Tensor], Tensor]
+"""A normalisation over the last dimension, in and out in the model's dtype, computed in fp32."""
 
-class TensorSource(Protocol):
-    """Gives each canonical tensor once."""
+
+class StreamedTensors:
+    """Gives tensors by name from a stream; keeps those that come before they are taken."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self._waiting: dict[str, Tensor] = {}
 
     def take(self, name: str) -> Tensor:
-        """Return the tensor of this canonical name, in the model's dtype and on its device."""
-
-
-class Norm(Protocol):
-    """A normalisation over the last dimension, in and out in the model's dtype, computed in fp32."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of x, [..., size]."""
-
-
-class LayerNorm:
-    """Layer normalisation (Ba et al. 2016, equation 4); weight and bias may be missing."""
-
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-        self._weight, self._bias, self._eps = weight, bias, eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, x.shape[-1:], self._weight, self._bias, self._eps)
-
-
-class RMSNorm:
-    """Root mean square normalisation (Zhang and Sennrich 2019, equation 4); the weight may be missing."""
-
-    def __init__(self, weight: Tensor | None, eps: float) -> None:
-        self._weight, self._eps = weight, eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return (y if self._weight is None else y * self._weight).to(x.dtype)
+        """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
+        while name not in self._waiting:
+            other, tensor = next(self._tensors)
+            self._waiting[other] = tensor
+        return self._waiting.pop(name)
 
 
 class Attention:
     """Causal self-attention with its projections: softmax(scale * q k) v over cached tokens and those of the step."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, source: TensorSource, backend: AttentionBackend, device: torch.device
+        self, config: ModelConfig, layer: int, source: StreamedTensors, backend: AttentionBackend, device: torch.device
     ) -> None:
         name = f"blocks.{layer}"
         self._qkv = take_linear(source, f"{name}.qkv", bias=config.qkv_bias)
@@ -100,7 +81,7 @@ class Attention:
                 normed = norm(heads_TXD if self._qk_norm == "head" else heads_TXD.flatten(1))
                 heads_TXD.copy_(normed.view_as(heads_TXD))
         if rotation is not None:
-            rotation.rotate_(heads_THD[:, : -spec.num_kv_heads])
+            rotate_(heads_THD[:, : -spec.num_kv_heads], rotation)
         self._backend.write(k_TGD, v_TGD, cache_2NGBD, metadata)
         return self._out(self._backend.attend(q_THD, cache_2NGBD, metadata, spec).flatten(1), residual)
 
@@ -108,7 +89,7 @@ class Attention:
 class FeedForward:
     """act(x W_up) W_down; if gated, (act(x W_gate) * x W_up) W_down."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, name: str) -> None:
+    def __init__(self, config: ModelConfig, source: StreamedTensors, name: str) -> None:
         self._gate = config.activation if config.gated_ffn else None
         self._limit = config.ffn_limit
         fused = None if config.gated_ffn else config.activation
@@ -135,7 +116,7 @@ class Residual:
     - "sum": norm(x + f(x)) (GPT-1)
     """
 
-    def __init__(self, config: ModelConfig, source: TensorSource, name: str, norm: Norm | None = None) -> None:
+    def __init__(self, config: ModelConfig, source: StreamedTensors, name: str, norm: Norm | None = None) -> None:
         """Take the norms of part `name` from the source; `norm`, if given, replaces the one called {name}_norm."""
         placement = config.norm_placement
         if norm is None and placement != "output":
@@ -167,7 +148,7 @@ class Block:
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, source: TensorSource, backend: AttentionBackend, device: torch.device
+        self, config: ModelConfig, layer: int, source: StreamedTensors, backend: AttentionBackend, device: torch.device
     ) -> None:
         name = f"blocks.{layer}"
         self._parallel = config.parallel_residual
@@ -189,7 +170,7 @@ class Block:
         return self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
 
 
-def _take_feed_forward(config: ModelConfig, source: TensorSource, name: str) -> FeedForward | MixtureOfExperts:
+def _take_feed_forward(config: ModelConfig, source: StreamedTensors, name: str) -> FeedForward | MixtureOfExperts:
     if config.experts is None:
         return FeedForward(config, source, name)
     router = take_linear(source, f"{name}.router", bias=config.ffn_bias)
@@ -197,17 +178,29 @@ def _take_feed_forward(config: ModelConfig, source: TensorSource, name: str) -> 
     return MixtureOfExperts(router, experts, config.experts.num_active)
 
 
-def take_norm(config: ModelConfig, source: TensorSource, name: str) -> Norm:
-    """Return the norm of this name; an RMSNorm gets its stored weights in fp32, plus norm_weight_offset."""
+def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
+    """Return the norm of this name, with the weight and the bias that it has.
+
+    - layernorm: layer normalisation (Ba et al. 2016, equation 4)
+    - rmsnorm: root mean square normalisation (Zhang and Sennrich 2019, equation 4); weights are in fp32
+    """
     weight = source.take(f"{name}.weight") if config.norm_weight else None
     bias = source.take(f"{name}.bias") if config.norm_bias else None
+    eps = config.norm_eps
     if config.norm == "layernorm":
-        return LayerNorm(weight, bias, config.norm_eps)
-    return RMSNorm(None if weight is None else weight.float() + config.norm_weight_offset, config.norm_eps)
+        return lambda x: functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    scale = None if weight is None else weight.float() + config.norm_weight_offset
+
+    def normalise(x: Tensor) -> Tensor:
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (y if scale is None else y * scale).to(x.dtype)
+
+    return normalise
 
 
 def take_linear(
-    source: TensorSource,
+    source: StreamedTensors,
     name: str,
     *,
     bias: bool,

@@ -13,37 +13,28 @@ from torch import Tensor
 
 from gptserve.weights.config import Rotary
 
-
-class RotaryTable:
-    """The cosines and sines of positions [0, num_positions)."""
-
-    def __init__(self, rotary: Rotary, num_positions: int, device: torch.device) -> None:
-        positions_P1 = torch.arange(num_positions, dtype=torch.float64)[:, None]
-        angles_PN = positions_P1 * torch.tensor(rotary.inv_freqs, dtype=torch.float64)
-        waves_P2N = torch.stack((angles_PN.cos(), angles_PN.sin()), dim=1) * rotary.scale
-        self._waves_P2N = waves_P2N.to(device, torch.float32)
-
-    def at(self, positions_T: Tensor) -> Rotation:
-        """Return the rotation of rows at these positions."""
-        cos_T1N, sin_T1N = self._waves_P2N[positions_T].unsqueeze(2).unbind(1)
-        return Rotation(cos_T1N, sin_T1N)
+Rotation = tuple[Tensor, ...]
+"""The cosines and the sines of the rows of a step, each [T, 1, N]."""
 
 
-class Rotation:
-    """Rotates the heads of a step's rows by their positions, as Rotary defines."""
+def rotary_table(rotary: Rotary, num_positions: int, device: torch.device) -> Tensor:
+    """Return fp32 [num_positions, 2, 1, N]: the cosines and the sines of each position."""
+    positions_P1 = torch.arange(num_positions, dtype=torch.float64)[:, None]
+    angles_PN = positions_P1 * torch.tensor(rotary.inv_freqs, dtype=torch.float64)
+    waves_P2N = torch.stack((angles_PN.cos(), angles_PN.sin()), dim=1) * rotary.scale
+    return waves_P2N.unsqueeze(2).to(device, torch.float32)
 
-    def __init__(self, cos_T1N: Tensor, sin_T1N: Tensor) -> None:
-        self._cos_T1N, self._sin_T1N = cos_T1N, sin_T1N
 
-    def rotate_(self, heads_TXD: Tensor) -> None:
-        """Rotate heads [T, any number, D] in place; computed in fp32."""
-        num_pairs = self._cos_T1N.shape[-1]
-        first, second = heads_TXD[..., :num_pairs], heads_TXD[..., num_pairs : 2 * num_pairs]
-        a, b = first.float(), second.float()
-        cos, sin = self._cos_T1N, self._sin_T1N
-        rotated = a * cos - b * sin, b * cos + a * sin  # compute both before writing: in fp32, a and b are views
-        first.copy_(rotated[0])
-        second.copy_(rotated[1])
+def rotate_(heads_TXD: Tensor, rotation: Rotation) -> None:
+    """Rotate heads [T, any number, D] in place, as Rotary defines; computed in fp32."""
+    cos_T1N, sin_T1N = rotation
+    num_pairs = cos_T1N.shape[-1]
+    first, second = heads_TXD[..., :num_pairs], heads_TXD[..., num_pairs : 2 * num_pairs]
+    a, b = first.float(), second.float()
+    # Compute both before writing: in fp32, a and b are views.
+    rotated = a * cos_T1N - b * sin_T1N, b * cos_T1N + a * sin_T1N
+    first.copy_(rotated[0])
+    second.copy_(rotated[1])
 
 
 def sinusoids(num_positions: int, first: int, size: int) -> Tensor:

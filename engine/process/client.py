@@ -182,9 +182,11 @@ class EngineClient(ABC):
     async def close(self) -> None:
         """End the engine and every stream. Idempotent; leaves no thread or process."""
 
-    def _blame(self, cause: str, kind: DeathKind) -> None:
-        """Note why there is no engine; only the first cause is kept."""
+    def _blame(self, cause: str, kind: DeathKind, sinks: Iterable[OutputSink] = ()) -> None:
+        """Note why there is no engine, and end these streams; only the first cause is kept."""
         self._death = self._death or EngineDiedError(cause, kind)
+        for sink in set(sinks):
+            sink.fail(self._dead())
 
     def _dead(self) -> EngineDiedError:
         """Return why there is no engine, as an error of its own for each stream that raises it."""
@@ -243,7 +245,8 @@ class LoopClient(EngineClient):
 
     async def close(self) -> None:
         self._closed = True
-        self._end_streams("the engine was closed", DeathKind.CLOSED)
+        self._blame("the engine was closed", DeathKind.CLOSED, self._live.values())
+        self._live.clear()
         if self._loop is not None and not self._gone.is_set():
             await self._stop()
 
@@ -296,15 +299,10 @@ class LoopClient(EngineClient):
         sink.push(output)
 
     def _ended(self, cause: str, kind: DeathKind) -> None:
-        self._end_streams(cause, kind)
+        self._blame(cause, kind, self._live.values())
+        self._live.clear()
         self.waiting_since = None
         self._started.set()
         self._gone.set()
         if not self._closed:
             self._died.set()
-
-    def _end_streams(self, cause: str, kind: DeathKind) -> None:
-        self._blame(cause, kind)
-        for sink in set(self._live.values()):
-            sink.fail(self._dead())
-        self._live.clear()

@@ -242,9 +242,7 @@ class Supervisor(EngineClient):
     def _end(self, death: EngineDiedError) -> None:
         """End all streams and take no more requests; only the first cause is kept."""
         self._is_ready = False
-        self._death = self._death or death
-        for stream in {live.stream for live in self._live.values()}:
-            stream.fail(self._dead())
+        self._blame(str(death), death.kind, [live.stream for live in self._live.values()])
         self._live.clear()
 
 

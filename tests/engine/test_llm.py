@@ -9,7 +9,7 @@ import pytest
 import gptserve
 from gptserve import LLM
 from gptserve.engine.errors import EngineError, InvalidRequestError
-from gptserve.engine.request import FinishReason, SamplingParams
+from gptserve.engine.request import FinishReason, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_one_bad_prompt_refuses_all_before_anything_is_computed(llm: LLM) -> Non
 
 
 def test_a_consumer_that_stops_early_aborts(llm: LLM) -> None:
-    requests = [llm._request((5, 6), SamplingParams(max_tokens=50), seed=0) for _ in range(3)]
+    requests = [Request(f"r{i}", (5, 6), SamplingParams(max_tokens=50), seed=0) for i in range(3)]
     stream = llm.stream(requests)
     next(stream)
     stream.close()
@@ -59,7 +59,7 @@ def test_a_consumer_that_stops_early_aborts(llm: LLM) -> None:
 
 
 def test_a_second_stream_is_refused_until_the_first_has_ended(llm: LLM) -> None:
-    first = llm.stream([llm._request((5, 6), SamplingParams(max_tokens=3), seed=0)])
+    first = llm.stream([Request("r", (5, 6), SamplingParams(max_tokens=3), seed=0)])
     tokens = [next(first)]
     with pytest.raises(EngineError, match="this LLM is computing another stream"):
         llm.generate("Once")
