@@ -48,10 +48,9 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     """Return the shapes (in, out) of the model's matrix products."""
-    attention = model.num_heads * model.head_size
     return {
-        (model.hidden_size, attention + 2 * model.num_kv_heads * model.head_size),
-        (attention, model.hidden_size),
+        (model.hidden_size, model.qkv_size),
+        (model.num_heads * model.head_size, model.hidden_size),
         (model.hidden_size, model.ffn_size * (2 if model.gated_ffn else 1)),
         (model.ffn_size, model.hidden_size),
         (model.embed_size or model.hidden_size, model.vocab_size),

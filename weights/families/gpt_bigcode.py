@@ -10,7 +10,7 @@ from dataclasses import replace
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import Family, RawConfig
-from gptserve.weights.families.gpt2 import NAMES, read_gpt2_config
+from gptserve.weights.families.gpt2 import IGNORED, NAMES, read_gpt2_config
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -19,6 +19,5 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     return replace(config, num_kv_heads=1 if raw.boolean("multi_query", default=True) else config.num_heads)
 
 
-IGNORED = r"h\.\d+\.attn\.bias|lm_head\.weight"
 _sources = layout.decoder(NAMES, qkv_order=layout.heads_together)
 GPT_BIGCODE = Family("gpt_bigcode", _read_config, _sources, ("transformer.",), IGNORED)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import Family, RawConfig, plain_config
-from gptserve.weights.families.gpt2 import NAMES
+from gptserve.weights.families.gpt2 import IGNORED, NAMES
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
@@ -29,5 +29,4 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 # torch.compile and torch's data parallelism add prefixes of their own.
 PREFIXES = ("_orig_mod.transformer.", "module.transformer.", "transformer.", "_orig_mod.", "module.")
-IGNORED = r"h\.\d+\.attn\.bias|lm_head\.weight"
 NANOGPT = Family("nanogpt", _read_config, layout.decoder(NAMES), PREFIXES, IGNORED)
