@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
@@ -65,7 +66,6 @@ class Engine:
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._warm_up()
 
     @property
@@ -76,27 +76,19 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """The counters of this moment."""
-        scheduler, pool = self._scheduler, self._pool
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_draft_tokens=scheduler.num_draft_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
+        return replace(
+            self._scheduler.stats,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_used_blocks=self._pool.num_used,
+            num_cached_blocks=self._pool.num_cached,
         )
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if this model cannot compute it."""
         request.check(self.info)
         self._scheduler.add(request)
-        self._num_prompt_tokens += len(request.prompt_token_ids)
+        self._scheduler.stats.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks; one that has ended or is unknown is ignored."""
@@ -113,7 +105,7 @@ class Engine:
             result = self._runner.run(batch)
         except BaseException as error:
             return outputs + self._recover(batch, error)
-        self._num_steps += 1
+        self._scheduler.stats.num_steps += 1
         for index, entries in result.prompt_logprobs.items():
             sequence = batch.items[index].sequence
             if sequence.is_running:  # not aborted meanwhile
@@ -142,7 +134,7 @@ class Engine:
 
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence
-        self._num_generated_tokens += len(progress.token_ids)
+        self._scheduler.stats.num_generated_tokens += len(progress.token_ids)
         params, error = sequence.request.params, None
         if progress.finish_reason is FinishReason.ERROR:
             error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else _NOT_FINITE

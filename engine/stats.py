@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 _NUM_GAUGES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """First the current gauges, then totals since the engine started."""
+    """First the current gauges, then totals since the engine started. Only Scheduler and Engine change their own."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -18,6 +18,7 @@ from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
+from gptserve.engine.stats import EngineStats
 
 _in_order_of_service = attrgetter("order")
 
@@ -72,11 +73,8 @@ class Scheduler:
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
-        self.num_preemptions = 0
-        self.num_prefix_queried_tokens = 0
-        self.num_prefix_hit_tokens = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
+        self.stats = EngineStats()
+        """The totals so far; the gauges stay 0."""
 
     @property
     def num_running(self) -> int:
@@ -125,9 +123,9 @@ class Scheduler:
         if self._suspects:
             self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
             return ScheduledBatch(tuple(items))
-        num_preemptions = self.num_preemptions
+        num_preemptions = self.stats.num_preemptions
         budget = self._schedule_running(items, self._max_num_batched_tokens)
-        if self.num_preemptions == num_preemptions:
+        if self.stats.num_preemptions == num_preemptions:
             budget = self._schedule_waiting(items, budget)
         if self._drafter is not None:
             num_scheduled = self._max_num_batched_tokens - budget
@@ -202,7 +200,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         insort(self._waiting, sequence, key=_in_order_of_service)
-        self.num_preemptions += 1
+        self.stats.num_preemptions += 1
 
     def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
         """Schedule only this suspect; preempt others, last in order first, until it has a running slot and blocks."""
@@ -232,8 +230,8 @@ class Scheduler:
         insort(self._running, sequence, key=_in_order_of_service)
         if use_cache and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed
-            self.num_prefix_queried_tokens += sequence.num_prompt_tokens
-            self.num_prefix_hit_tokens += sequence.num_cached_tokens
+            self.stats.num_prefix_queried_tokens += sequence.num_prompt_tokens
+            self.stats.num_prefix_hit_tokens += sequence.num_cached_tokens
         return True
 
     def _can_use_cache(self, sequence: SequenceState) -> bool:
@@ -291,8 +289,8 @@ class Scheduler:
     def _rollback(self, item: ScheduledSequence, accepted: list[int]) -> None:
         """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
-        self.num_draft_tokens += len(item.draft)
-        self.num_accepted_tokens += sum(map(eq, accepted, item.draft))
+        self.stats.num_draft_tokens += len(item.draft)
+        self.stats.num_accepted_tokens += sum(map(eq, accepted, item.draft))
         sequence.num_computed = len(sequence.token_ids) - 1
         self._blocks.register(sequence, num_before, sequence.num_computed)
         self._blocks.trim(sequence)

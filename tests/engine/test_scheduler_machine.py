@@ -274,10 +274,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(self.ended) == {sequence.request.request_id for sequence in self.sequences}, "a request was lost"
         self.internals_agree()
         assert self.pool.num_used == 0
-        self.seen["preemptions"] += self.scheduler.num_preemptions
-        self.seen["prefix hits"] += self.scheduler.num_prefix_hit_tokens
-        self.seen["accepted"] += self.scheduler.num_accepted_tokens
-        self.seen["rejected"] += self.scheduler.num_draft_tokens - self.scheduler.num_accepted_tokens
+        self.seen["preemptions"] += self.scheduler.stats.num_preemptions
+        self.seen["prefix hits"] += self.scheduler.stats.num_prefix_hit_tokens
+        self.seen["accepted"] += self.scheduler.stats.num_accepted_tokens
+        self.seen["rejected"] += self.scheduler.stats.num_draft_tokens - self.scheduler.stats.num_accepted_tokens
         self.seen["examples"] += 1
 
     def step(self, *, bad_row: int | None = None, aborted: int | None = None, raises: bool = False) -> None:

@@ -204,7 +204,7 @@ def test_the_youngest_is_preempted_when_a_block_is_lacking_and_nobody_is_admitte
     add(scheduler, "new", [1], priority=-1)
     assert step(scheduler) == {"old": 1}
     assert (young.is_running, young.num_computed, young.block_ids) == (False, 0, [])
-    assert (old.num_preemptions, young.num_preemptions, scheduler.num_preemptions) == (0, 1, 1)
+    assert (old.num_preemptions, young.num_preemptions, scheduler.stats.num_preemptions) == (0, 1, 1)
 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_comes_back_first() -> None:
@@ -231,7 +231,7 @@ def test_a_sequence_last_in_order_preempts_itself() -> None:
     add(scheduler, "young", range(20, 36))
     step(scheduler)
     assert step(scheduler) == {"old": 1}
-    assert scheduler.num_preemptions == 1
+    assert scheduler.stats.num_preemptions == 1
 
 
 def test_as_many_as_needed_are_preempted_and_no_more() -> None:
@@ -240,7 +240,7 @@ def test_as_many_as_needed_are_preempted_and_no_more() -> None:
         add(scheduler, name, prompt)
     step(scheduler)
     assert step(scheduler) == {"a": 1, "b": 1}
-    assert scheduler.num_preemptions == 2
+    assert scheduler.stats.num_preemptions == 2
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
@@ -251,7 +251,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     scheduler.abort("old")
     assert step(scheduler) == {"young": 4}, "three blocks are found, the last token is computed in a new one"
     assert young.num_cached_tokens == 0, "cached tokens are those of the first admission"
-    assert scheduler.num_prefix_hit_tokens == 0
+    assert scheduler.stats.num_prefix_hit_tokens == 0
 
 
 # The prefix cache
@@ -264,7 +264,7 @@ def test_a_cached_prompt_is_computed_from_its_first_unknown_block_on() -> None:
     again = add(scheduler, "b", [*range(8), 50, 51])
     assert step(scheduler) == {"a": 1, "b": 2}
     assert again.num_cached_tokens == 8
-    assert (scheduler.num_prefix_queried_tokens, scheduler.num_prefix_hit_tokens) == (20, 8)
+    assert (scheduler.stats.num_prefix_queried_tokens, scheduler.stats.num_prefix_hit_tokens) == (20, 8)
 
 
 def test_the_last_block_is_computed_even_if_all_of_it_is_cached() -> None:
@@ -315,7 +315,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_shares_it()
     add(scheduler, "b", range(10), prompt_logprobs=0)
     add(scheduler, "c", range(10))
     assert step(scheduler) == {"a": 10, "b": 10, "c": 2}
-    assert scheduler.num_prefix_queried_tokens == 10
+    assert scheduler.stats.num_prefix_queried_tokens == 10
 
 
 def test_a_preempted_request_whose_prompt_logprobs_are_done_uses_the_cache() -> None:
@@ -331,7 +331,7 @@ def test_without_prefix_caching_nothing_is_shared_or_counted() -> None:
     add(scheduler, "a", range(10))
     add(scheduler, "b", range(10))
     assert step(scheduler) == {"a": 10, "b": 10}
-    assert scheduler.num_prefix_queried_tokens == 0
+    assert scheduler.stats.num_prefix_queried_tokens == 0
 
 
 # Drafts
@@ -343,7 +343,7 @@ def test_a_draft_that_holds_gives_all_its_tokens_and_one_more() -> None:
     assert step(scheduler) == {"a": MAX_DRAFTING_STEP_TOKENS}
     assert sequence.token_ids == [*range(4), *[7] * 9]
     assert (sequence.num_computed, len(sequence.block_ids)) == (12, 3)
-    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (8, 8)
+    assert (scheduler.stats.num_draft_tokens, scheduler.stats.num_accepted_tokens) == (8, 8)
 
 
 def test_a_draft_that_fails_gives_the_token_it_would_have_been_and_its_blocks_back() -> None:
@@ -352,7 +352,7 @@ def test_a_draft_that_fails_gives_the_token_it_would_have_been_and_its_blocks_ba
     step(scheduler, token_id=7)
     assert sequence.token_ids == [*range(4), 7]
     assert (sequence.num_computed, len(sequence.block_ids)) == (4, 2), "the new token is in the second block"
-    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (8, 0)
+    assert (scheduler.stats.num_draft_tokens, scheduler.stats.num_accepted_tokens) == (8, 0)
 
 
 def test_a_draft_is_kept_up_to_its_first_wrong_token() -> None:
@@ -379,7 +379,7 @@ def test_a_prompt_in_chunks_leaves_no_budget_for_drafts_and_gets_none() -> None:
     add(scheduler, "a", range(9))
     assert step(scheduler) == {"a": 6}
     assert step(scheduler) == {"a": 6}
-    assert scheduler.num_draft_tokens == 3
+    assert scheduler.stats.num_draft_tokens == 3
 
 
 def test_drafts_take_free_blocks_only_and_preempt_nobody() -> None:
@@ -388,7 +388,7 @@ def test_drafts_take_free_blocks_only_and_preempt_nobody() -> None:
     add(scheduler, "b", range(20, 28), max_tokens=8)
     step(scheduler)  # without drafts, as both prompts are over what a step with drafts may compute
     assert step(scheduler) == {"a": 6, "b": 4}, "a takes the last free block"
-    assert scheduler.num_preemptions == 0
+    assert scheduler.stats.num_preemptions == 0
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_an_unusable_row_within_a_draft_is_met_again_and_fails_only_then() -> No
     sequence = add(scheduler, "a", range(4))
     [progress] = scheduler.update(scheduler.schedule(), [(7, 7, None, 7, 7, 7, 7, 7, 7)])
     assert (progress.token_ids, progress.finish_reason) == ((7, 7), None)
-    assert (sequence.num_uncomputed, scheduler.num_accepted_tokens) == (1, 2)
+    assert (sequence.num_uncomputed, scheduler.stats.num_accepted_tokens) == (1, 2)
     batch = scheduler.schedule()
     [progress] = scheduler.update(batch, [(None,) * (1 + len(batch.items[0].draft))])
     assert (progress.token_ids, progress.finish_reason) == ((), FinishReason.ERROR)
@@ -709,7 +709,7 @@ def test_a_suspect_takes_seat_and_blocks_from_whoever_has_them() -> None:
     assert step(scheduler) == {"suspect": 13}, "it was in engines that died"
     assert step(scheduler) == {"suspect": 1}
     assert step(scheduler) == {"old": 1, "young": 11}
-    assert scheduler.num_preemptions == 1
+    assert scheduler.stats.num_preemptions == 1
 
 
 def test_a_suspect_that_grows_takes_the_block_it_lacks_from_another() -> None:
