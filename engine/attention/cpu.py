@@ -210,7 +210,7 @@ FUNCTIONS: native.Functions = {
 
 def _load_library() -> ctypes.CDLL | None:
     """Return the library that the installation built beside this file, None if there is none of this ABI."""
-    return native.open_library(__file__, "_cpu_paged", "paged_abi", ABI, FUNCTIONS)
+    return native.open_library("gptserve.engine.attention._cpu_paged", "paged_abi", ABI, FUNCTIONS)
 
 
 def _find_parallel() -> int | None:

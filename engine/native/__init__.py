@@ -13,7 +13,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_int64, c_void_p
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,25 +103,23 @@ def stop() -> bool:
     return stopped
 
 
-def open_library(beside: str, name: str, abi_function: str, abi: int, functions: Functions) -> ctypes.CDLL | None:
-    """Return the library that the installation built beside this file, None if there is none of this ABI."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(beside).with_name(f"{name}{suffix}")
-        if not path.exists():
-            continue
-        try:
-            found = ctypes.CDLL(str(path))
-            if found[abi_function]() != abi:
-                raise OSError(f"its version is {found[abi_function]()}, not {abi}: install the package again")
-            for function, (result, *arguments) in functions.items():
-                getattr(found, function).restype = result
-                getattr(found, function).argtypes = arguments
-        except (OSError, AttributeError) as error:
-            logger.warning("the compiled library %s is not used: %s", path, error)
-            return None
-        return found
-    return None
+def open_library(module: str, abi_function: str, abi: int, functions: Functions) -> ctypes.CDLL | None:
+    """Return the library that the installation built as this module, None if there is none of this ABI."""
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = ctypes.CDLL(spec.origin)
+        if found[abi_function]() != abi:
+            raise OSError(f"its version is {found[abi_function]()}, not {abi}: install the package again")
+        for function, (result, *arguments) in functions.items():
+            getattr(found, function).restype = result
+            getattr(found, function).argtypes = arguments
+    except (OSError, AttributeError) as error:
+        logger.warning("the compiled library %s is not used: %s", spec.origin, error)
+        return None
+    return found
 
 
 def _load() -> ctypes.CDLL | None:
-    return open_library(__file__, "_native", "native_abi", ABI, FUNCTIONS)
+    return open_library(f"{__name__}._native", "native_abi", ABI, FUNCTIONS)

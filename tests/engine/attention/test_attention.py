@@ -40,7 +40,7 @@ def test_auto_warns_and_takes_the_reference_where_the_kernel_cannot(
 def test_auto_warns_when_the_library_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gptserve.engine.native.EXTENSION_SUFFIXES", [".absent"])
+    monkeypatch.setattr("gptserve.engine.native.find_spec", lambda module: None)
     assert choose_backend("auto", CPU, torch.float32, 64).name == "reference"
     assert "its library is missing" in caplog.text
 

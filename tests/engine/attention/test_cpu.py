@@ -322,7 +322,7 @@ def test_kernel_runs_in_the_threads_of_the_linears(set_threads: Callable[[int], 
 
 
 def test_without_the_library_the_backend_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.engine.native.EXTENSION_SUFFIXES", [".absent"])
+    monkeypatch.setattr("gptserve.engine.native.find_spec", lambda module: None)
     assert not CpuAttention.is_available()
     assert CpuAttention.supported_instructions() == ()
 

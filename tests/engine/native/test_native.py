@@ -202,7 +202,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_without_the_library_there_is_no_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".absent"])
+    monkeypatch.setattr(native, "find_spec", lambda module: None)
     assert native._load() is None
     assert native.supported_variants.__wrapped__() == ()
 
