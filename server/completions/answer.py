@@ -124,10 +124,12 @@ class AnswerSender:
         If it `is_over` and the client has all events, answer 204: an EventSource would come back for ever otherwise.
         """
         options = self.plan.body.stream_options or StreamOptions()
-        include_usage = bool(options.include_usage)
-        head = self.plan.head(of_chunk=True)
         encoder = sse.EventEncoder(
-            head, self.plan.shape, include_usage=include_usage, is_resumable=is_resumable, after=after
+            self.plan.head(of_chunk=True),
+            self.plan.shape,
+            include_usage=bool(options.include_usage),
+            is_resumable=is_resumable,
+            after=after,
         )
         is_well = True
         keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
@@ -136,17 +138,8 @@ class AnswerSender:
                 await connection.begin()
             try:
                 async for outputs in self.source:
-                    events: list[str] = []
-                    try:
-                        async for index, delta in self._added(outputs):
-                            if not delta.is_empty:
-                                usage = self.output.usage() if options.continuous_usage_stats else None
-                                chunk = self._computed(delta.num_entries, encoder.chunk, index, delta, usage)
-                                events.append(await chunk)
-                    finally:  # send the outputs before the one that failed
-                        if any(events):
-                            await connection.write("".join(events).encode("ascii"))
-                end = (encoder.usage_chunk(self.output.usage()) if include_usage else "") + sse.DONE
+                    await self._write_events(outputs, encoder, connection)
+                end = (encoder.usage_chunk(self.output.usage()) if options.include_usage else "") + sse.DONE
             except Exception as error:
                 is_well = False
                 end = encoder.error(error_body(report(error, scope)))
@@ -154,7 +147,21 @@ class AnswerSender:
             raise ClientDisconnect
         if end == sse.DONE and not connection.has_begun:
             await Response(status_code=204)(scope, receive, send)
-            return is_well
-        await connection.begin()
-        await send({"type": "http.response.body", "body": end.encode("ascii"), "more_body": False})
+        else:
+            await connection.write(end.encode("ascii"), is_last=True)
         return is_well
+
+    async def _write_events(
+        self, outputs: Iterable[TokenOutput], encoder: sse.EventEncoder, connection: sse.Connection
+    ) -> None:
+        """Write the events of these outputs together; if one of them fails, those before it."""
+        options = self.plan.body.stream_options
+        events: list[str] = []
+        try:
+            async for index, delta in self._added(outputs):
+                if not delta.is_empty:
+                    usage = self.output.usage() if options is not None and options.continuous_usage_stats else None
+                    events.append(await self._computed(delta.num_entries, encoder.chunk, index, delta, usage))
+        finally:
+            if any(events):
+                await connection.write("".join(events).encode("ascii"))

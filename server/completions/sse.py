@@ -23,6 +23,9 @@ HEADERS = (
 )
 DONE = "data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+# What follows a comment begins with this one. `vllm bench serve` strips what it receives together, the blank line of a
+# comment with it, and would take the next event for a part of that comment; it finds the end of this one.
+AFTER_KEEP_ALIVE = b":\n\n"
 _TEXT = "\0"  # a placeholder for a chunk's text while the part around the text is rendered
 
 
@@ -81,7 +84,7 @@ class EventEncoder:
 
 
 class Connection:
-    """Watches a client that waits for its answer, as an async context; end the response after the context.
+    """Watches a client that waits for its answer, as an async context; write the last part after the context.
 
     Calls `on_gone` when the client hangs up. Sends a comment when a stream has been silent for keep_alive_s.
     """
@@ -98,6 +101,7 @@ class Connection:
         self._clock = asyncio.get_running_loop().time
         self._is_writing = False
         self._last_write = self._clock()
+        self._lead = b""  # to begin the next write with
 
     async def __aenter__(self) -> Connection:
         self._watch = asyncio.create_task(self._attend())
@@ -113,12 +117,13 @@ class Connection:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
         """Send a part of the body; waits while the client reads too slowly."""
         await self.begin()
         self._is_writing, self._last_write = True, self._clock()
+        body, self._lead = self._lead + data, AFTER_KEEP_ALIVE if data == KEEP_ALIVE else b""
         try:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
         finally:
             self._is_writing = False
 
