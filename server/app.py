@@ -63,6 +63,7 @@ def create_app(
         description="An exact, small inference server for GPT-style language models",
         version=_version(),
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
+        generate_unique_id_function=lambda route: route.name,  # clients that are generated call their functions so
         redirect_slashes=False,
         middleware=[
             *_cross_origin(settings.origins),

@@ -45,6 +45,15 @@ def event_stream() -> dict[str, Any]:
     }
 
 
+def links_to_completion(completion_id: str) -> dict[str, Any]:
+    """Return FastAPI's description of what can be done next with a background completion.
+
+    `completion_id` is the runtime expression of its id: https://spec.openapis.org/oas/v3.1.0#runtime-expressions
+    """
+    operations = ("retrieve_completion", "stream_completion", "cancel_completion")
+    return {"links": {name: {"operationId": name, "parameters": {"id": completion_id}} for name in operations}}
+
+
 def json_body(*models: type[BaseModel]) -> dict[str, Any]:
     """Return FastAPI's `openapi_extra` for a route that parses its body itself, as one of `models`."""
     references = [{"$ref": _REF.format(model=model.__name__)} for model in models]
