@@ -5,7 +5,6 @@ It does not start or stop the engine and reads no configuration; `serve.py` and 
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 
 from fastapi import FastAPI
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+import gptserve
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
 from gptserve.server.api.completions import chat_router, completions_router
@@ -61,7 +61,7 @@ def create_app(
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
-        version=_version(),
+        version=gptserve.__version__,
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
         generate_unique_id_function=lambda route: route.name,  # clients that are generated call their functions so
         redirect_slashes=False,
@@ -120,10 +120,3 @@ def _what_to_call(request: Request) -> str:
         if likely != request.url.path and any(route.matches(scope)[0] is Match.FULL for route in routes):
             return f"call {request.method} {likely}"
     return "/openapi.json lists the routes"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("gptserve")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # run from a source tree that is not installed
