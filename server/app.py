@@ -36,6 +36,7 @@ from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKey
 from gptserve.server.operations.keys import ApiKeys
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
+from gptserve.server.settings import ServerSettings
 
 MAX_PATH = 200  # characters of a path in a message
 
@@ -56,8 +57,6 @@ def create_app(
     store = BackgroundStore(service, journal or Journal(None), restore)
     metrics.watch_background(store.counts)
     settings = options.settings
-    keys = ApiKeys(settings.api_keys, settings.api_key_file)
-    open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
@@ -65,11 +64,7 @@ def create_app(
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
         generate_unique_id_function=lambda route: route.name,  # clients that are generated call their functions so
         redirect_slashes=False,
-        middleware=[
-            *_cross_origin(settings.origins),
-            Middleware(RequestEnvelope),
-            Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths),
-        ],
+        middleware=[*_cross_origin(settings.origins), Middleware(RequestEnvelope), *_guard(settings)],
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
@@ -98,6 +93,15 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
             expose_headers=["x-request-id", "x-gptserve-ignored", "retry-after"],
         )
     ]
+
+
+def _guard(settings: ServerSettings) -> list[Middleware]:
+    """Return the middleware that asks for keys, if there are any. Raises KeyFileError."""
+    if not settings.needs_key:
+        return []
+    open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
+    keys = ApiKeys(settings.api_keys, settings.api_key_file)
+    return [Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths)]
 
 
 async def _answer_routing_error(request: Request, error: Exception) -> Response:

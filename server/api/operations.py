@@ -23,8 +23,7 @@ def operations_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["operations"])
     settings = service.options.settings
-    needs_key = settings.needs_key and settings.protect_operations
-    extra, refusals = (None, error_responses(401)) if needs_key else (_NO_KEY, {})
+    extra, refusals = (None, error_responses(401)) if settings.protect_operations else (_NO_KEY, {})
     unwell = error_responses(503)
     document: dict[str, Any] = {}
 
