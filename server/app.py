@@ -22,12 +22,12 @@ from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
+from gptserve.server.api.schemas import ChatRequest, CompletionRequest
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.store import BackgroundStore, Restore
-from gptserve.server.completions.chat import restore_chat
 from gptserve.server.completions.harmony import find_marks
-from gptserve.server.completions.plan import restore_completion
+from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.service import AppOptions, Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
@@ -51,8 +51,10 @@ def create_app(
     metrics = Metrics(engine, options.model_name)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics)
     restore: dict[str, Restore] = {
-        TEXT_SHAPE.object: partial(restore_completion, tokenizer=tokenizer),
-        CHAT_SHAPE.object: partial(restore_chat, tokenizer=tokenizer, marks=find_marks(tokenizer)),
+        TEXT_SHAPE.object: partial(restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=tokenizer),
+        CHAT_SHAPE.object: partial(
+            restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, marks=find_marks(tokenizer)
+        ),
     }
     store = BackgroundStore(service, journal or Journal(None), restore)
     metrics.watch_background(store.counts)

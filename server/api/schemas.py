@@ -286,6 +286,10 @@ class ChatRequest(Conversation, GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """needs logprobs true"""
 
+    def sampling_params(self, defaults: Mapping[str, float], **chosen: Any) -> SamplingParams:
+        """Return the parameters. In a chat logprobs only switches them on."""
+        return super().sampling_params(defaults, **chosen, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
 
 class PromptTokensDetails(_Model):
     """Where the prompt's tokens came from."""

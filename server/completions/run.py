@@ -34,7 +34,7 @@ class CompletionOutput:
                 stop_token_ids=request.params.stop_token_ids,
                 logprobs=request.params.logprobs,
                 prompt_logprobs=plan.body.prompt_logprobs,
-                echo=request.prompt_token_ids if plan.echo else (),
+                echo=request.prompt_token_ids if plan.echoes else (),
                 generates=plan.body.max_tokens != 0,
                 skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
                 channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
