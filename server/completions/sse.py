@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Receive, Send
 
-from gptserve.server.completions.encoding import PiecewiseEncoder
+from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.shapes import Json, Shape
 
@@ -40,7 +40,8 @@ class EventEncoder:
     def __init__(
         self, head: Json, shape: Shape, *, include_usage: bool, is_resumable: bool = False, after: int = 0
     ) -> None:
-        self._encode = PiecewiseEncoder(ensure_ascii=True).encode
+        self._encoder = PiecewiseEncoder(ensure_ascii=True)
+        self._encode = self._encoder.encode_short
         self._head = self._encode(head)[:-1] + ',"choices":['
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._shape = shape
@@ -63,7 +64,9 @@ class EventEncoder:
             return opening + self._event(choice, usage)
         # A whole answer, too, takes these fields from the first choice.
         after_choices = self._shape.after_choices(delta) if index == 0 else {}
-        return opening + self._event(self._encode(self._shape.part(index, delta)), usage, after_choices)
+        encode = self._encode if delta.num_entries <= PIECE_ENTRIES else self._encoder.encode
+        more = f",{encode(after_choices)[1:-1]}" if after_choices else ""
+        return opening + self._event(encode(self._shape.part(index, delta)), usage, more)
 
     def usage_chunk(self, usage: Json) -> str:
         """Return the event that closes a stream with include_usage."""
@@ -73,13 +76,12 @@ class EventEncoder:
         """Return the event that ends a failed stream. It has no id, as it is not part of the completion."""
         return f"data: {self._encode(body)}\n\n"
 
-    def _event(self, choice: str, usage: Json | None, after_choices: Json | None = None) -> str:
+    def _event(self, choice: str, usage: Json | None, more: str = "") -> str:
         self._num_events += 1
         if self._num_events <= self._after:
             return ""
         event_id = f"id: {self._num_events}\n" if self._is_resumable else ""
         end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
-        more = f",{self._encode(after_choices)[1:-1]}" if after_choices else ""
         return f"{event_id}data: {self._head}{choice}]{more}{end}"
 
 
