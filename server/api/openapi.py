@@ -32,11 +32,6 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
-def text(media_type: str) -> dict[str, Any]:
-    """Return FastAPI's description of an answer of text."""
-    return {"content": {media_type: {"schema": {"type": "string"}}}}
-
-
 def event_stream() -> dict[str, Any]:
     """Return FastAPI's description of server-sent events: the fields that each may have."""
     fields = {name: {"type": "string"} for name in ("id", "data")}
