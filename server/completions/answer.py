@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -46,8 +46,8 @@ class CompletionResponse(Response):
         """Answer. Raises ServiceError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
-            apply = partial(self._run.apply, stream=stream)
-            answer = AnswerSender(self._service, self._plan, self._run.output, apply, stream, stream.abort)
+            add = partial(self._run.add, stream=stream)
+            answer = AnswerSender(self._service, self._plan, self._run.output, add, stream, stream.abort)
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
@@ -69,7 +69,7 @@ def json_response(answer: Mapping[str, object]) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSender:
-    """Sends the answer to a plan. `apply` adds the outputs of `source` to `output` and yields the choices' deltas.
+    """Sends the answer to a plan. `add` adds an output of `source` to `output`, as `CompletionOutput.add` does.
 
     Calls `on_gone` when the client hangs up.
     """
@@ -77,7 +77,7 @@ class AnswerSender:
     service: Service
     plan: CompletionPlan
     output: CompletionOutput
-    apply: Callable[[Iterable[TokenOutput]], Iterator[tuple[int, Delta]]]
+    add: Callable[[TokenOutput], tuple[int, Delta] | None]
     source: OutputStream
     on_gone: Callable[[], None]
 
@@ -98,7 +98,7 @@ class AnswerSender:
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
         """Yield index and delta of each output; let the event loop turn after an output with scores of the prompt."""
         for output in outputs:
-            for added in self.apply((output,)):
+            if (added := self.add(output)) is not None:
                 yield added
             if output.prompt_logprobs is not None:
                 await asyncio.sleep(0)
