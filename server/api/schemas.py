@@ -1,6 +1,6 @@
 """The JSON shapes of the API. They check types and sizes; engine.request.SamplingParams checks ranges.
 
-The document of the API has the rules that others check, too: `_told` and `_told_ranges` put them there.
+/openapi.json has the rules that others check, too: `_told` and `_tell_ranges` put them there.
 
 `fields.py` takes unknown fields and nulls out before request models check the rest. Response models describe the
 answers in /openapi.json; `completions/shapes.py` writes those of completions.
