@@ -13,7 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses, event_stream, links_to_completion
-from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
+from gptserve.server.api.schemas import (
+    ChatCompletionChunk,
+    Completion,
+    GenerationRequest,
+    KeptChatCompletion,
+    KeptCompletion,
+)
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
@@ -68,7 +74,7 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
         responses={
-            200: event_stream(),
+            200: event_stream(Completion, ChatCompletionChunk),
             204: {"description": "It has ended well, and there are no more events"},
             **error_responses(400, 401, 404, 500),
         },

@@ -63,7 +63,7 @@ def _router(
     """Return a route that answers with the completion that `plan` makes of a body; `models`: body, answer and chunk."""
     router = APIRouter(tags=[f"{made}s"])
     body_model, answer_model, chunk_model = models
-    description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
+    answered = {"model": answer_model, "description": "The answer; with `stream` as events, the last of them [DONE]"}
 
     @router.post(
         path,
@@ -71,7 +71,7 @@ def _router(
         summary=summary,
         openapi_extra={**json_body(body_model), "parameters": [IDEMPOTENCY_KEY]},
         responses={
-            200: {"model": answer_model, "description": description, **event_stream()},
+            200: {**answered, **event_stream(chunk_model)},
             202: {
                 "model": schemas.BackgroundCompletion,
                 "description": "With `background`: where to find the answer",
