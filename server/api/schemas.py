@@ -112,9 +112,10 @@ def _tell_ranges(schema: dict[str, Any]) -> None:
     """Add _RANGES to the JSON schema of a body."""
     schema["additionalProperties"] = True
     for name, (low, high) in _RANGES.items():
+        lower = "exclusiveMinimum" if name == "top_p" else "minimum"
         for option in schema["properties"].get(name, {}).get("anyOf", ()):
             if option["type"] in ("integer", "number"):
-                option |= {"minimum": low} | ({} if high is None else {"maximum": high})
+                option |= {lower: low} | ({} if high is None else {"maximum": high})
 
 
 class StreamOptions(_RequestModel):

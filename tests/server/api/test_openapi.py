@@ -113,10 +113,13 @@ def out_of_bounds(schema: dict[str, Any]) -> Iterator[object]:
     """Yield values that break one limit of a JSON schema each."""
     for option in schema.get("anyOf", schema.get("oneOf", ())):
         yield from out_of_bounds(option)
-    yield from (schema[limit] + step for limit, step in (("minimum", -1), ("maximum", 1)) if limit in schema)
-    yield from (
-        "x" * length for length in (schema.get("minLength", 0) - 1, schema.get("maxLength", -2) + 1) if length >= 0
-    )
+    for limit, step in (("minimum", -1), ("exclusiveMinimum", 0), ("maximum", 1)):
+        if limit in schema:
+            yield schema[limit] + step
+    if schema.get("minLength"):
+        yield ""
+    if "maxLength" in schema:
+        yield "x" * (schema["maxLength"] + 1)
     if schema.get("minItems"):
         yield []
     if "maxItems" in schema:
