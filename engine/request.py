@@ -24,6 +24,20 @@ MASKS = ("allowed_token_ids", "bad_words", "min_tokens")  # the fields of Sampli
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
 SEED_LIMIT = 2**63  # seeds fit a signed 64-bit integer, as the OpenAI client sends them, and are not negative
+RANGES: Mapping[str, tuple[float, float | None]] = {
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "temperature": (0.0, 2.0),
+    "top_k": (0, None),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""The least and the greatest value of sampling parameters; top_p must be greater than its least one."""
 
 
 class FinishReason(StrEnum):
@@ -71,20 +85,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_range("max_tokens", self.max_tokens, 1, None)
-        _check_range("min_tokens", self.min_tokens, 0, None)
+        for name, (low, high) in RANGES.items():
+            if (value := getattr(self, name)) is not None:
+                _check_range(name, value, low, high, open_low=name == "top_p")
         if self.min_tokens > self.max_tokens:
             rule = f"at most max_tokens, which is {self.max_tokens}"
             raise InvalidRequestError(f"min_tokens must be {rule}, got {self.min_tokens}", param="min_tokens")
-        _check_range("temperature", self.temperature, 0.0, 2.0)
-        _check_range("top_k", self.top_k, 0, None)
-        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_range("logprobs", self.logprobs or 0, 0, MAX_LOGPROBS)
-        _check_range("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_LOGPROBS)
         _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
         _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_length("allowed_token_ids", len(self.allowed_token_ids or ()), MAX_ALLOWED_TOKEN_IDS)

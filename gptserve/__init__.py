@@ -22,6 +22,8 @@ from gptserve.engine.request import SamplingParams
 if TYPE_CHECKING:
     from gptserve.engine.llm import LLM
 
+    __version__: str
+
 __all__ = ["LLM", "EngineConfig", "SamplingParams"]
 
 
@@ -30,4 +32,11 @@ def __getattr__(name: str) -> Any:
         from gptserve.engine.llm import LLM
 
         return LLM
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("gptserve")
+        except PackageNotFoundError:
+            return "unknown"  # a source tree that is not installed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,6 @@ It does not start or stop the engine and reads no configuration; `serve.py` and 
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import partial
 
 from fastapi import FastAPI
@@ -16,18 +15,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+import gptserve
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
 from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
+from gptserve.server.api.schemas import ChatRequest, CompletionRequest
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.store import BackgroundStore, Restore
-from gptserve.server.completions.chat import restore_chat
 from gptserve.server.completions.harmony import find_marks
-from gptserve.server.completions.plan import restore_completion
+from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.service import AppOptions, Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
@@ -36,6 +36,7 @@ from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKey
 from gptserve.server.operations.keys import ApiKeys
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
+from gptserve.server.settings import ServerSettings
 
 MAX_PATH = 200  # characters of a path in a message
 
@@ -50,25 +51,22 @@ def create_app(
     metrics = Metrics(engine, options.model_name)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics)
     restore: dict[str, Restore] = {
-        TEXT_SHAPE.object: partial(restore_completion, tokenizer=tokenizer),
-        CHAT_SHAPE.object: partial(restore_chat, tokenizer=tokenizer, marks=find_marks(tokenizer)),
+        TEXT_SHAPE.object: partial(restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=tokenizer),
+        CHAT_SHAPE.object: partial(
+            restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, marks=find_marks(tokenizer)
+        ),
     }
     store = BackgroundStore(service, journal or Journal(None), restore)
     metrics.watch_background(store.counts)
     settings = options.settings
-    keys = ApiKeys(settings.api_keys, settings.api_key_file)
-    open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
-        version=_version(),
+        version=gptserve.__version__,
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
+        generate_unique_id_function=lambda route: route.name,  # clients that are generated call their functions so
         redirect_slashes=False,
-        middleware=[
-            *_cross_origin(settings.origins),
-            Middleware(RequestEnvelope),
-            Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths),
-        ],
+        middleware=[*_cross_origin(settings.origins), Middleware(RequestEnvelope), *_guard(settings)],
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
@@ -99,6 +97,15 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
     ]
 
 
+def _guard(settings: ServerSettings) -> list[Middleware]:
+    """Return the middleware that asks for keys, if there are any. Raises KeyFileError."""
+    if not settings.needs_key:
+        return []
+    open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
+    keys = ApiKeys(settings.api_keys, settings.api_key_file)
+    return [Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths)]
+
+
 async def _answer_routing_error(request: Request, error: Exception) -> Response:
     """Put Starlette's own errors, no such route or method, into the envelope of all others."""
     assert isinstance(error, HTTPException)
@@ -119,10 +126,3 @@ def _what_to_call(request: Request) -> str:
         if likely != request.url.path and any(route.matches(scope)[0] is Match.FULL for route in routes):
             return f"call {request.method} {likely}"
     return "/openapi.json lists the routes"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("gptserve")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # run from a source tree that is not installed

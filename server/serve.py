@@ -27,6 +27,7 @@ from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import SamplingParams
 from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.operations.keys import KeyFileError
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.logs import load_logging_engine
 from gptserve.server.settings import ServerSettings
@@ -128,6 +129,8 @@ class ServingProcess:
             await store.start()
         except JournalError as error:
             raise StartError(f"state-dir: {error}") from error
+        except KeyFileError as error:  # it was a good file when the settings were checked
+            raise StartError(str(error)) from error
         return built
 
     def _receive_signal(self) -> None:

@@ -7,12 +7,12 @@ variables change what libraries do), so the sample catches the rest. ModelRunner
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+import gptserve
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.model.linear import build_of, product_of
@@ -35,7 +35,7 @@ def numeric_causes(
         "torch": torch.__version__,
         "libraries and instructions": torch.__config__.show(),
         "precision of products": torch.get_float32_matmul_precision(),
-        "gptserve": _version(),
+        "gptserve": gptserve.__version__,
     }
 
 
@@ -48,10 +48,3 @@ def fingerprint(causes: dict[str, str], sample: str) -> str:
     """Return a name that changes with any cause and with `sample`, the digest of some logits."""
     text = "\0".join(f"{name}={cause}" for name, cause in (causes | {"sample": sample}).items())
     return "gptserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("gptserve")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # a source tree that is not installed

@@ -12,8 +12,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses, event_stream
-from gptserve.server.api.schemas import GenerationRequest, KeptChatCompletion, KeptCompletion
+from gptserve.server.api.openapi import error_responses, event_stream, links_to_completion
+from gptserve.server.api.schemas import (
+    ChatCompletionChunk,
+    Completion,
+    GenerationRequest,
+    KeptChatCompletion,
+    KeptCompletion,
+)
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
@@ -36,7 +42,7 @@ _NUMBER = {"type": "integer", "minimum": 0, "maximum": _MAX_EVENT}
 _AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
 _LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
 _RESULT: dict[int | str, dict[str, Any]] = {
-    200: {"model": KeptCompletion | KeptChatCompletion},
+    200: {"model": KeptCompletion | KeptChatCompletion, **links_to_completion("$request.path.id")},
     **error_responses(401, 404, 500),
 }
 
@@ -46,7 +52,7 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     router = APIRouter(tags=["background"])
 
     @router.get(_PATH, summary="Return a background completion so far", openapi_extra=_BY_ID, responses=_RESULT)
-    async def retrieve(request: Request) -> Response:
+    async def retrieve_completion(request: Request) -> Response:
         job = store.find(request.path_params["id"])
         log_fields(request.scope)["completion_id"] = job.completion_id
         answer = await store.result(job)
@@ -58,9 +64,9 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         openapi_extra=_BY_ID,
         responses=_RESULT,
     )
-    async def cancel(request: Request) -> Response:
+    async def cancel_completion(request: Request) -> Response:
         await store.cancel(store.find(request.path_params["id"]))
-        return await retrieve(request)
+        return await retrieve_completion(request)
 
     @router.get(
         _PATH + "/events",
@@ -68,12 +74,12 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
         response_class=Response,
         responses={
-            200: event_stream(),
+            200: event_stream(Completion, ChatCompletionChunk),
             204: {"description": "It has ended well, and there are no more events"},
             **error_responses(400, 401, 404, 500),
         },
     )
-    async def events(request: Request) -> Response:
+    async def stream_completion(request: Request) -> Response:
         after = _last_event_seen(request)
         job = store.find(request.path_params["id"])
         plan, is_over = await store.plan(job), after > 0 and job.status == "completed"

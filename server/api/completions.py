@@ -22,7 +22,7 @@ from gptserve.server.api import schemas
 from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key
 from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.fields import ignored_names, take_fields
-from gptserve.server.api.openapi import error_responses, event_stream, json_body
+from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import CompletionResponse
@@ -41,14 +41,14 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the route of completions."""
     models = schemas.CompletionRequest, schemas.Completion, schemas.Completion
-    return _router(service, store, plan_completion, "/v1/completions", models, "completions", "Complete a prompt")
+    return _router(service, store, plan_completion, "/v1/completions", models, "completion", "Complete a prompt")
 
 
 def chat_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the route of chats."""
     plan = partial(plan_chat, marks=find_marks(service.tokenizer))
     models = schemas.ChatRequest, schemas.ChatCompletion, schemas.ChatCompletionChunk
-    return _router(service, store, plan, "/v1/chat/completions", models, "chat", "Answer a conversation")
+    return _router(service, store, plan, "/v1/chat/completions", models, "chat_completion", "Answer a conversation")
 
 
 def _router(
@@ -57,21 +57,26 @@ def _router(
     plan: Callable[[Body, Service], Awaitable[CompletionPlan]],
     path: str,
     models: tuple[type[Body], type[BaseModel], type[BaseModel]],
-    tag: str,
+    made: str,
     summary: str,
 ) -> APIRouter:
     """Return a route that answers with the completion that `plan` makes of a body; `models`: body, answer and chunk."""
-    router = APIRouter(tags=[tag])
+    router = APIRouter(tags=[f"{made}s"])
     body_model, answer_model, chunk_model = models
-    description = f"The answer; with `stream`, events whose data is a {chunk_model.__name__} each, then [DONE]"
+    answered = {"model": answer_model, "description": "The answer; with `stream` as events, the last of them [DONE]"}
 
     @router.post(
         path,
+        name=f"create_{made}",
         summary=summary,
         openapi_extra={**json_body(body_model), "parameters": [IDEMPOTENCY_KEY]},
         responses={
-            200: {"model": answer_model, "description": description, **event_stream()},
-            202: {"model": schemas.BackgroundCompletion, "description": "With `background`: where to find the answer"},
+            200: {**answered, **event_stream(chunk_model)},
+            202: {
+                "model": schemas.BackgroundCompletion,
+                "description": "With `background`: where to find the answer",
+                **links_to_completion("$response.body#/id"),
+            },
             **error_responses(400, 401, 404, 408, 409, 413, 415, 429, 500, 503),
         },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,6 +13,9 @@ from gptserve.server.api.schemas import Model, ModelList
 from gptserve.server.completions.service import Service
 
 _MODEL_ID = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_LINKS: dict[str, Any] = {
+    "links": {"first": {"operationId": "retrieve_model", "parameters": {"model": "$response.body#/data/0/id"}}}
+}
 
 
 def models_router(service: Service) -> APIRouter:
@@ -27,7 +31,7 @@ def models_router(service: Service) -> APIRouter:
             id=name, created=created, owned_by="gptserve", max_model_len=limit, sampling_defaults=dict(defaults)
         )
 
-    @router.get("/v1/models", summary="List the models", responses=error_responses(401, 503))
+    @router.get("/v1/models", summary="List the models", responses={200: _LINKS, **error_responses(401, 503)})
     async def list_models() -> ModelList:
         return ModelList(data=[model(name) for name in names])
 

@@ -32,24 +32,25 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
-def text(media_type: str) -> dict[str, Any]:
-    """Return FastAPI's description of an answer of text."""
-    return {"content": {media_type: {"schema": {"type": "string"}}}}
+def event_stream(*chunks: type[BaseModel]) -> dict[str, Any]:
+    """Return FastAPI's description of server-sent events, whose data is one of `chunks` and at last [DONE]."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _one_of(chunks)}
+    event = {"type": "object", "properties": {"id": {"type": "string"}, "data": data}, "required": ["data"]}
+    return {"content": {"text/event-stream": {"schema": event}}}
 
 
-def event_stream() -> dict[str, Any]:
-    """Return FastAPI's description of server-sent events: the fields that each may have."""
-    fields = {name: {"type": "string"} for name in ("id", "data")}
-    return {
-        "content": {"text/event-stream": {"schema": {"type": "object", "properties": fields, "required": ["data"]}}}
-    }
+def links_to_completion(completion_id: str) -> dict[str, Any]:
+    """Return FastAPI's description of what can be done next with a background completion.
+
+    `completion_id` is the runtime expression of its id: https://spec.openapis.org/oas/v3.1.0#runtime-expressions
+    """
+    operations = ("retrieve_completion", "stream_completion", "cancel_completion")
+    return {"links": {name: {"operationId": name, "parameters": {"id": completion_id}} for name in operations}}
 
 
 def json_body(*models: type[BaseModel]) -> dict[str, Any]:
     """Return FastAPI's `openapi_extra` for a route that parses its body itself, as one of `models`."""
-    references = [{"$ref": _REF.format(model=model.__name__)} for model in models]
-    schema = references[0] if len(references) == 1 else {"anyOf": references}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _one_of(models)}}}}
 
 
 def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], *, needs_key: bool) -> dict[str, Any]:
@@ -62,3 +63,8 @@ def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], *, needs_k
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _one_of(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    references = [{"$ref": _REF.format(model=model.__name__)} for model in models]
+    return references[0] if len(references) == 1 else {"anyOf": references}

@@ -11,20 +11,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses, openapi_document, text
+from gptserve.server.api.openapi import error_responses, openapi_document
 from gptserve.server.api.schemas import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
 from gptserve.server.api.tokenize import TOKENIZE_BODIES
 from gptserve.server.completions.service import Service
 
 _NO_KEY: dict[str, Any] = {"security": []}
+_TEXT: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
 def operations_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["operations"])
     settings = service.options.settings
-    needs_key = settings.needs_key and settings.protect_operations
-    extra, refusals = (None, error_responses(401)) if needs_key else (_NO_KEY, {})
+    extra, refusals = (None, error_responses(401)) if settings.protect_operations else (_NO_KEY, {})
     unwell = error_responses(503)
     document: dict[str, Any] = {}
 
@@ -52,7 +52,7 @@ def operations_router(service: Service) -> APIRouter:
         summary="Tell Prometheus",
         response_class=Response,
         openapi_extra=extra,
-        responses={200: text("text/plain"), **refusals},
+        responses={200: _TEXT, **refusals},
     )
     async def metrics() -> Response:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})

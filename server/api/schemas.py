@@ -1,5 +1,7 @@
 """The JSON shapes of the API. They check types and sizes; engine.request.SamplingParams checks ranges.
 
+/openapi.json has the rules that others check, too: `_told` and `_tell_ranges` put them there.
+
 `fields.py` takes unknown fields and nulls out before request models check the rest. Response models describe the
 answers in /openapi.json; `completions/shapes.py` writes those of completions.
 """
@@ -11,7 +13,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from gptserve.engine.request import MAX_LOGPROBS, SamplingParams
+from gptserve.engine.request import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    SEED_LIMIT,
+    SamplingParams,
+)
 from gptserve.server.completions.output import EndReason
 
 MAX_STOP_STRINGS = 16
@@ -21,16 +31,35 @@ MAX_LABEL_LENGTH = 256  # user and cache_salt travel with every request
 MAX_BAD_WORDS = 64  # each is at most two of the engine's
 MAX_BAD_WORD_LENGTH = 100
 MAX_TIMEOUT_MS = 2**31 - 1  # 24 days, the longest timer of many languages
+# The ranges of numbers in a body. max_tokens may be 0 with echo, a top_k of -1 is off, a seed of -1 is drawn.
+_RANGES = {
+    **RANGES,
+    "max_tokens": (0, None),
+    "top_k": (-1, None),
+    "seed": (-1, SEED_LIMIT - 1),
+    "truncate_prompt_tokens": (-1, None),
+}
 _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is checked against the vocabulary
 
 PROMPT_RULE = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
 STOP_RULE = "Input should be a string or a list of strings"
 CONTENT_RULE = "Input should be a string or a list of text parts"
 
+
+def _told(**rules: float) -> Any:
+    """Return a field whose `rules` stand in the document; others check them."""
+    return Field(json_schema_extra={**rules})
+
+
 Text = Annotated[str, Tag("text")]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=_TOKEN_ID)], Annotated[float, _told(minimum=-100, maximum=100)]],
+    _told(maxProperties=MAX_LOGIT_BIAS_ENTRIES),
+]
+PromptIds = Annotated[TokenIds, _told(minItems=1)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
 
 
@@ -55,9 +84,9 @@ def _cut(prompt: Any) -> Any:
 
 Prompt = Annotated[
     Text
-    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
-    | Annotated[TokenIds, Tag("ids")]
-    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("id lists")],
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), _told(minItems=1), Tag("texts")]
+    | Annotated[PromptIds, Tag("ids")]
+    | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True), _told(minItems=1), Tag("id lists")],
     Discriminator(_kind, custom_error_type="prompt_type", custom_error_message=PROMPT_RULE),
     BeforeValidator(_cut),
 ]
@@ -79,6 +108,16 @@ class _RequestModel(_Model):
     )
 
 
+def _tell_ranges(schema: dict[str, Any]) -> None:
+    """Add _RANGES to the JSON schema of a body."""
+    schema["additionalProperties"] = True
+    for name, (low, high) in _RANGES.items():
+        lower = "exclusiveMinimum" if name == "top_p" else "minimum"
+        for option in schema["properties"].get(name, {}).get("anyOf", ()):
+            if option["type"] in ("integer", "number"):
+                option |= {lower: low} | ({} if high is None else {"maximum": high})
+
+
 class StreamOptions(_RequestModel):
     """The reports of a stream besides text."""
 
@@ -90,6 +129,8 @@ class StreamOptions(_RequestModel):
 
 class GenerationRequest(_RequestModel):
     """The fields of every completion request. Null is the same as no field."""
+
+    model_config = ConfigDict(json_schema_extra=_tell_ranges)
 
     model: str | None = None
     max_tokens: int | None = None
@@ -105,13 +146,13 @@ class GenerationRequest(_RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=_TOKEN_ID)], float] | None = Field(default=None, fail_fast=True)
-    allowed_token_ids: TokenIds | None = None
+    logit_bias: LogitBias | None = Field(default=None, fail_fast=True)
+    allowed_token_ids: Annotated[TokenIds, _told(minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS)] | None = None
     """the answer has no other tokens"""
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     """texts whose tokens never come one after another"""
     stop: Stop | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, _told(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     """end with the stop string, not before it"""
     ignore_eos: bool | None = None
@@ -245,6 +286,10 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """needs logprobs true"""
+
+    def sampling_params(self, defaults: Mapping[str, float], **chosen: Any) -> SamplingParams:
+        """Return the parameters. In a chat logprobs only switches them on."""
+        return super().sampling_params(defaults, **chosen, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
 class PromptTokensDetails(_Model):

@@ -7,25 +7,22 @@ from pydantic import ConfigDict
 from gptserve.server.api.schemas import Conversation, TokenIds, _Model, _RequestModel
 
 
-class TextToTokenize(_RequestModel):
+class _ToTokenize(_RequestModel):
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    """begin as a prompt does (BOS); default true, with a conversation false, as its template has them"""
+    return_token_strs: bool | None = None
+    """return the text of each token, too"""
+
+
+class TextToTokenize(_ToTokenize):
     """The body of POST /tokenize with a text."""
 
-    model: str | None = None
     prompt: str
-    add_special_tokens: bool | None = None
-    """begin as a prompt does (BOS); default true"""
-    return_token_strs: bool | None = None
-    """return the text of each token, too"""
 
 
-class ConversationToTokenize(Conversation):
+class ConversationToTokenize(_ToTokenize, Conversation):
     """The body of POST /tokenize with a conversation."""
-
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    """begin as the tokenizer does; default false"""
-    return_token_strs: bool | None = None
-    """return the text of each token, too"""
 
 
 class TokensToText(_RequestModel):

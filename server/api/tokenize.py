@@ -25,7 +25,7 @@ from gptserve.server.api.token_schemas import (
 from gptserve.server.completions.answer import json_response
 from gptserve.server.completions.chat import check_conversation, encode_conversation
 from gptserve.server.completions.output import token_name
-from gptserve.server.completions.prompt import THREAD_CHARACTERS, check_length
+from gptserve.server.completions.prompt import check_length
 from gptserve.server.completions.service import Service
 
 TOKENIZE_BODIES = (TextToTokenize, ConversationToTokenize, TokensToText)
@@ -45,14 +45,12 @@ def tokenize_router(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         service.check_alive()
         _, body = await read_body(request, service, _model_of)
-        _check_model(body.model, service)
+        service.check_model(body.model)
         if isinstance(body, ConversationToTokenize):
             check_conversation(body, service)
-            return await service.in_thread(_tokenize_conversation, body, service)
-        check_length(body.prompt, service)
-        if len(body.prompt) > THREAD_CHARACTERS:
-            return await service.in_thread(_tokenize_text, body, service)
-        return _tokenize_text(body, service)
+        else:
+            check_length(body.prompt, service)
+        return await service.in_thread(_tokenize, body, service)
 
     @router.post(
         "/detokenize",
@@ -63,11 +61,9 @@ def tokenize_router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         service.check_alive()
         _, body = await read_body(request, service, lambda _: TokensToText)
-        _check_model(body.model, service)
+        service.check_model(body.model)
         _check_tokens(body.tokens, service)
-        if len(body.tokens) > THREAD_CHARACTERS:
-            return await service.in_thread(_detokenize, body.tokens, service)
-        return _detokenize(body.tokens, service)
+        return await service.in_thread(_detokenize, body.tokens, service)
 
     @router.get(
         "/tokenizer_info",
@@ -76,24 +72,13 @@ def tokenize_router(service: Service) -> APIRouter:
     )
     async def tokenizer_info() -> Response:
         service.check_alive()
-        info: dict[str, object] = {}
-        if eos := service.engine.info.eos_token_ids:
-            info["eos_token"] = token_name(service.tokenizer.token_bytes(eos[0]))
-        info |= service.options.tokenizer_info
-        if service.options.chat_template is not None:
-            info["chat_template"] = service.options.chat_template.source
-        return JSONResponse(info)
+        return JSONResponse(_tokenizer_info(service))
 
     return router
 
 
 def _model_of(fields: Mapping[str, object]) -> type[TextToTokenize | ConversationToTokenize]:
     return ConversationToTokenize if fields.get("messages") is not None else TextToTokenize
-
-
-def _check_model(name: str | None, service: Service) -> None:
-    if name is not None:
-        service.check_model(name)
 
 
 def _check_tokens(token_ids: Sequence[int], service: Service) -> None:
@@ -108,25 +93,19 @@ def _check_tokens(token_ids: Sequence[int], service: Service) -> None:
         raise InvalidRequestError(message, param="tokens")
 
 
-def _tokenize_text(body: TextToTokenize, service: Service) -> Response:
-    template = body.add_special_tokens is not False
-    token_ids = service.tokenizer.encode_with_special(body.prompt, template=template)
-    return _tokens(token_ids, service, with_texts=bool(body.return_token_strs))
-
-
-def _tokenize_conversation(body: ConversationToTokenize, service: Service) -> Response:
-    token_ids = encode_conversation(body, service, add_special=bool(body.add_special_tokens))
-    return _tokens(token_ids, service, with_texts=bool(body.return_token_strs))
-
-
-def _tokens(token_ids: list[int], service: Service, *, with_texts: bool) -> Response:
+def _tokenize(body: TextToTokenize | ConversationToTokenize, service: Service) -> Response:
+    if isinstance(body, ConversationToTokenize):
+        token_ids = encode_conversation(body, service, add_special=bool(body.add_special_tokens))
+    else:
+        add_special = body.add_special_tokens is not False
+        token_ids = service.tokenizer.encode_with_special(body.prompt, template=add_special)
     texts = (token_name(service.tokenizer.token_bytes(token_id)) for token_id in token_ids)
     return json_response(
         {
             "count": len(token_ids),
             "max_model_len": service.engine.info.max_model_len,
             "tokens": iter(token_ids),
-            "token_strs": texts if with_texts else None,
+            "token_strs": texts if body.return_token_strs else None,
         }
     )
 
@@ -134,3 +113,13 @@ def _tokens(token_ids: list[int], service: Service, *, with_texts: bool) -> Resp
 def _detokenize(token_ids: Sequence[int], service: Service) -> Response:
     data = b"".join(map(service.tokenizer.token_bytes, token_ids))
     return json_response({"prompt": data.decode(errors="replace")})
+
+
+def _tokenizer_info(service: Service) -> dict[str, object]:
+    info: dict[str, object] = {}
+    if eos := service.engine.info.eos_token_ids:
+        info["eos_token"] = token_name(service.tokenizer.token_bytes(eos[0]))
+    info |= service.options.tokenizer_info
+    if service.options.chat_template is not None:
+        info["chat_template"] = service.options.chat_template.source
+    return info

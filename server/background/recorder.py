@@ -84,7 +84,7 @@ class Recorder:
                 num_applied = 0
                 try:
                     for output in outputs:
-                        list(running.run.apply((output,), running.stream))
+                        running.run.add(output, running.stream)
                         num_applied += 1
                         if output.prompt_logprobs is not None:
                             await asyncio.sleep(0)

@@ -39,7 +39,7 @@ class BackgroundResponse(Response):
         """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.plan.identity.completion_id
         output = CompletionOutput(self.plan, self.service.tokenizer)
-        answer = AnswerSender(self.service, self.plan, output, output.apply, aiter(self.reader), self.reader.close)
+        answer = AnswerSender(self.service, self.plan, output, output.add, aiter(self.reader), self.reader.close)
         if self.stream:
             await answer.send_events(scope, receive, send, is_resumable=True, after=self.after, is_over=self.is_over)
         else:

@@ -16,10 +16,10 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import gptserve
 from gptserve.engine.errors import EngineError
 from gptserve.server.operations.keys import KEY_RULE, is_key
 from gptserve.server.settings import SettingsError, add_flags, injected_variables, load_settings, parse_size, suggestion
@@ -79,7 +79,7 @@ def _build_parser() -> CommandParser:
     parser = CommandParser(
         prog="gptserve", description="An exact, small inference server for GPT-style language models."
     )
-    parser.add_argument("--version", action="version", version=f"gptserve {_version()}")
+    parser.add_argument("--version", action="version", version=f"gptserve {gptserve.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="answer HTTP requests", epilog=PRECEDENCE)
@@ -234,13 +234,6 @@ def _inspect(options: argparse.Namespace) -> int:
     report = inspect_model(model_name(options.MODEL), config, options.memory, options.block_size)
     print(json.dumps(asdict(report), indent=2) if options.json else render(report))
     return 0
-
-
-def _version() -> str:
-    try:
-        return version("gptserve")
-    except PackageNotFoundError:
-        return "unknown"  # a source tree that is not installed
 
 
 def _argument(

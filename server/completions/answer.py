@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -46,8 +46,8 @@ class CompletionResponse(Response):
         """Answer. Raises ServiceError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
             stream = self._service.submit(self._plan.requests)
-            apply = partial(self._run.apply, stream=stream)
-            answer = AnswerSender(self._service, self._plan, self._run.output, apply, stream, stream.abort)
+            add = partial(self._run.add, stream=stream)
+            answer = AnswerSender(self._service, self._plan, self._run.output, add, stream, stream.abort)
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
@@ -69,7 +69,7 @@ def json_response(answer: Mapping[str, object]) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSender:
-    """Sends the answer to a plan. `apply` adds the outputs of `source` to `output` and yields the choices' deltas.
+    """Sends the answer to a plan. `add` adds an output of `source` to `output`, as `CompletionOutput.add` does.
 
     Calls `on_gone` when the client hangs up.
     """
@@ -77,7 +77,7 @@ class AnswerSender:
     service: Service
     plan: CompletionPlan
     output: CompletionOutput
-    apply: Callable[[Iterable[TokenOutput]], Iterator[tuple[int, Delta]]]
+    add: Callable[[TokenOutput], tuple[int, Delta] | None]
     source: OutputStream
     on_gone: Callable[[], None]
 
@@ -98,7 +98,7 @@ class AnswerSender:
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
         """Yield index and delta of each output; let the event loop turn after an output with scores of the prompt."""
         for output in outputs:
-            for added in self.apply((output,)):
+            if (added := self.add(output)) is not None:
                 yield added
             if output.prompt_logprobs is not None:
                 await asyncio.sleep(0)
@@ -124,10 +124,12 @@ class AnswerSender:
         If it `is_over` and the client has all events, answer 204: an EventSource would come back for ever otherwise.
         """
         options = self.plan.body.stream_options or StreamOptions()
-        include_usage = bool(options.include_usage)
-        head = self.plan.head(of_chunk=True)
         encoder = sse.EventEncoder(
-            head, self.plan.shape, include_usage=include_usage, is_resumable=is_resumable, after=after
+            self.plan.head(of_chunk=True),
+            self.plan.shape,
+            include_usage=bool(options.include_usage),
+            is_resumable=is_resumable,
+            after=after,
         )
         is_well = True
         keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
@@ -136,17 +138,8 @@ class AnswerSender:
                 await connection.begin()
             try:
                 async for outputs in self.source:
-                    events: list[str] = []
-                    try:
-                        async for index, delta in self._added(outputs):
-                            if not delta.is_empty:
-                                usage = self.output.usage() if options.continuous_usage_stats else None
-                                chunk = self._computed(delta.num_entries, encoder.chunk, index, delta, usage)
-                                events.append(await chunk)
-                    finally:  # send the outputs before the one that failed
-                        if any(events):
-                            await connection.write("".join(events).encode("ascii"))
-                end = (encoder.usage_chunk(self.output.usage()) if include_usage else "") + sse.DONE
+                    await self._write_events(outputs, encoder, connection)
+                end = (encoder.usage_chunk(self.output.usage()) if options.include_usage else "") + sse.DONE
             except Exception as error:
                 is_well = False
                 end = encoder.error(error_body(report(error, scope)))
@@ -154,7 +147,21 @@ class AnswerSender:
             raise ClientDisconnect
         if end == sse.DONE and not connection.has_begun:
             await Response(status_code=204)(scope, receive, send)
-            return is_well
-        await connection.begin()
-        await send({"type": "http.response.body", "body": end.encode("ascii"), "more_body": False})
+        else:
+            await connection.write(end.encode("ascii"), is_last=True)
         return is_well
+
+    async def _write_events(
+        self, outputs: Iterable[TokenOutput], encoder: sse.EventEncoder, connection: sse.Connection
+    ) -> None:
+        """Write the events of these outputs together; if one of them fails, those before it."""
+        options = self.plan.body.stream_options
+        events: list[str] = []
+        try:
+            async for index, delta in self._added(outputs):
+                if not delta.is_empty:
+                    usage = self.output.usage() if options is not None and options.continuous_usage_stats else None
+                    events.append(await self._computed(delta.num_entries, encoder.chunk, index, delta, usage))
+        finally:
+            if any(events):
+                await connection.write("".join(events).encode("ascii"))

@@ -6,16 +6,15 @@ Knows no HTTP; `api/completions.py` calls it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.request import SamplingParams
 from gptserve.server.api.schemas import ChatRequest, Conversation
 from gptserve.server.completions import plan
 from gptserve.server.completions.harmony import HarmonyChannels, Mark
-from gptserve.server.completions.prompt import bad_word_ids, check_length, encode_bad_words, num_kept_tokens
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.prompt import bad_word_ids, check_length, num_kept_tokens
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE
 from gptserve.server.errors import ServiceError
 
@@ -36,8 +35,11 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
     _check_together(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit, options = service.engine.info.max_model_len, service.options
-    bad_words = await bad_word_ids(body, service)
-    params = _sampling_params(body, limit if max_tokens is None else max_tokens, bad_words, options.sampling_defaults)
+    params = body.sampling_params(
+        options.sampling_defaults,
+        bad_words=await bad_word_ids(body, service),
+        max_tokens=limit if max_tokens is None else max_tokens,
+    )
     try:
         num_kept = num_kept_tokens(body, max_tokens or 1, service)
         # A template may take long however short the conversation is.
@@ -56,32 +58,6 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
         }
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
     return planned
-
-
-def restore_chat(
-    fields: dict[str, object],
-    prompts: Sequence[tuple[int, ...]],
-    max_tokens: int,
-    identity: plan.Identity,
-    *,
-    tokenizer: Tokenizer,
-    marks: Mapping[int, Mark] | None,
-) -> plan.CompletionPlan:
-    """Rebuild the plan of a chat from its body and prompt. To render again could differ: templates know the date."""
-    body = ChatRequest.model_validate(fields)
-    channels = None if marks is None else HarmonyChannels(marks)
-    for prompt in prompts:
-        if channels is not None:
-            channels.follow(prompt, tokenizer)
-    params = _sampling_params(body, max_tokens, encode_bad_words(body.bad_words, tokenizer), {})
-    return plan.make_plan(body, CHAT_SHAPE, prompts, params, identity, channels=channels)
-
-
-def _sampling_params(
-    body: ChatRequest, max_tokens: int, bad_words: tuple[tuple[int, ...], ...], defaults: Mapping[str, float]
-) -> SamplingParams:
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling_params(defaults, bad_words=bad_words, logprobs=logprobs, max_tokens=max_tokens)
 
 
 def _encode(

@@ -22,7 +22,8 @@ class PiecewiseEncoder:
     def __init__(self, *, ensure_ascii: bool) -> None:
         # Iterators inside a slice belong to one of its entries, and so are short.
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"), default=list)
-        self._encode_whole = encoder.encode
+        self.encode_short = encoder.encode
+        """Returns the JSON of a value that has PIECE_ENTRIES at most, by one call: a third of the time."""
 
     def encode(self, value: object) -> str:
         """Return the JSON of `value`. Uses up its iterators."""
@@ -31,14 +32,14 @@ class PiecewiseEncoder:
     def pieces(self, value: object) -> Iterator[str]:
         """Yield the JSON of `value` in pieces, each the work of one call."""
         if isinstance(value, Mapping):
-            yield from self._join("{}", ((f"{self._encode_whole(name)}:", self.pieces(v)) for name, v in value.items()))
+            yield from self._join("{}", ((f"{self.encode_short(name)}:", self.pieces(v)) for name, v in value.items()))
         elif isinstance(value, list):
             yield from self._join("[]", (("", self.pieces(entry)) for entry in value))
         elif isinstance(value, Iterator):
             slices = iter(lambda: list(islice(value, PIECE_ENTRIES)), [])
-            yield from self._join("[]", (("", iter([self._encode_whole(entries)[1:-1]])) for entries in slices))
+            yield from self._join("[]", (("", iter([self.encode_short(entries)[1:-1]])) for entries in slices))
         else:
-            yield self._encode_whole(value)
+            yield self.encode_short(value)
 
     @staticmethod
     def _join(brackets: str, members: Iterator[tuple[str, Iterator[str]]]) -> Iterator[str]:

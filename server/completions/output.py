@@ -275,9 +275,12 @@ class ChoiceOutput:
                 text += self._feed(self._detokenizer.decode(data))
             if self._stops.matched is not None:
                 break
-        return self._with_ids(self._end(text, logprobs, output), output.token_ids[: self.num_tokens - num_before])
+        token_ids = output.token_ids[: self.num_tokens - num_before] if self._returns_ids else None
+        return self._end(text, logprobs, token_ids, output)
 
-    def _end(self, text: str, logprobs: list[TokenScore] | None, output: TokenOutput) -> Delta:
+    def _end(
+        self, text: str, logprobs: list[TokenScore] | None, token_ids: tuple[int, ...] | None, output: TokenOutput
+    ) -> Delta:
         """Return the delta, with the finish reason if the output is the last."""
         stop_reason: str | int | None = None
         if output.finish_reason is not None and self._stops.matched is None:
@@ -295,7 +298,8 @@ class ChoiceOutput:
         reasoning, self._reasoning = self._reasoning, ""
         entries, self._prompt_entries = self._prompt_entries, []
         scores = PromptScores(entries, self._prompt_logprobs or 0, self._token_bytes) if entries else None
-        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, scores)
+        prompt, self._returned_prompt = self._returned_prompt, None
+        return Delta(text, logprobs, self.finish_reason, stop_reason, reasoning, scores, token_ids, prompt)
 
     def _echo_prompt(self, entries: Sequence[TokenLogprobs | None]) -> None:
         """Echo the next tokens of the prompt, one for each entry; hold back an unfinished character."""
@@ -322,13 +326,6 @@ class ChoiceOutput:
             return ""
         self._offset += len(text)
         return self._stops.feed(text, may_match=self.num_tokens > self._min_tokens)
-
-    def _with_ids(self, delta: Delta, token_ids: tuple[int, ...]) -> Delta:
-        """Add the ids of the tokens that count, and once those of the prompt, if they are requested."""
-        if not self._returns_ids:
-            return delta
-        prompt, self._returned_prompt = self._returned_prompt, None
-        return replace(delta, token_ids=token_ids, prompt_token_ids=prompt)
 
     def _score(self, token_id: int, entry: TokenLogprobs | None) -> TokenScore:
         data = self._name_bytes(token_id)

@@ -9,12 +9,12 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
-from gptserve.server.completions.harmony import HarmonyChannels
+from gptserve.server.completions.harmony import HarmonyChannels, Mark
 from gptserve.server.completions.output import Delta, StopPattern, compile_stop, join_deltas
 from gptserve.server.completions.prompt import bad_word_ids, encode_bad_words, encode_prompt
 from gptserve.server.completions.service import Service, Tokenizer
@@ -49,8 +49,12 @@ class CompletionPlan:
     num_prompt_tokens: int
     stop: tuple[StopPattern, ...]
     body: GenerationRequest
-    echo: bool
     channels: HarmonyChannels | None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return isinstance(self.body, CompletionRequest) and bool(self.body.echo)
 
     @property
     def answer_id(self) -> str:
@@ -92,28 +96,36 @@ async def plan_completion(body: CompletionRequest, service: Service) -> Completi
     params = body.sampling_params(service.options.sampling_defaults, bad_words=await bad_word_ids(body, service))
     token_ids = [tuple(await encode_prompt(prompt, body, params.max_tokens, service)) for prompt in prompts]
     check_size(body, params, token_ids, service)
-    return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service), echo=bool(body.echo))
+    return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service))
 
 
-def restore_completion(
+def restore_plan(
     fields: dict[str, object],
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     identity: Identity,
     *,
+    model: type[GenerationRequest],
+    shape: Shape,
     tokenizer: Tokenizer,
+    marks: Mapping[int, Mark] | None = None,
 ) -> CompletionPlan:
-    """Rebuild the plan of a completion from the fields of its body."""
-    body = CompletionRequest.model_validate(fields)
-    params = body.sampling_params({}, bad_words=encode_bad_words(body.bad_words, tokenizer))
-    params = replace(params, max_tokens=max_tokens)
-    return make_plan(body, TEXT_SHAPE, prompts, params, identity, echo=bool(body.echo))
+    """Rebuild the plan of a completion from its body, a `model`, and its prompts.
+
+    A chat is not rendered again, as the result could differ: templates know the date.
+    """
+    body = model.model_validate(fields)
+    bad_words = encode_bad_words(body.bad_words, tokenizer)
+    params = body.sampling_params({}, bad_words=bad_words, max_tokens=max_tokens)
+    channels = None if marks is None else HarmonyChannels(marks)
+    if channels is not None and prompts:
+        channels.follow(prompts[0], tokenizer)
+    return make_plan(body, shape, prompts, params, identity, channels=channels)
 
 
 def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
     """Check the model, the number of choices, fields against each other. Raises ServiceError or InvalidRequestError."""
-    if body.model is not None:
-        service.check_model(body.model)
+    service.check_model(body.model)
     n, info = body.n or 1, service.engine.info
     # A request that the queue can never hold must not be told to try again.
     max_choices = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
@@ -174,7 +186,6 @@ def make_plan(
     params: SamplingParams,
     identity: Identity,
     *,
-    echo: bool = False,
     channels: HarmonyChannels | None = None,
 ) -> CompletionPlan:
     """Return the plan for prompts of token ids. Raises InvalidRequestError."""
@@ -194,7 +205,7 @@ def make_plan(
     )
     patterns = tuple(map(compile_stop, [body.stop] if isinstance(body.stop, str) else body.stop or ()))
     num_prompt_tokens = sum(map(len, prompts))
-    return CompletionPlan(shape, identity, requests, num_prompt_tokens, patterns, body, echo, channels)
+    return CompletionPlan(shape, identity, requests, num_prompt_tokens, patterns, body, channels)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from typing import Any
 
 from gptserve.engine.process.client import TokenStream
@@ -34,7 +35,7 @@ class CompletionOutput:
                 stop_token_ids=request.params.stop_token_ids,
                 logprobs=request.params.logprobs,
                 prompt_logprobs=plan.body.prompt_logprobs,
-                echo=request.prompt_token_ids if plan.echo else (),
+                echo=request.prompt_token_ids if plan.echoes else (),
                 generates=plan.body.max_tokens != 0,
                 skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
                 channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
@@ -78,10 +79,6 @@ class CompletionOutput:
             self._num_cached[index] = output.num_cached_tokens
         return index, choice.add(output)
 
-    def apply(self, outputs: Iterable[TokenOutput]) -> Iterator[tuple[int, Delta]]:
-        """Add outputs to their choices; yield index and delta of each. Raises ServiceError."""
-        return filter(None, map(self.add, outputs))
-
     def usage(self) -> dict[str, object]:
         """Return the token counts so far, in the shape of schemas.Usage."""
         prompt, completion = self._plan.num_prompt_tokens, self.num_tokens
@@ -100,14 +97,13 @@ def render_outputs(
     """Return the answer that these outputs make, in one piece."""
     output = CompletionOutput(plan, tokenizer)
     collected: list[list[Delta]] = [[] for _ in plan.requests]
-    for outputs in batches:
-        for index, delta in output.apply(outputs):
-            collected[index].append(delta)
+    for index, delta in filter(None, map(output.add, chain.from_iterable(batches))):
+        collected[index].append(delta)
     return plan.whole(collected, output.usage())
 
 
 class CompletionRun:
-    """The output of one completion while the engine computes it, with its metrics. Call `apply`, at last `close`.
+    """The output of one completion while the engine computes it, with its metrics. Call `add`, at last `close`.
 
     The caller sets is_failed when an error ends the completion.
     """
@@ -121,22 +117,17 @@ class CompletionRun:
         self._first_token_at: float | None = None
         self._latest_at: list[float | None] = [None] * len(plan.requests)
 
-    def apply(self, outputs: Iterable[TokenOutput], stream: TokenStream) -> Iterator[tuple[int, Delta]]:
-        """Add outputs to their choices; yield index and delta of each. Abort choices that a stop string ended.
-
-        Raises ServiceError when the engine failed on a choice.
-        """
-        now = time.perf_counter()
-        for output in outputs:
-            added = self.output.add(output)
-            if added is None:
-                continue
+    def add(self, output: TokenOutput, stream: TokenStream) -> tuple[int, Delta] | None:
+        """Add an output as `CompletionOutput.add` does, and abort the choice if a stop string ended it."""
+        added = self.output.add(output)
+        if added is not None:
             index, delta = added
+            now = time.perf_counter()
             for _ in output.token_ids:
                 self._measure(index, now)
             if delta.finish_reason is not None and output.finish_reason is None:
                 stream.abort([output.request_id])
-            yield added
+        return added
 
     def close(self) -> dict[str, Any]:
         """Count the choices by finish reason, the unfinished as aborted or failed; return the fields for the log."""

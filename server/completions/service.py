@@ -110,10 +110,10 @@ class Service:
         if not self.engine.is_alive:
             raise ServiceError("engine_unavailable", "no engine is running: it is loading or has died")
 
-    def check_model(self, name: str) -> None:
-        """Raise ServiceError unless `name` is the model served."""
+    def check_model(self, name: str | None) -> None:
+        """Raise ServiceError unless `name` is a name of the model served, or None."""
         served = (self.options.model_name, *self.options.aliases)
-        if name not in served:
+        if name not in (None, *served):
             message = f"model {show(name)} does not exist; this server has {', '.join(map(repr, served))}"
             raise ServiceError("model_not_found", message, param="model")
 

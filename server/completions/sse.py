@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Receive, Send
 
-from gptserve.server.completions.encoding import PiecewiseEncoder
+from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.shapes import Json, Shape
 
@@ -23,6 +23,9 @@ HEADERS = (
 )
 DONE = "data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+# What follows a comment begins with this one. `vllm bench serve` strips what it receives together, the blank line of a
+# comment with it, and would take the next event for a part of that comment; it finds the end of this one.
+AFTER_KEEP_ALIVE = b":\n\n"
 _TEXT = "\0"  # a placeholder for a chunk's text while the part around the text is rendered
 
 
@@ -37,7 +40,8 @@ class EventEncoder:
     def __init__(
         self, head: Json, shape: Shape, *, include_usage: bool, is_resumable: bool = False, after: int = 0
     ) -> None:
-        self._encode = PiecewiseEncoder(ensure_ascii=True).encode
+        self._encoder = PiecewiseEncoder(ensure_ascii=True)
+        self._encode = self._encoder.encode_short
         self._head = self._encode(head)[:-1] + ',"choices":['
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._shape = shape
@@ -60,7 +64,9 @@ class EventEncoder:
             return opening + self._event(choice, usage)
         # A whole answer, too, takes these fields from the first choice.
         after_choices = self._shape.after_choices(delta) if index == 0 else {}
-        return opening + self._event(self._encode(self._shape.part(index, delta)), usage, after_choices)
+        encode = self._encode if delta.num_entries <= PIECE_ENTRIES else self._encoder.encode
+        more = f",{encode(after_choices)[1:-1]}" if after_choices else ""
+        return opening + self._event(encode(self._shape.part(index, delta)), usage, more)
 
     def usage_chunk(self, usage: Json) -> str:
         """Return the event that closes a stream with include_usage."""
@@ -70,18 +76,17 @@ class EventEncoder:
         """Return the event that ends a failed stream. It has no id, as it is not part of the completion."""
         return f"data: {self._encode(body)}\n\n"
 
-    def _event(self, choice: str, usage: Json | None, after_choices: Json | None = None) -> str:
+    def _event(self, choice: str, usage: Json | None, more: str = "") -> str:
         self._num_events += 1
         if self._num_events <= self._after:
             return ""
         event_id = f"id: {self._num_events}\n" if self._is_resumable else ""
         end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
-        more = f",{self._encode(after_choices)[1:-1]}" if after_choices else ""
         return f"{event_id}data: {self._head}{choice}]{more}{end}"
 
 
 class Connection:
-    """Watches a client that waits for its answer, as an async context; end the response after the context.
+    """Watches a client that waits for its answer, as an async context; write the last part after the context.
 
     Calls `on_gone` when the client hangs up. Sends a comment when a stream has been silent for keep_alive_s.
     """
@@ -98,6 +103,7 @@ class Connection:
         self._clock = asyncio.get_running_loop().time
         self._is_writing = False
         self._last_write = self._clock()
+        self._lead = b""  # to begin the next write with
 
     async def __aenter__(self) -> Connection:
         self._watch = asyncio.create_task(self._attend())
@@ -113,12 +119,13 @@ class Connection:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
         """Send a part of the body; waits while the client reads too slowly."""
         await self.begin()
         self._is_writing, self._last_write = True, self._clock()
+        body, self._lead = self._lead + data, AFTER_KEEP_ALIVE if data == KEEP_ALIVE else b""
         try:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
         finally:
             self._is_writing = False
 

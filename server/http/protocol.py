@@ -154,7 +154,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _count(self, num_bytes: int) -> None:
         """Count parsed bytes, and refuse the request over a limit."""
@@ -203,26 +203,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class _Unchunked:
-    """Answers an HTTP/1.0 request: without chunks (RFC 9112, section 7.1). Closing ends the body.
+def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
+    """Return `app` as it answers an HTTP/1.0 request: without chunks (RFC 9112, section 7.1). Closing ends the body.
 
     uvicorn sends chunks to every client. It checks each part of a body against the length that is left, so that length
     is set to the length of each part.
     """
 
-    def __init__(self, app: Any, cycle: RequestResponseCycle) -> None:
-        self._app = app
-        self._cycle = cycle
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
         async def send_unchunked(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self._cycle.chunked_encoding = False
+                cycle.chunked_encoding = False
             else:
-                self._cycle.expected_content_length = len(message.get("body", b""))
+                cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
-        await self._app(scope, receive, send_unchunked)
+        await app(scope, receive, send_unchunked)
+
+    return answer
 
 
 def raw_response(error: ServiceError) -> bytes:

@@ -16,11 +16,7 @@ OPERATION_PATHS = frozenset({"/metrics", "/version", "/openapi.json"})
 
 
 class ApiKeyGuard:
-    """Requires `Authorization: Bearer KEY` with one of `keys`, except on `open_paths`; without keys everything is open.
-
-    Sets "key_name" in the scope's state and "key" in the log line to the name of the key's owner, None if no key was
-    needed.
-    """
+    """Requires `Authorization: Bearer KEY` with one of `keys`, except on `open_paths`; logs the name of its owner."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str]) -> None:
         self._app = app
@@ -29,10 +25,8 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or raise ServiceError."""
-        scope["state"]["key_name"] = None
-        if self._keys.are_needed and scope["path"] not in self._open_paths:
-            name = self._owner(dict(scope["headers"]).get(b"authorization", b""))
-            scope["state"]["key_name"] = log_fields(scope)["key"] = name
+        if scope["path"] not in self._open_paths:
+            log_fields(scope)["key"] = self._owner(dict(scope["headers"]).get(b"authorization", b""))
         await self._app(scope, receive, send)
 
     def _owner(self, authorization: bytes) -> str:

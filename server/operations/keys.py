@@ -77,11 +77,6 @@ class ApiKeys:
             self._version = _version(file)
             self._names = self._of_options | _by_digest(read_key_file(file))
 
-    @property
-    def are_needed(self) -> bool:
-        """Whether a request must bear a key."""
-        return bool(self._names)
-
     def name_of(self, key: bytes) -> str | None:
         """Return the name of the key's owner, or None for a key that is not valid."""
         self._follow_file()

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.clients.environments import Environment, environments
-from tests.clients.servers import served, write_chat_model
+from tests.clients.servers import OFTEN, served, write_chat_model
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.serving import LIMIT_S, MORTAL
 
@@ -26,7 +26,7 @@ def client(request: pytest.FixtureRequest) -> Environment:
 @pytest.fixture(scope="session")
 def stories() -> Iterator[str]:
     """The URL of a server with the embedded model, in fp32."""
-    with served("--dtype", "float32") as url:
+    with served("--dtype", "float32", *OFTEN) as url:
         yield url
 
 
@@ -38,7 +38,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def chats(chat_model: Path) -> Iterator[str]:
     """The URL of a server with a tiny model that has a chat template."""
-    with served("--model", str(chat_model), "--served-model-name", "tiny") as url:
+    with served("--model", str(chat_model), "--served-model-name", "tiny", *OFTEN) as url:
         yield url
 
 

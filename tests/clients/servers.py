@@ -16,6 +16,7 @@ from tests.server.serving import LIMIT_S, Process
 from tests.weights.tiny_tokenizers import FAMILIES
 
 CONTEXT = 512
+OFTEN = ("--sse-keep-alive-interval", "0.001")  # comments between nearly all events, so that every client meets them
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.clients.environments import Environment
-from tests.clients.servers import post, served, text_of
+from tests.clients.servers import OFTEN, post, served, text_of
 
 CLIENT = "browser"
 pytestmark = pytest.mark.clients
@@ -54,7 +54,8 @@ def page() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(chat_model: Path, page: str) -> Iterator[str]:
-    with served("--model", str(chat_model), "--served-model-name", "tiny", "--allowed-origins", page) as url:
+    flags = ("--model", str(chat_model), "--served-model-name", "tiny", "--allowed-origins", page)
+    with served(*flags, *OFTEN) as url:
         yield url
 
 

@@ -27,6 +27,20 @@ from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.serving import LIMIT_S, MAIN, MORTAL, ROOT, Process
 
+LOSING_KEYS = """
+import sys
+import gptserve.server.serve
+from gptserve.server.cli.main import main
+load = gptserve.server.serve.resolve_model
+def lose_keys(*arguments):
+    from pathlib import Path
+    Path(sys.argv[sys.argv.index("--api-key-file") + 1]).unlink()
+    return load(*arguments)
+gptserve.server.serve.resolve_model = lose_keys
+main(sys.argv[1:])
+"""
+"""A server whose file of keys is deleted once the settings are checked."""
+
 
 @pytest.fixture
 def launch() -> Iterator[Any]:
@@ -520,6 +534,14 @@ def test_a_failing_start_is_one_sentence_and_status_1(flags: tuple[str, ...], ex
     status, log = launch(*flags).wait()
 
     assert_one_sentence(status, log, expected)
+
+
+def test_a_key_file_that_is_lost_after_the_check_of_the_settings_is_one_sentence(launch: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice: s3cret")
+
+    status, log = launch("--api-key-file", str(tmp_path / "keys"), main=LOSING_KEYS).wait()
+
+    assert_one_sentence(status, log, "gptserve: api-key-file must be a file that can be read, got")
 
 
 UNREADABLE = "model.safetensors is not a readable safetensors file: "

@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
-from gptserve.server.api.schemas import ChatCompletion, ChatCompletionChunk
+from gptserve.server.api.schemas import ChatCompletion, ChatCompletionChunk, Completion
 from gptserve.server.completions.harmony import MARKS
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
@@ -19,15 +20,15 @@ TEXT = 'Once, "é✓😀"\u2028\n'
 ANSWER = "<|channel|>analysis<|message|>Hm, é.<|end|><|start|>assistant<|channel|>final<|message|>Four ✓"
 
 
-def parse_events(text: str) -> list[dict[str, Any]]:
-    """Return the data of a plain stream's events; checks the frame of each and the end."""
+def parse_events(text: str, model: type[BaseModel] = ChatCompletionChunk) -> list[dict[str, Any]]:
+    """Return the data of a plain stream's events; checks the frame and the shape of each, and the end."""
     *events, end = text.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
     data = []
     for event in events:
         assert event.startswith("data: ")
         data.append(json.loads(event.removeprefix("data: ")))
-        ChatCompletionChunk.model_validate(data[-1], strict=True, extra="forbid")
+        model.model_validate(data[-1], strict=True, extra="forbid")
     return data
 
 
@@ -152,6 +153,34 @@ def test_a_stream_adds_up_to_the_whole(make_api: Callable[..., Api], body: dict[
         assert all(part["finish_reason"] is None for part in parts[:-1])
         scores = [score for part in parts for score in (part["logprobs"] or {"content": []})["content"]]
         assert scores == (expected["logprobs"] or {"content": []})["content"]
+
+
+def collect_fields(value: object, seen: dict[type[BaseModel], set[str]]) -> None:
+    """Add the fields that are given of each model within `value`."""
+    if isinstance(value, BaseModel):
+        seen.setdefault(type(value), set()).update(value.model_fields_set)
+        value = [getattr(value, name) for name in value.model_fields_set]
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        collect_fields(part, seen)
+
+
+def test_answers_have_all_that_the_models_of_the_document_describe_and_no_more(make_api: Callable[..., Api]) -> None:
+    api = harmony_api(make_api)
+    asked = {"prompt_logprobs": 1, "return_token_ids": True}
+    chat = {**asked, "logprobs": True, "top_logprobs": 1}
+    text = {**asked, "prompt": "ab", "logprobs": 1}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    answers: list[tuple[type[BaseModel], Any]] = [
+        (ChatCompletion, api.chat(**chat).json()),
+        *((ChatCompletionChunk, chunk) for chunk in parse_events(api.chat(**chat, **streamed).text)),
+        (Completion, api.complete(**text).json()),
+        *((Completion, chunk) for chunk in parse_events(api.complete(**text, **streamed).text, Completion)),
+    ]
+    seen: dict[type[BaseModel], set[str]] = {}
+    for model, answer in answers:
+        collect_fields(model.model_validate(answer, strict=True, extra="forbid"), seen)
+    assert seen == {model: set(model.model_fields) for model in seen}
+    assert len(seen) == 15
 
 
 def test_reasoning_comes_apart_from_the_content(make_api: Callable[..., Api]) -> None:

@@ -394,7 +394,7 @@ def test_a_silent_stream_is_kept_alive(serve: Callable[..., LiveServer]) -> None
     engine = FakeEngineClient(auto=False)
     with stream(serve(engine, sse_keep_alive_interval_s=0.02), max_tokens=2) as events:
         lines = events.response.iter_lines()
-        assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+        assert [next(lines) for _ in range(6)] == [": keep-alive", "", ":", "", ": keep-alive", ""]
         engine.from_outside(engine.step)
         engine.from_outside(engine.step)
         rest = [line for line in lines if line.startswith(("data", ":"))]

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest
-from tests.server.conftest import Api
+from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import FakeEngineClient
 
 
@@ -32,6 +33,8 @@ def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) 
     assert set(operation["responses"]) == {"200", "202"} | errors
     assert [parameter["name"] for parameter in operation["parameters"]] == ["Idempotency-Key"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    event = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert event["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/Completion"}
     schema = document["components"]["schemas"]["CompletionRequest"]
     assert set(schema["properties"]) == set(CompletionRequest.model_fields)
     assert schema["required"] == ["prompt"]
@@ -65,6 +68,76 @@ def test_background_completions_are_described(document: dict[str, Any]) -> None:
         "failed",
         "cancelled",
     ]
+
+
+def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return method, path and description of every operation."""
+    return [(method, path, of) for path, by_method in document["paths"].items() for method, of in by_method.items()]
+
+
+def test_every_operation_has_a_short_name_of_its_own(document: dict[str, Any]) -> None:
+    names = [operation["operationId"] for _, _, operation in operations(document)]
+    assert len(set(names)) == len(names)
+    assert {"create_completion", "create_chat_completion", "retrieve_completion", "tokenize", "health"} <= set(names)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_links_lead_from_a_background_completion_to_all_that_can_follow(
+    serve: Callable[..., LiveServer], path: str
+) -> None:
+    server = serve(FakeEngineClient())
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    document = httpx.get(server.url + "/openapi.json").json()
+    named = {operation["operationId"]: (method, way) for method, way, operation in operations(document)}
+    begun = httpx.post(server.url + path, json={**body, "background": True})
+    links = document["paths"][path]["post"]["responses"][str(begun.status_code)]["links"]
+    assert set(links) == {"retrieve_completion", "stream_completion", "cancel_completion"}
+    for link in links.values():
+        assert link["parameters"] == {"id": "$response.body#/id"}
+        method, way = named[link["operationId"]]
+        assert httpx.request(method, server.url + way.format(id=begun.json()["id"]), timeout=20).status_code == 200
+    for of in ("retrieve_completion", "cancel_completion"):
+        method, way = named[of]
+        further = document["paths"][way][method]["responses"]["200"]["links"]
+        assert {link["operationId"] for link in further.values()} == set(links)
+        assert all(link["parameters"] == {"id": "$request.path.id"} for link in further.values())
+
+
+def test_a_link_leads_to_the_model(api: Api, document: dict[str, Any]) -> None:
+    [link] = document["paths"]["/v1/models"]["get"]["responses"]["200"]["links"].values()
+    assert link == {"operationId": "retrieve_model", "parameters": {"model": "$response.body#/data/0/id"}}
+    assert api.get("/v1/models").json()["data"][0]["id"] == MODEL
+
+
+def out_of_bounds(schema: dict[str, Any]) -> Iterator[object]:
+    """Yield values that break one limit of a JSON schema each."""
+    for option in schema.get("anyOf", schema.get("oneOf", ())):
+        yield from out_of_bounds(option)
+    for limit, step in (("minimum", -1), ("exclusiveMinimum", 0), ("maximum", 1)):
+        if limit in schema:
+            yield schema[limit] + step
+    if schema.get("minLength"):
+        yield ""
+    if "maxLength" in schema:
+        yield "x" * (schema["maxLength"] + 1)
+    if schema.get("minItems"):
+        yield []
+    if "maxItems" in schema:
+        entry = {"string": "x", "integer": 1, "array": [1]}[schema["items"]["type"]]
+        yield [entry] * (schema["maxItems"] + 1)
+    if "maxProperties" in schema:
+        yield {str(token_id): 1 for token_id in range(schema["maxProperties"] + 1)}
+
+
+@pytest.mark.parametrize(("route", "model"), [("complete", CompletionRequest), ("chat", ChatRequest)])
+def test_a_value_that_the_document_rules_out_is_refused(api: Api, route: str, model: type[CompletionRequest]) -> None:
+    properties = model.model_json_schema()["properties"]
+    cases = [(name, value) for name, schema in properties.items() for value in out_of_bounds(schema)]
+    limited = {name for name, _ in cases}
+    assert {"temperature", "top_k", "seed", "stop", "stop_token_ids", "logit_bias", "n", "cache_salt"} <= limited
+    for name, value in cases:
+        response = getattr(api, route)(**{**({"prompt": "x"} if route == "complete" else {}), name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name), (name, value)
 
 
 def test_prompt_logprobs_are_described_where_they_come(document: dict[str, Any]) -> None:

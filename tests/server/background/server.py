@@ -15,7 +15,7 @@ from gptserve.server.api.schemas import CompletionRequest
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.store import BackgroundStore
-from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_completion
+from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_plan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE
 from gptserve.server.errors import ServiceError
@@ -52,7 +52,11 @@ class Server:
         self.lifecycle = Lifecycle()
         metrics = Metrics(self.engine, "m")
         self.service = Service(self.engine, ByteTokenizer(), app_options("m", **options), self.lifecycle, metrics)
-        restore = {TEXT_SHAPE.object: partial(restore_completion, tokenizer=self.service.tokenizer)}
+        restore = {
+            TEXT_SHAPE.object: partial(
+                restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=self.service.tokenizer
+            )
+        }
         self.store = BackgroundStore(self.service, self.journal, restore, clock=self.clock)
 
     async def begin(self, key: str | None = None, **fields: Any) -> BackgroundJob:

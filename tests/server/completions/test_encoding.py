@@ -32,6 +32,7 @@ VALUES: list[Value] = [
 def test_the_pieces_are_the_json_of_the_whole(value: Value, ensure_ascii: bool) -> None:
     whole = json.dumps(value(), ensure_ascii=ensure_ascii, separators=(",", ":"))
     assert PiecewiseEncoder(ensure_ascii=ensure_ascii).encode(value()) == whole
+    assert PiecewiseEncoder(ensure_ascii=ensure_ascii).encode_short(value()) == whole
 
 
 @pytest.mark.parametrize("length", [0, 1, PIECE_ENTRIES - 1, PIECE_ENTRIES, PIECE_ENTRIES + 1, 5 * PIECE_ENTRIES])

@@ -11,7 +11,7 @@ from gptserve.server.api.schemas import ChatCompletionChunk, Completion
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.output import Delta, TokenScore
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
-from gptserve.server.completions.sse import KEEP_ALIVE, Connection, EventEncoder
+from gptserve.server.completions.sse import AFTER_KEEP_ALIVE, KEEP_ALIVE, Connection, EventEncoder
 
 HEAD = {
     "id": "cmpl-1",
@@ -122,6 +122,9 @@ def test_a_silent_stream_gets_comments_until_the_client_goes() -> None:
         async with Connection(messages.get, send, gone.set, keep_alive_s=0.01) as connection:  # type: ignore[arg-type]
             await connection.write(b"first")
             seen = [await asyncio.wait_for(sent.get(), 20) for _ in range(3)]
+            await connection.write(b"last")
+            while not seen[-1].endswith(b"last"):
+                seen.append(await asyncio.wait_for(sent.get(), 20))
             assert not connection.is_gone
             messages.put_nowait({"type": "http.request", "body": b"late"})
             messages.put_nowait({"type": "http.disconnect"})
@@ -129,7 +132,9 @@ def test_a_silent_stream_gets_comments_until_the_client_goes() -> None:
             assert connection.is_gone
         return seen
 
-    assert asyncio.run(scenario()) == [b"first", KEEP_ALIVE, KEEP_ALIVE]
+    first, comment, *others, last = asyncio.run(scenario())
+    assert (first, comment, last) == (b"first", KEEP_ALIVE, AFTER_KEEP_ALIVE + b"last")
+    assert set(others) == {AFTER_KEEP_ALIVE + KEEP_ALIVE}
 
 
 def test_leaving_the_connection_ends_its_watch() -> None:

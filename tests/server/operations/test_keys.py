@@ -64,13 +64,11 @@ def test_anything_else_is_no_key(key: str) -> None:
 def test_keys_of_options_are_numbered() -> None:
     keys = ApiKeys(("first", "second,third"))
 
-    assert keys.are_needed
     assert [keys.name_of(key) for key in (b"first", b"second,third")] == ["key-1", "key-2"]
     assert [keys.name_of(key) for key in (b"second", b"third", b"", b"fir", b"first ", b"\xff")] == [None] * 6
 
 
-def test_without_keys_none_is_needed() -> None:
-    assert not ApiKeys().are_needed
+def test_without_keys_none_is_valid() -> None:
     assert ApiKeys().name_of(b"") is None
 
 
