@@ -210,12 +210,11 @@ class Supervisor(EngineClient):
             self._client = self._make_client()
             try:
                 await self._load()
+                break
             except ScarcityError as error:
                 if num_attempts == 0:
                     logger.error("%s; retrying until it works", error)
                 await asyncio.sleep(_delay_s(num_attempts))
-            else:
-                break
         context, before = self._client.info.max_model_len, self.info.max_model_len
         if context < before:  # less memory is free now, and a live request may be longer
             await self._client.close()
