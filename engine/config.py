@@ -29,6 +29,7 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     attention_backend: AttentionBackendName = "auto"
+    num_threads: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -40,7 +41,6 @@ class EngineConfig:
     max_queue_time_s: float | None = None
     enable_prefix_caching: bool = True
     speculative_ngram: int = 0
-    num_threads: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("device", Device), ("dtype", DType), ("attention_backend", AttentionBackendName)):

@@ -219,8 +219,11 @@ class EngineInfo:
     device: str
     dtype: str
     attention_backend: str
+    product: str
+    """What multiplies with the weights: a name of engine/model/linear.py."""
     block_size: int
     num_blocks: int
+    kv_cache_bytes: int
     max_num_seqs: int
     max_num_queued_reqs: int
     fingerprint: str

@@ -112,7 +112,7 @@ class ServingProcess:
             await _first(self._told_to_stop.wait(), loading)
             if not loading.done():
                 loading.cancel()
-                logger.info("shutting down (Ctrl-C again to quit)")
+                logger.info("shutting down, Ctrl-C again to quit")
                 return EXIT_OK
             return await self._serve(*loading.result())
         finally:
@@ -160,6 +160,7 @@ class ServingProcess:
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import load_tls
+        from gptserve.server.operations.banner import log_banner
         from gptserve.weights.chat.template import load_chat_template
         from gptserve.weights.tokenizers.info import load_tokenizer_info
         from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -185,7 +186,12 @@ class ServingProcess:
         app.state.metrics.watch_connections(connections)
         write_limit_s, stop_limit_s = settings.write_timeout_s, LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S
         server = HttpServer(
-            app, options.model_name, connections, write_limit_s=write_limit_s, stop_limit_s=stop_limit_s, tls=tls
+            app,
+            partial(log_banner, self._engine, options),
+            connections,
+            write_limit_s=write_limit_s,
+            stop_limit_s=stop_limit_s,
+            tls=tls,
         )
         return server, app.state.store, app.state.lifecycle
 
@@ -213,8 +219,8 @@ class ServingProcess:
         """Refuse new requests, suspend durable background jobs, wait for other requests up to the time limit."""
         limit_s = self._settings.shutdown_timeout_s
         lifecycle.drain()
-        waiting = f"; waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
-        logger.info("shutting down%s (Ctrl-C again to quit)", waiting)
+        waiting = f", waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
+        logger.info("shutting down%s, Ctrl-C again to quit", waiting)
         idle = asyncio.gather(store.suspend(), lifecycle.wait_idle())  # suspends even with a time limit of 0
         await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead(), asyncio.sleep(limit_s))
         if lifecycle.num_active:

@@ -101,8 +101,10 @@ class ModelRunner:
             device=str(self.device),
             dtype=str(dtype).removeprefix("torch."),
             attention_backend=backend.name,
+            product=product_of(self.device, dtype),
             block_size=config.block_size,
             num_blocks=num_blocks,
+            kv_cache_bytes=sum(layer.nbytes for layer in self._cache.layers),
             max_num_seqs=config.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
             fingerprint=fingerprint(causes, sample),
@@ -202,7 +204,7 @@ def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.d
 
 
 def _log_model(info: EngineInfo) -> None:
-    logger.info(
+    logger.debug(
         "model: dtype=%s device=%s attention=%s batch_invariant=%s fingerprint=%s",
         *(info.dtype, info.device, info.attention_backend, "yes" if info.batch_invariant else "no", info.fingerprint),
     )
@@ -215,12 +217,6 @@ def _make_cache(
     memory = cache_memory_bytes(config, device, scratch_bytes)
     num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *memory)
     cache = KVCache(model, num_blocks, config.block_size, dtype, device)
-    num_tokens = num_blocks * config.block_size
-    logger.info(
-        "KV cache: %d blocks of %d tokens, %d tokens in %.1f MiB; %d sequences of %d tokens fit at once",
-        *(num_blocks, config.block_size, num_tokens, sum(layer.nbytes for layer in cache.layers) / 2**20),
-        *(num_tokens // max_model_len, max_model_len),
-    )
     return cache, num_blocks, max_model_len
 
 
@@ -230,7 +226,7 @@ def _set_num_threads(config: EngineConfig) -> int:
     num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
     torch.set_num_threads(num_threads)
     native.set_num_threads(num_threads)
-    logger.info("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
+    logger.debug("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
     return num_threads
 
 

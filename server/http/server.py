@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with a Listener; ServingProcess handles the signals."""
+    """uvicorn with a Listener; ServingProcess handles the signals. It calls `announce` with the URL once it listens."""
 
     def __init__(
         self,
         app: ASGIApp,
-        model_name: str,
+        announce: Callable[[str], None],
         connections: Connections,
         *,
         write_limit_s: float,
@@ -65,7 +65,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         make_protocol = partial(protocol, config, self.server_state, connections, write_limit_s)
         self._listen = partial(Listener, make_protocol=make_protocol, connections=connections, tls=tls)
-        self._model_name = model_name
+        self._announce = announce
         self._scheme = "http" if tls is None else "https"
 
     @contextlib.contextmanager
@@ -82,14 +82,13 @@ class HttpServer(uvicorn.Server):
             connection.transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen and log the address."""
+        """Begin to listen and announce the URL."""
         assert sockets is not None
         self.servers = [self._listen(sockets[0])]  # type: ignore[list-item]
         self.started = True
         host, port = sockets[0].getsockname()[:2]
         url = f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
-        body = '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}'
-        logger.info("%s ready on %s  (try: curl -N %s/v1/completions --json '%s')", self._model_name, url, url, body)
+        self._announce(url)
 
     async def on_tick(self, counter: int) -> bool:
         """Check for clients that do not read; return whether to stop."""

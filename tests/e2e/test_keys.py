@@ -26,8 +26,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 
 def test_keys_open_under_their_names_and_the_file_is_followed(process: Process, tmp_path: Path) -> None:
-    process.wait_for_line(" ready on ")
-    url = process.lines[-1].partition(" ready on ")[2].split()[0]
+    url = json.loads(process.wait_for_line(" ready on "))["message"].split()[-1]
 
     def status(path: str, key: str | None) -> int:
         headers = {"x-request-id": f"{path}:{key}"} | ({} if key is None else {"authorization": f"Bearer {key}"})

@@ -92,7 +92,7 @@ def test_sigterm_refuses_what_is_new_finishes_what_runs_and_ends_with_status_0(
 
         # To the whole group, as a terminal's Ctrl-C is: the engine's process must not die of it.
         os.killpg(process.popen.pid, signal.SIGINT)
-        process.wait_for_line("shutting down; waiting up to 600 s for 2 requests (Ctrl-C again to quit)")
+        process.wait_for_line("shutting down, waiting up to 600 s for 2 requests, Ctrl-C again to quit")
         refused = client.post("/v1/completions", json={"prompt": "Once"})
         ready = client.get("/ready")
         health = client.get("/health")
@@ -126,7 +126,7 @@ def test_a_second_signal_ends_at_once(launch_held: Any) -> None:
     process = launch_held("--shutdown-timeout", "3600")
     with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16):
         process.popen.terminate()
-        process.wait_for_line("shutting down; waiting up to 3600 s for 1 request (Ctrl-C again to quit)")
+        process.wait_for_line("shutting down, waiting up to 3600 s for 1 request, Ctrl-C again to quit")
         process.popen.terminate()
         status, log = process.wait()
 
@@ -336,12 +336,31 @@ def test_the_engine_may_run_in_a_thread(launch: Any) -> None:
     assert process.wait()[0] == 0
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="runs a line with curl")
+@pytest.mark.parametrize(
+    ("flags", "environment"), [((), {}), (("--chat-template", "plain"), {"GPTSERVE_API_KEY": "open-sesame"})]
+)
+def test_the_line_to_try_works(flags: tuple[str, ...], environment: dict[str, str], launch: Any) -> None:
+    process = launch(*flags, **environment)
+    process.wait_for_line("gptserve: model: storyteller, ")
+    command = process.wait_for_line("gptserve: try: ").partition(" try: ")[2]
+    done = subprocess.run(
+        ["sh", "-c", command], env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    process.popen.terminate()
+
+    assert "--json" not in command, "curl knows it since 7.82"
+    assert done.returncode == 0, done.stderr
+    assert '"finish_reason":"length"' in done.stdout or '"finish_reason":"stop"' in done.stdout
+    assert done.stdout.endswith("data: [DONE]\n\n")
+    assert process.wait()[0] == 0
+
+
 def test_json_logs_name_the_request_and_hide_the_key(launch: Any) -> None:
     process = launch("--log-format", "json", "--served-model-name", "teller", GPTSERVE_API_KEY="open-sesame")
     first = json.loads(process.wait_for_line("settings: "))
-    process.wait_for_line(" ready on ")
-    client = httpx.Client(base_url=process.lines[-1].partition(" ready on ")[2].split()[0], timeout=LIMIT_S)
-    with client:
+    url = json.loads(process.wait_for_line(" ready on "))["message"].split()[-1]
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
         refused = client.get("/v1/models")
         client.headers["authorization"] = "Bearer open-sesame"
         models = client.get("/v1/models", headers={"x-request-id": "mine-1"}).json()
@@ -354,6 +373,7 @@ def test_json_logs_name_the_request_and_hide_the_key(launch: Any) -> None:
     assert (line["request_id"], line["path"], line["status"]) == ("mine-1", "/v1/models", 200)
     status, log = process.wait()
     assert (status, "open-sesame" in log) == (0, False)
+    assert all(json.loads(line)["message"] for line in log.splitlines())
 
 
 def test_a_model_without_a_chat_template_takes_the_one_chosen(launch: Any, tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""The last lines of a start: the model, its device, kernels and memory, the address, and a request to try."""
+
+from __future__ import annotations
+
+import logging
+
+from gptserve.engine.process.client import EngineClient
+from gptserve.server.completions.service import AppOptions
+
+logger = logging.getLogger("gptserve")  # a short name: these lines are read by people
+
+
+def log_banner(engine: EngineClient, options: AppOptions, url: str) -> None:
+    """Log the banner of a server that takes connections at `url`; its engine has started."""
+    info = engine.info
+    names = " = ".join((options.model_name, *options.aliases))
+    num_tokens = info.num_blocks * info.block_size
+    logger.info("model: %s, %s on %s, context of %d tokens", names, info.dtype, info.device, info.max_model_len)
+    logger.info("kernels: attention %s, matrix products %s", info.attention_backend, info.product)
+    logger.info(
+        "memory: KV cache of %d tokens in %.1f MiB; %d sequences of full length fit at once",
+        *(num_tokens, info.kv_cache_bytes / 2**20, num_tokens // info.max_model_len),
+    )
+    logger.info("%s is ready on %s", options.model_name, url)
+    logger.info("try: %s", _command(options, url))
+
+
+def _command(options: AppOptions, url: str) -> str:
+    """Return a line for a shell, for any version of curl."""
+    here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    key = ' -H "Authorization: Bearer $GPTSERVE_API_KEY"' if options.settings.needs_key else ""
+    path, asked = "completions", '"prompt": "Once upon a time"'
+    if options.chat_template is not None:
+        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Tell me a story about a fox."}]'
+    return f'curl -N {here}/v1/{path}{key} -d \'{{{asked}, "max_tokens": 200, "stream": true}}\''

@@ -1,0 +1,54 @@
+"""The last lines of a start."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gptserve.server.operations.banner import log_banner
+from gptserve.weights.chat.template import ChatTemplate
+from tests.server.app_options import app_options
+from tests.server.fake_engine import FakeEngineClient
+
+BODY = '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}'
+CHAT = '{"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 200, "stream": true}'
+
+
+def test_the_banner_tells_the_model_its_kernels_its_memory_and_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_banner(FakeEngineClient(), app_options("teller", aliases=("gpt-4o",)), "http://127.0.0.1:8000")
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "model: teller = gpt-4o, float32 on cpu, context of 256 tokens",
+        "kernels: attention reference, matrix products torch",
+        "memory: KV cache of 1024 tokens in 1.0 MiB; 4 sequences of full length fit at once",
+        "teller is ready on http://127.0.0.1:8000",
+        f"try: curl -N http://127.0.0.1:8000/v1/completions -d '{BODY}'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "url", "command"),
+    [
+        ({}, "http://0.0.0.0:1", f"curl -N http://127.0.0.1:1/v1/completions -d '{BODY}'"),
+        ({}, "https://[::]:1", f"curl -N https://[::1]:1/v1/completions -d '{BODY}'"),
+        (
+            {"chat_template": ChatTemplate("", {})},
+            "http://h:1",
+            f"curl -N http://h:1/v1/chat/completions -d '{CHAT}'",
+        ),
+        (
+            {"api_keys": ("s3cret",)},
+            "http://h:1",
+            f"""curl -N http://h:1/v1/completions -H "Authorization: Bearer $GPTSERVE_API_KEY" -d '{BODY}'""",
+        ),
+    ],
+)
+def test_the_line_to_try_fits_the_server(
+    options: dict[str, object], url: str, command: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        log_banner(FakeEngineClient(), app_options("teller", **options), url)
+
+    assert caplog.records[-1].getMessage() == f"try: {command}"
