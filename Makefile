@@ -5,12 +5,15 @@ PYTHON ?= python3
 MODEL ?=
 ARGS ?=
 TARGET ?= cpu
+TORCH_INDEX_URL ?=
 
 venv := .venv
 bin := $(venv)/bin
 # A running server holds the compiled libraries open: new ones must be new files, for pip writes into the old ones.
+# pip's default build of torch for Linux on x86-64 has gigabytes of CUDA; TORCH_INDEX_URL names an index of other builds.
 install := rm -f engine/*/_*.so && \
-	$(bin)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+	$(bin)/python -m pip --disable-pip-version-check install --constraint constraints.txt \
+	$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 # A process for each of at most four cores, as each takes 1 GB, and one more, as many tests wait for a child process.
 processes = $$($(bin)/python -c 'import os; print(min(4, os.cpu_count()) + 1)')
 # The slowest tests are named, if they are slow.

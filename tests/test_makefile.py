@@ -37,16 +37,16 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(tree: Path, target: str = "serve") -> tuple[bool, list[str]]:
-    """Run make; return whether it succeeded and what was called, -c aside."""
-    done = run_make(tree, target)
+def make(tree: Path, *arguments: str) -> tuple[bool, list[str]]:
+    """Run make, which is make serve without a target; return whether it succeeded and what was called, -c aside."""
+    done = run_make(tree, *(arguments or ("serve",)))
     return done.returncode == 0, [line for line in (tree / "log").read_text().splitlines() if line[:2] != "-c"]
 
 
-def run_make(tree: Path, target: str) -> subprocess.CompletedProcess[str]:
+def run_make(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (tree / "log").unlink(missing_ok=True)
     environment = {"PATH": os.environ["PATH"]}  # without what a make that runs these tests leaves in it
-    command = ["make", target, "PYTHON=./python"]
+    command = ["make", *arguments, "PYTHON=./python"]
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
@@ -92,6 +92,13 @@ def test_an_installation_leaves_no_old_library_to_write_into(tree: Path) -> None
     assert installed.startswith("-m pip ")
     assert installed.endswith(" --editable .")
     assert [line for line in rest if line and line[-1] != ":"] == ["cpu_paged.cpp", "team.h", "gptserve serve"]
+
+
+def test_torch_may_come_from_an_index_of_other_builds(tree: Path) -> None:
+    succeeded, [_, installed, *_] = make(tree, "serve", "TORCH_INDEX_URL=https://index.example/cpu")
+
+    assert succeeded
+    assert "--constraint constraints.txt --extra-index-url https://index.example/cpu --editable ." in installed
 
 
 @pytest.mark.parametrize("source", SOURCES)
