@@ -8,7 +8,6 @@ framework. `cli` calls it.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import ipaddress
 import math
@@ -28,6 +27,8 @@ GenerationConfig = Literal["auto", "none"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+CLIENT_VARIABLE = "GPTSERVE_URL"
+"""The one variable that is no option of `serve`: the commands that ask a server read it."""
 _VARIABLE_PREFIX = "GPTSERVE_"
 _REDACTED = "***"
 # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables, as NAME=VALUE. GPTSERVE_PORT
@@ -198,11 +199,11 @@ class ServerSettings:
         except ValueError:
             return False
 
-    def describe(self) -> str:
-        """Return all options with their values on one line, those that were set first; secrets are redacted."""
+    def describe(self) -> tuple[str, str]:
+        """Return the options that were set, with their sources, and the others; secrets are redacted."""
         shown = {option.name: option.show(self) for option in server_options()}
         chosen = ", ".join(f"{shown.pop(name)} ({source})" for name, source in self.sources.items())
-        return "; ".join(filter(None, (chosen, "defaults: " + " ".join(shown.values()))))
+        return chosen, " ".join(shown.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class Option:
     def parse(self, value: object, source: str) -> object:
         """Convert a text, or a value of argparse or TOML, to the field's type. Raises SettingsError."""
         try:
-            return self.convert(value if isinstance(self.default, tuple) else _as_text(value))
+            return self.convert(value if isinstance(self.default, tuple) else as_text(value))
         except (ValueError, KeyError):
             given = _REDACTED if self.secret else repr(value)
             raise SettingsError(f"{source} must be {self.rule}, got {given}") from None
@@ -241,7 +242,7 @@ class Option:
         value = getattr(settings.engine if self.of_engine else settings, self.field)
         if value is None or value == ():
             return f"{self.name}=-"
-        return f"{self.name}={_REDACTED if self.secret else _as_text(value)}"
+        return f"{self.name}={_REDACTED if self.secret else as_text(value)}"
 
 
 def server_options() -> tuple[Option, ...]:
@@ -253,22 +254,19 @@ def server_options() -> tuple[Option, ...]:
     return tuple(options)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of every option. A flag that is not given is not in the namespace."""
-    for option in server_options():
-        no_default = option.default is None or option.default == ()
-        text = option.help if no_default else f"{option.help} (default: {_as_text(option.default)})"
-        keywords: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        if isinstance(option.default, bool):
-            keywords["action"] = argparse.BooleanOptionalAction
-        else:
-            keywords["action"] = "append" if isinstance(option.default, tuple) else "store"
-            keywords["metavar"] = "|".join(option.choices) or option.name.split("-")[-1].upper()
-        parser.add_argument(f"--{option.name}", **keywords)
+def client_url(environment: Mapping[str, str]) -> str:
+    """Return where commands look for a server: GPTSERVE_URL, or this machine at GPTSERVE_PORT. Raises SettingsError."""
+    if url := environment.get(CLIENT_VARIABLE):
+        return url
+    [option] = [option for option in server_options() if option.name == "port"]
+    port: object = option.default
+    if option.variable in environment and option.variable not in injected_variables(environment):
+        port = option.parse(environment[option.variable], option.variable)
+    return f"http://127.0.0.1:{port}"
 
 
 def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -> ServerSettings:
-    """Return the settings: from flags (by option name, as `add_flags` sets them), else variables, file, defaults.
+    """Return the settings: from flags (text by option name), else variables, file, defaults.
 
     Raises SettingsError.
     """
@@ -314,7 +312,7 @@ def _from_environment(options: Mapping[str, Option], environment: Mapping[str, s
     injected = injected_variables(environment)
     given: dict[str, tuple[object, str]] = {}
     for variable, value in environment.items():
-        if not variable.startswith(_VARIABLE_PREFIX) or variable in injected:
+        if not variable.startswith(_VARIABLE_PREFIX) or variable in injected or variable == CLIENT_VARIABLE:
             continue
         if variable not in names:
             raise SettingsError(f"unknown variable {variable}{suggestion(variable, names)}")
@@ -375,8 +373,8 @@ def _parse_texts(value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _as_text(value: object) -> str:
-    """Return `value` in the form of a variable."""
+def as_text(value: object) -> str:
+    """Return a value of an option in the form of a variable."""
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(value) if isinstance(value, tuple) else str(value)

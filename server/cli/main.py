@@ -1,4 +1,4 @@
-"""The command `gptserve`: serve a model, complete a text, inspect a model.
+"""The command `gptserve`: serve a model, complete a text, chat, inspect or convert a model.
 
 A wrong command line or setting ends with status 2, any other failure with 1, and one sentence on stderr. The engine's
 process imports this file again, so each command imports its heavy modules itself.
@@ -13,34 +13,34 @@ import logging
 import math
 import os
 import re
-import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import gptserve
 from gptserve.engine.errors import EngineError
+from gptserve.server.cli.errors import CommandError
+from gptserve.server.cli.flags import EPILOG, add_flags
+from gptserve.server.cli.remote import Remote
 from gptserve.server.operations.keys import KEY_RULE, is_key
-from gptserve.server.settings import SettingsError, add_flags, injected_variables, load_settings, parse_size, suggestion
+from gptserve.server.settings import (
+    SettingsError,
+    client_url,
+    injected_variables,
+    load_settings,
+    parse_size,
+    suggestion,
+)
 from gptserve.weights.errors import TokenizerError, WeightsError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-DEFAULT_URL = "http://127.0.0.1:8000"
 
-PRECEDENCE = (
-    "Every option is also a variable (GPTSERVE_PORT for --port) and a key of the --config file (port). The command "
-    "line wins over the environment, the environment over the file."
-)
 Parsed = TypeVar("Parsed")
 
 logger = logging.getLogger(__name__)
-
-
-class CommandError(Exception):
-    """A command failed; the message is the cause in one sentence."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -77,29 +77,37 @@ class CommandParser(argparse.ArgumentParser):
 
 def _build_parser() -> CommandParser:
     parser = CommandParser(
-        prog="gptserve", description="An exact, small inference server for GPT-style language models."
+        prog="gptserve",
+        description="An exact, small inference server for GPT-style language models.",
+        epilog="`gptserve COMMAND --help` shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"gptserve {gptserve.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(parser=parser, run=_help)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="answer HTTP requests", epilog=PRECEDENCE)
+    serve = commands.add_parser(
+        "serve",
+        help="answer HTTP requests",
+        usage="gptserve serve [MODEL] [options]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     serve.add_argument("MODEL", nargs="?", help="same as --model")
     add_flags(serve)
     serve.set_defaults(parser=serve, run=_serve)
 
     complete = commands.add_parser("complete", help="complete a text, printing tokens as they come")
     complete.add_argument("text", type=_TEXT, metavar="TEXT", help="text to complete; - reads it from stdin")
-    complete.add_argument("--url", type=_TEXT, help=f"URL of the server (default: {DEFAULT_URL})")
-    complete.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")
     complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
+    _add_request_flags(complete)
     complete.add_argument("--max-tokens", type=int, default=200, help="tokens to generate (default: %(default)s)")
-    complete.add_argument("--temperature", type=_NUMBER, default=1.0, help="0 is greedy (default: %(default)s)")
-    complete.add_argument(
-        "--top-p", type=_NUMBER, default=1.0, help="nucleus sampling; 1 is off (default: %(default)s)"
-    )
-    complete.add_argument("--seed", type=int, help="seed; the same seed repeats a completion")
-    complete.add_argument("--stop", type=_TEXT, action="append", default=[], help="text at which to stop; repeatable")
     complete.set_defaults(parser=complete, run=_complete)
+
+    chat = commands.add_parser("chat", help="talk with a served model; from a pipe, answer all of stdin as one message")
+    chat.add_argument("--system", type=_TEXT, help="system prompt")
+    _add_request_flags(chat)
+    chat.add_argument("--max-tokens", type=int, help="tokens of an answer (default: what the context has left)")
+    chat.set_defaults(parser=chat, run=_chat)
 
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
@@ -115,6 +123,21 @@ def _build_parser() -> CommandParser:
     convert.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="folder to copy tokenizer files from")
     convert.set_defaults(parser=convert, run=_convert)
     return parser
+
+
+def _help(options: argparse.Namespace) -> int:
+    options.parser.print_help()
+    return 0
+
+
+def _add_request_flags(parser: CommandParser) -> None:
+    """Add the flags of the commands that ask a server; a field that is not given is not sent."""
+    parser.add_argument("--url", type=_TEXT, help="URL of the server (default: GPTSERVE_URL, or here at GPTSERVE_PORT)")
+    parser.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")
+    parser.add_argument("--temperature", type=_NUMBER, help="0 is greedy (default: the model's own)")
+    parser.add_argument("--top-p", type=_NUMBER, help="nucleus sampling; 1 is off (default: the model's own)")
+    parser.add_argument("--seed", type=int, help="seed; the same seed repeats an answer")
+    parser.add_argument("--stop", type=_TEXT, action="append", help="text at which to stop; repeatable")
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -144,7 +167,10 @@ def _serve(options: argparse.Namespace) -> int:
     from gptserve.server.serve import StartError, serve
 
     configure_logging(settings.log_format, settings.log_level)
-    logger.info("settings: %s", settings.describe())
+    chosen, others = settings.describe()
+    if chosen:
+        logger.info("settings: %s", chosen)
+    logger.debug("default settings: %s", others)
     if injected := injected_variables(os.environ):
         logger.info("ignoring %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
     if not (settings.needs_key or settings.is_local):
@@ -156,71 +182,50 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _complete(options: argparse.Namespace) -> int:
+    from gptserve.server.cli.completion import ask_server, compute_here
+
     if options.local is not None and (options.url is not None or options.api_key is not None):
         raise SettingsError("--url and --api-key are for a server, and --local asks none")
-    try:  # the bytes of stdin, so that line ends stay as they are
-        prompt = sys.stdin.buffer.read().decode() if options.text == "-" else options.text
-    except UnicodeDecodeError as error:
-        raise CommandError(f"the text on stdin must be UTF-8, got something else at byte {error.start}") from error
-    for text in (_ask_server if options.local is None else _compute_here)(options, prompt):
+    prompt, asked = _read_stdin() if options.text == "-" else options.text, _given(options)
+    here = options.local is not None
+    for text in compute_here(options.local, prompt, asked) if here else ask_server(_remote(options), prompt, asked):
         print(text, end="", flush=True)
     print()
     return 0
 
 
-def _ask_server(options: argparse.Namespace, prompt: str) -> Iterator[str]:
-    """Yield the text of a completion from a running server, as it streams."""
-    import httpx
+def _chat(options: argparse.Namespace) -> int:
+    from gptserve.server.cli.chat import Chat, answer_once, converse
 
-    fields = ("max_tokens", "temperature", "top_p", "seed", "stop")
-    body = {"prompt": prompt, "stream": True} | {name: getattr(options, name) for name in fields}
-    url = (DEFAULT_URL if options.url is None else options.url).rstrip("/")
+    remote = _remote(options)
+    chat = Chat(remote, _given(options), options.system)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        print(f"{remote.model_name()} at {remote.url}; /help lists the commands, Ctrl-D leaves")
+        converse(chat)
+    else:
+        answer_once(chat, _read_stdin().rstrip("\r\n"))
+    return 0
+
+
+def _remote(options: argparse.Namespace) -> Remote:
+    """Return the server that the flags or the environment name."""
     key = os.environ.get("GPTSERVE_API_KEY") or None if options.api_key is None else options.api_key
     if key is not None and not is_key(key):
         raise SettingsError(f"the API key must be {KEY_RULE}, got ***")
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    timeout = httpx.Timeout(10.0, read=None)  # a queued request may wait long for its first token
-    try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=timeout) as response:
-            if response.status_code != httpx.codes.OK:
-                raise CommandError(_error_message(response.status_code, response.read()))
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise CommandError(event["error"]["message"])
-                    yield from (choice["text"] for choice in event["choices"])
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise CommandError(f"no answer from {url}: {error}; is `gptserve serve` running there?") from error
-    raise CommandError("the stream ended in the middle of the completion")
+    return Remote(client_url(os.environ) if options.url is None else options.url, key)
 
 
-def _error_message(status: int, body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {status} and no message"
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a request that were given."""
+    fields = ("max_tokens", "temperature", "top_p", "seed", "stop")
+    return {name: value for name in fields if (value := getattr(options, name)) is not None}
 
 
-def _compute_here(options: argparse.Namespace, prompt: str) -> Iterator[str]:
-    """Load a model into this process and yield the text of its completion."""
-    from gptserve.engine.llm import LLM
-    from gptserve.engine.request import SEED_LIMIT, Request, SamplingParams
-    from gptserve.server.completions.output import ChoiceOutput, compile_stop
-
-    params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p)
-    seed = secrets.randbelow(SEED_LIMIT) if options.seed is None else options.seed
-    llm = LLM(options.local or None)
-    stop = [compile_stop(text) for text in options.stop]
-    choice = ChoiceOutput(llm.tokenizer, stop=stop, skip=llm.tokenizer.special_ids)
-    for output in llm.stream([Request("local", tuple(llm.tokenizer.encode_prompt(prompt)), params, seed)]):
-        if output.error is not None:
-            raise CommandError(output.error)
-        yield choice.add(output).text
-        if choice.finish_reason is not None:
-            return
+def _read_stdin() -> str:
+    try:  # its bytes, so that line ends stay as they are
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise CommandError(f"the text on stdin must be UTF-8, got something else at byte {error.start}") from error
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from gptserve.engine.config import EngineConfig
+from gptserve.server.cli.flags import add_flags
 from gptserve.server.settings import (
     ServerSettings,
     SettingsError,
-    add_flags,
+    client_url,
     injected_variables,
     load_settings,
     parse_size,
@@ -233,6 +234,24 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest(variable: str, e
     assert message({}, {variable: "1"}) == expected
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"GPTSERVE_PORT": "9000"}, "http://127.0.0.1:9000"),
+        ({"GPTSERVE_PORT": "tcp://10.0.0.1:8000"}, "http://127.0.0.1:8000"),
+        ({"GPTSERVE_PORT": "9000", "GPTSERVE_URL": "https://h/v1"}, "https://h/v1"),
+        ({"GPTSERVE_PORT": "9000", "GPTSERVE_URL": ""}, "http://127.0.0.1:9000"),
+    ],
+)
+def test_commands_find_a_server_by_its_url_or_port(environment: dict[str, str], expected: str) -> None:
+    assert client_url(environment) == expected
+
+
+def test_the_variable_of_the_commands_is_none_of_the_server() -> None:
+    assert load_settings({}, {"GPTSERVE_URL": "https://h"}) == load_settings({}, {})
+
+
 def test_an_unknown_key_is_an_error_that_names_the_nearest(tmp_path: Path) -> None:
     file = settings_file(tmp_path, "max-model-length = 5")
 
@@ -367,11 +386,12 @@ def test_a_wrong_file_is_refused(text: str, expected: str, tmp_path: Path) -> No
 def test_the_description_holds_every_option_and_where_it_came_from_but_no_secret() -> None:
     settings = load_settings(flags("--api-key", "open-sesame", "--port", "9000"), {"GPTSERVE_HOST": "::1"})
 
-    text = settings.describe()
+    chosen, others = settings.describe()
 
-    assert "host=::1 (GPTSERVE_HOST), api-key=*** (--api-key), port=9000 (--port); defaults: model=-" in text
-    assert all(f"{option.name}=" in text for option in server_options())
-    assert "open-sesame" not in text + repr(settings)
+    assert chosen == "host=::1 (GPTSERVE_HOST), api-key=*** (--api-key), port=9000 (--port)"
+    assert others.startswith("model=- ")
+    assert all(f" {option.name}=" in f" {chosen} {others}" for option in server_options())
+    assert "open-sesame" not in chosen + others + repr(settings)
 
 
 def test_a_value_equal_to_the_default_is_no_choice() -> None:

@@ -7,9 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptserve.server.cli.main import main
 from tests.conftest import MakeGPT2
+from tests.server.cli.conftest import StandIn
+from tests.server.cli.events import events, text_event
 from tests.server.serving import Process
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command line; return exit status, stdout and stderr."""
+def test_the_command_alone_prints_its_help(run: Any) -> None:
+    status, out, err = run()
 
-    def run(*arguments: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            main(arguments)
-        captured = capsys.readouterr()
-        return exit_.value.code, captured.out, captured.err
-
-    return run
-
-
-class Answers(BaseHTTPRequestHandler):
-    """A stand-in server: keeps what it was asked, answers what its server's `answer` says."""
-
-    def do_POST(self) -> None:
-        self.server.asked = json.loads(self.rfile.read(int(self.headers["content-length"])))  # type: ignore[attr-defined]
-        self.server.path = self.path  # type: ignore[attr-defined]
-        self.server.authorization = self.headers["authorization"]  # type: ignore[attr-defined]
-        status, body = self.server.answer  # type: ignore[attr-defined]
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def server() -> Iterator[Any]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        yield http
-        http.shutdown()
-        thread.join()
-
-
-def events(*payloads: object) -> str:
-    return "".join(f"id: 1\ndata: {p if isinstance(p, str) else json.dumps(p)}\n\n: keep-alive\n\n" for p in payloads)
-
-
-def text_event(text: str) -> dict[str, object]:
-    return {"choices": [{"index": 0, "text": text}]}
-
-
-def url(server: Any) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
+    assert (status, err) == (0, "")
+    assert out == run("--help")[1]
+    assert all(f"\n    {command} " in out for command in ("serve", "complete", "chat", "inspect", "convert"))
 
 
 def test_version(run: Any) -> None:
@@ -88,6 +43,8 @@ def test_version(run: Any) -> None:
         (("serve", "a", "--model", "b"), "the model must be given once, got both MODEL and --model"),
         (("serve", "--port", "x"), "--port must be a whole number, got 'x'"),
         (("complete",), "the following arguments are required: TEXT"),
+        (("chat", "--temperature", "hot"), "argument --temperature: must be a finite number, got 'hot'"),
+        (("chat", "--system", "\udcff"), r"argument --system: must be UTF-8, got '\udcff'"),
         (("complete", "x", "--max-tokens", "many"), "argument --max-tokens: invalid int value: 'many'"),
         (("complete", "x", "--temperature", "nan"), "argument --temperature: must be a finite number, got 'nan'"),
         (("complete", "x", "--top-p=-inf"), "argument --top-p: must be a finite number, got '-inf'"),
@@ -102,7 +59,7 @@ def test_version(run: Any) -> None:
         (("inspect", "--block-size", "x"), "argument --block-size: must be a whole number of at least 1, got 'x'"),
         (("inspect", "--memory", "much"), "argument --memory: must be a number of bytes such as 8GiB, got 'much'"),
         (("sevre",), "'sevre'"),
-        ((), "required: COMMAND"),
+        (("--prot",), "gptserve: unknown argument --prot"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_status_2(arguments: tuple[str, ...], expected: str, run: Any) -> None:
@@ -157,38 +114,23 @@ def test_the_variables_of_a_kubernetes_service_are_counted() -> None:
     assert "Kubernetes" not in without
 
 
-def test_the_help_of_serve_names_every_option_once(run: Any) -> None:
-    status, out, _ = run("serve", "--help")
-
-    assert status == 0
-    assert all(out.count(f"\n  --{name} ") == 1 for name in ("port", "max-num-seqs", "kv-cache-bytes", "config"))
-
-
-def test_complete_prints_the_text_as_it_streams(run: Any, server: Any) -> None:
+def test_complete_prints_the_text_as_it_streams(run: Any, server: StandIn) -> None:
     server.answer = (200, events(text_event("there"), text_event(" was\u2028a"), {"choices": []}, "[DONE]"))
 
-    status, out, err = run("complete", "Once", "--url", url(server), "--seed", "7", "--stop", "a", "--stop", "b")
+    status, out, err = run("complete", "Once", "--url", server.url, "--seed", "7", "--stop", "a", "--stop", "b")
 
     assert (status, out, err) == (0, "there was\u2028a\n", "")
-    assert server.asked == {
-        "prompt": "Once",
-        "stream": True,
-        "max_tokens": 200,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "seed": 7,
-        "stop": ["a", "b"],
-    }
+    assert server.asked == [{"prompt": "Once", "stream": True, "max_tokens": 200, "seed": 7, "stop": ["a", "b"]}]
     assert server.authorization is None
 
 
-def test_complete_reads_the_text_from_stdin(run: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_reads_the_text_from_stdin(run: Any, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     server.answer = (200, events("[DONE]"))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("from a pipé\r\n".encode()), encoding="latin-1"))
 
-    run("complete", "-", "--url", url(server))
+    run("complete", "-", "--url", server.url)
 
-    assert server.asked["prompt"] == "from a pipé\r\n"
+    assert server.asked[0]["prompt"] == "from a pipé\r\n"
 
 
 def test_a_text_on_stdin_that_is_not_utf_8_is_one_sentence_and_status_1(
@@ -199,39 +141,56 @@ def test_a_text_on_stdin_that_is_not_utf_8_is_one_sentence_and_status_1(
     assert run("complete", "-") == (1, "", "gptserve: the text on stdin must be UTF-8, got something else at byte 2\n")
 
 
-def test_a_slash_at_the_end_of_the_url_is_left_out(run: Any, server: Any) -> None:
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_the_url_may_end_in_v1_or_a_slash(end: str, run: Any, server: StandIn) -> None:
     server.answer = (200, events("[DONE]"))
 
-    run("complete", "x", "--url", url(server) + "/behind/a/proxy/")
+    run("complete", "x", "--url", server.url + "/behind/a/proxy" + end)
 
     assert server.path == "/behind/a/proxy/v1/completions"
 
 
+@pytest.mark.parametrize("variable", ["GPTSERVE_URL", "GPTSERVE_PORT"])
+def test_the_server_is_where_the_environment_says(
+    variable: str, run: Any, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = (200, events(text_event("there"), "[DONE]"))
+    monkeypatch.setenv(variable, server.url if variable == "GPTSERVE_URL" else str(server.server_port))
+
+    assert run("complete", "x") == (0, "there\n", "")
+
+
+def test_a_wrong_port_of_the_environment_is_status_2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTSERVE_PORT", "x")
+
+    assert run("complete", "x") == (2, "", "gptserve complete: GPTSERVE_PORT must be a whole number, got 'x'\n")
+
+
 def test_complete_bears_the_key_given_or_that_of_the_environment(
-    run: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+    run: Any, server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.answer = (200, events("[DONE]"))
     monkeypatch.setenv("GPTSERVE_API_KEY", "first,key")
 
-    run("complete", "x", "--url", url(server))
+    run("complete", "x", "--url", server.url)
     assert server.authorization == "Bearer first,key"
 
-    run("complete", "x", "--url", url(server), "--api-key", "third")
+    run("complete", "x", "--url", server.url, "--api-key", "third")
     assert server.authorization == "Bearer third"
 
     monkeypatch.setenv("GPTSERVE_API_KEY", "")
-    run("complete", "x", "--url", url(server))
+    run("complete", "x", "--url", server.url)
     assert server.authorization is None
 
 
 @pytest.mark.parametrize("key", ["", "s3 cret", "s3crét", "s3cret\n"])
-def test_complete_sends_no_wrong_key_and_does_not_show_it(run: Any, server: Any, key: str) -> None:
+def test_complete_sends_no_wrong_key_and_does_not_show_it(run: Any, server: StandIn, key: str) -> None:
     server.answer = (200, events("[DONE]"))
 
     expected = (
         "gptserve complete: the API key must be one or more printable ASCII characters without a space, got ***\n"
     )
-    assert run("complete", "x", "--url", url(server), "--api-key", key) == (2, "", expected)
+    assert run("complete", "x", "--url", server.url, "--api-key", key) == (2, "", expected)
 
 
 @pytest.mark.parametrize(
@@ -243,19 +202,28 @@ def test_complete_sends_no_wrong_key_and_does_not_show_it(run: Any, server: Any,
             (200, events(text_event("a"), {"error": {"message": "the engine has died"}})),
             "gptserve: the engine has died\n",
         ),
-        ((200, events(text_event("a"))), "gptserve: the stream ended in the middle of the completion\n"),
+        ((200, events(text_event("a"))), "gptserve: the stream ended in the middle of the answer\n"),
     ],
 )
 def test_a_completion_that_fails_is_one_sentence_and_status_1(
-    answer: tuple[int, str], expected: str, run: Any, server: Any
+    answer: tuple[int, str], expected: str, run: Any, server: StandIn
 ) -> None:
     server.answer = answer
 
-    assert run("complete", "x", "--url", url(server))[::2] == (1, expected)
+    assert run("complete", "x", "--url", server.url)[::2] == (1, expected)
 
 
-def test_a_server_that_is_not_there_is_one_sentence_and_status_1(run: Any, server: Any) -> None:
-    address = url(server)
+def test_a_connection_that_is_lost_is_one_sentence_and_status_1(run: Any, server: StandIn) -> None:
+    server.answer, server.length = (200, events(text_event("there"))), 1000
+
+    status, out, err = run("complete", "x", "--url", server.url)
+
+    assert (status, out, err.count("\n")) == (1, "there", 1)
+    assert err.startswith(f"gptserve: the connection to {server.url} was lost: ")
+
+
+def test_a_server_that_is_not_there_is_one_sentence_and_status_1(run: Any, server: StandIn) -> None:
+    address = server.url
     server.shutdown()
     server.server_close()
 
@@ -276,6 +244,15 @@ def test_a_local_completion_depends_on_the_seed_alone(run: Any) -> None:
     assert status == 0
     assert first.strip()
     assert first == again != other
+
+
+def test_a_local_completion_has_the_sampling_defaults_of_the_model(run: Any) -> None:
+    ask = ("complete", "Once upon a time", "--local", "--max-tokens", "30", "--seed", "3")
+    by_default, as_said, otherwise = (
+        run(*ask, *more)[1] for more in ((), ("--temperature", "0.8"), ("--temperature", "1.3"))
+    )
+
+    assert by_default == as_said != otherwise
 
 
 def test_a_local_completion_ends_before_a_stop_string(run: Any) -> None:

@@ -1,0 +1,160 @@
+"""`gptserve chat`: a conversation with a running server in a terminal, or one answer to what a pipe brings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+from gptserve.server.cli.errors import CommandError
+from gptserve.server.cli.remote import Remote
+
+HELP = """\
+A message is a line. A backslash at its end continues it on the next line.
+Lines that you paste are one message.
+  /system TEXT   set the system prompt; without TEXT, remove it
+  /reset         forget the conversation, but not the system prompt
+  /save FILE     write the conversation to a new file, as a request body
+  /help          show this
+  /exit          leave, as Ctrl-D does
+Ctrl-C stops an answer; the conversation keeps its text so far.
+To begin a message with a slash, put a blank before it."""
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# Control characters of a model could move the cursor or give commands to the terminal.
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+
+class Chat:
+    """A conversation. `system` is the system prompt, `turns` are the other messages: questions and answers in turn."""
+
+    def __init__(self, remote: Remote, asked: Mapping[str, object], system: str | None) -> None:
+        self._remote = remote
+        self._asked = asked
+        self.system = system
+        self.turns: list[dict[str, str]] = []
+        self.is_cut_off = False
+        """Whether the last answer ended at a limit of tokens."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The system prompt and the turns."""
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+
+    def ask(self, question: str) -> Generator[dict[str, str]]:
+        """Yield the deltas of the answer, with text in `content` or `reasoning_content`.
+
+        An answer that fails is forgotten with its question, and so is one that is interrupted before it has text.
+        """
+        answer = {"role": "assistant", "content": ""}
+        self.turns.append({"role": "user", "content": question})
+        body = {"messages": self.messages, **self._asked}
+        self.turns.append(answer)
+        self.is_cut_off = False
+        try:
+            for event in self._remote.stream("/v1/chat/completions", body):
+                for choice in event["choices"]:
+                    answer["content"] += choice["delta"].get("content") or ""
+                    self.is_cut_off = choice["finish_reason"] == "length"  # that of the last event counts
+                    yield choice["delta"]
+        except (CommandError, KeyboardInterrupt, GeneratorExit) as error:
+            if isinstance(error, CommandError) or not answer["content"]:
+                del self.turns[-2:]
+            raise
+
+
+def answer_once(chat: Chat, question: str) -> None:
+    """Print the answer to one question."""
+    for delta in chat.ask(question):
+        print(delta.get("content") or "", end="", flush=True)
+    print()
+
+
+def converse(chat: Chat) -> None:
+    """Talk with the user of a terminal until the user leaves."""
+    with contextlib.suppress(ImportError):  # not every Python has it; without it lines are not edited
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    while True:
+        try:
+            message = _read_message()
+            if message.startswith("/"):
+                _run_command(chat, message)
+            elif message.strip():
+                _print_answer(chat, message)
+        except CommandError as error:
+            print(f"gptserve: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit leaves)")
+        except EOFError:
+            return
+
+
+def _read_message() -> str:
+    """Return the next message. Raises CommandError, KeyboardInterrupt, and EOFError after Ctrl-D."""
+    lines = ["\\"]
+    try:
+        while lines[-1].endswith("\\"):
+            lines.append(input(". " if lines[1:] else "> "))
+        message = "\n".join(line.removesuffix("\\") for line in lines[1:])
+        message.encode()  # surrogates stand for bytes that are not UTF-8
+    except EOFError:
+        print()
+        raise
+    except UnicodeError as error:
+        raise CommandError("a message must be UTF-8") from error
+    return message
+
+
+def _print_answer(chat: Chat, question: str) -> None:
+    """Print the answer as it streams, its reasoning dim. Raises CommandError; Ctrl-C only ends the answer."""
+    is_reasoning = False
+    try:
+        with contextlib.closing(chat.ask(question)) as deltas:
+            for delta in deltas:
+                if reasoning := delta.get("reasoning_content"):
+                    print(_DIM + reasoning.translate(_SHOWN) + _PLAIN, end="", flush=True)
+                    is_reasoning = True
+                if text := delta.get("content"):
+                    print("\n\n" * is_reasoning + text.translate(_SHOWN), end="", flush=True)
+                    is_reasoning = False
+    except KeyboardInterrupt:
+        print("\n(stopped)", end="")
+    finally:
+        print()
+    if chat.is_cut_off:
+        print("(cut off at the limit of tokens)")
+
+
+def _run_command(chat: Chat, message: str) -> None:
+    """Carry out a command. Raises CommandError if it cannot, EOFError to leave."""
+    command, _, argument = message.partition(" ")
+    match command, argument.strip():
+        case "/help", "":
+            print(HELP)
+        case "/exit", "":
+            raise EOFError
+        case "/reset", "":
+            chat.turns.clear()
+            print("(the conversation is empty)")
+        case "/system", text:
+            chat.system = text
+            print("(the system prompt is set)" if text else "(there is no system prompt)")
+        case "/save", "":
+            raise CommandError("/save needs a file, such as /save chat.json")
+        case "/save", name:
+            _save(chat, Path(name).expanduser())
+        case _:
+            raise CommandError(f"there is no command {message!r}; /help lists the commands")
+
+
+def _save(chat: Chat, path: Path) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump({"messages": chat.messages}, file, ensure_ascii=False, indent=2)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    print(f"(saved {len(chat.messages)} messages to {path})")

@@ -1,0 +1,40 @@
+"""`gptserve complete`: the text of a completion as it is made, by a running server or in this process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gptserve.server.cli.errors import CommandError
+from gptserve.server.cli.remote import Remote
+
+
+def ask_server(remote: Remote, prompt: str, asked: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of a completion from a running server; `asked` are fields of the request."""
+    for event in remote.stream("/v1/completions", {"prompt": prompt, **asked}):
+        yield from (choice["text"] for choice in event["choices"])
+
+
+def compute_here(model: str, prompt: str, asked: Mapping[str, Any]) -> Iterator[str]:
+    """Load a model, "" for the embedded one, and yield the text of its completion; a server would give the same."""
+    from gptserve.engine.llm import LLM
+    from gptserve.engine.request import SEED_LIMIT, Request, SamplingParams
+    from gptserve.server.completions.output import ChoiceOutput, compile_stop
+    from gptserve.weights.generation import load_sampling_defaults
+    from gptserve.weights.source import resolve_model
+
+    folder = resolve_model(model or None)
+    sampling: dict[str, Any] = {**load_sampling_defaults(folder), **asked}
+    sampling.pop("max_new_tokens", None)  # it limits answers in a chat
+    stop = [compile_stop(text) for text in sampling.pop("stop", ())]
+    seed = sampling.pop("seed", secrets.randbelow(SEED_LIMIT))
+    params = SamplingParams(**sampling)
+    llm = LLM(folder)
+    choice = ChoiceOutput(llm.tokenizer, stop=stop, skip=llm.tokenizer.special_ids)
+    for output in llm.stream([Request("local", tuple(llm.tokenizer.encode_prompt(prompt)), params, seed)]):
+        if output.error is not None:
+            raise CommandError(output.error)
+        yield choice.add(output).text
+        if choice.finish_reason is not None:
+            return

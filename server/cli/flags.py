@@ -1,0 +1,51 @@
+"""The flags of `gptserve serve`, in groups, from the options that server/settings.py reads. `main.py` calls it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gptserve.server.settings import as_text, server_options
+
+GROUPS = {
+    "model": "model",
+    "host": "address",
+    "api-key": "who may ask, and what",
+    "ssl-keyfile": "TLS",
+    "max-body-bytes": "connections and shutdown",
+    "state-dir": "background completions",
+    "max-engine-restarts": "when the engine dies",
+    "log-format": "logs, debugging, settings from a file",
+    "device": "computing",
+    "block-size": "KV cache",
+    "max-num-seqs": "batches and the queue",
+}
+"""The title of each group, by its first option."""
+
+EPILOG = """\
+Every option is also a variable (GPTSERVE_PORT for --port) and a key of the --config file (port). The command line
+wins over the environment, the environment over the file.
+
+examples:
+  gptserve serve                                        the embedded model, on http://127.0.0.1:8000
+  gptserve serve openai-community/gpt2 --port 9000      a model from the hub, on another port
+  gptserve serve ./my-model --served-model-name mine    a folder, under a name of your own
+  GPTSERVE_API_KEY=... gptserve serve --host 0.0.0.0    for other machines, with a key
+  gptserve serve --state-dir ./state                    background completions that survive a restart
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of every option. A flag that is not given is not in the namespace."""
+    for option in server_options():
+        if option.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[option.name])
+        no_default = option.default is None or option.default == ()
+        text = option.help if no_default else f"{option.help} (default: {as_text(option.default)})"
+        keywords: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if isinstance(option.default, bool):
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            keywords["action"] = "append" if isinstance(option.default, tuple) else "store"
+            keywords["metavar"] = "|".join(option.choices) or option.name.split("-")[-1].upper()
+        group.add_argument(f"--{option.name}", **keywords)

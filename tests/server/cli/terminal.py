@@ -1,0 +1,72 @@
+"""A command in a terminal, as a user types into it and reads it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+
+import psutil
+
+from tests.server.serving import LIMIT_S, ROOT
+
+MAIN = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is a signal
+from gptserve.server.cli.main import main
+main(sys.argv[1:])
+"""
+CTRL_D = "\x04"
+
+
+class Terminal:
+    """`gptserve` with these arguments in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", MAIN, *arguments],
+            cwd=ROOT,
+            env=os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8", "INPUTRC": os.devnull},
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self._unread = b""
+
+    def type(self, text: str | bytes) -> None:
+        """Type; the end of a line is the Enter key."""
+        os.write(self._master, text.encode() if isinstance(text, str) else text)
+
+    def press_ctrl_c(self) -> None:
+        """Press Ctrl-C while it waits for a key or an answer.
+
+        Just before it waits, CPython notes the signal and acts on it only after the wait.
+        """
+        while psutil.Process(self._popen.pid).status() != psutil.STATUS_SLEEPING:
+            assert self._popen.poll() is None
+        self.type("\x03")
+
+    def wait_for(self, text: str) -> str:
+        """Return what comes up to `text`, with its control characters, and with it."""
+        part = text.replace("\n", "\r\n").encode()
+        while part not in self._unread:
+            readable, _, _ = select.select([self._master], [], [], LIMIT_S)
+            assert readable, f"{text!r} never came: {self._unread!r}"
+            self._unread += os.read(self._master, 65536)
+        seen, _, self._unread = self._unread.partition(part)
+        return (seen + part).decode(errors="backslashreplace").replace("\r\n", "\n")
+
+    def wait(self) -> int:
+        """Return the exit status."""
+        return self._popen.wait(LIMIT_S)
+
+    def close(self) -> None:
+        """End it if it runs."""
+        self._popen.kill()
+        self._popen.wait(LIMIT_S)
+        os.close(self._master)
