@@ -23,15 +23,17 @@ GROUPS = {
 """The title of each group, by its first option."""
 
 EPILOG = """\
-Every option is also a variable (GPTSERVE_PORT for --port) and a key of the --config file (port). The command line
-wins over the environment, the environment over the file.
+Every option is also a variable (GPTSERVE_PORT for --port) and a key of the
+--config file (port). The command line wins over the environment, the
+environment over the file.
 
 examples:
-  gptserve serve                                        the embedded model, on http://127.0.0.1:8000
-  gptserve serve openai-community/gpt2 --port 9000      a model from the hub, on another port
-  gptserve serve ./my-model --served-model-name mine    a folder, under a name of your own
-  GPTSERVE_API_KEY=... gptserve serve --host 0.0.0.0    for other machines, with a key
-  gptserve serve --state-dir ./state                    background completions that survive a restart
+  gptserve serve                                      the embedded model
+  gptserve serve openai-community/gpt2 --port 9000    a model from the hub
+  gptserve serve ./my-model --served-model-name mine  a folder
+  GPTSERVE_API_KEY=... gptserve serve --host 0.0.0.0  for other machines
+  gptserve serve --state-dir ./state                  background completions
+                                                      survive a restart
 """
 
 

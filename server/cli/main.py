@@ -100,15 +100,28 @@ def _build_parser() -> CommandParser:
     complete.add_argument("text", type=_TEXT, metavar="TEXT", help="text to complete; - reads it from stdin")
     complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
     _add_request_flags(complete)
-    complete.add_argument("--max-tokens", type=int, default=200, help="tokens to generate (default: %(default)s)")
+    complete.add_argument(
+        "--max-tokens", type=int, default=200, help="tokens to generate (default: %(default)s; the API's is 16)"
+    )
     complete.set_defaults(parser=complete, run=_complete)
 
-    chat = commands.add_parser("chat", help="talk with a served model; from a pipe, answer all of stdin as one message")
+    chat = commands.add_parser(
+        "chat",
+        help="talk with a served model",
+        description="Talk with a served model: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves. If "
+        "input or output is no terminal, all of stdin is one message, and only the answer is printed.",
+    )
     chat.add_argument("--system", type=_TEXT, help="system prompt")
     _add_request_flags(chat)
     chat.add_argument("--max-tokens", type=int, help="tokens of an answer (default: what the context has left)")
     chat.set_defaults(parser=chat, run=_chat)
 
+    _add_model_commands(commands)
+    return parser
+
+
+def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    """Add the commands that need no server."""
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
@@ -122,7 +135,6 @@ def _build_parser() -> CommandParser:
     convert.add_argument("TARGET", type=Path, help="folder to create")
     convert.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="folder to copy tokenizer files from")
     convert.set_defaults(parser=convert, run=_convert)
-    return parser
 
 
 def _help(options: argparse.Namespace) -> int:
