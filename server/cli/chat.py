@@ -24,7 +24,7 @@ To begin a message with a slash, put a blank before it."""
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # Control characters of a model could move the cursor or give commands to the terminal.
-_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"} | {0x0D: ""}
 
 
 class Chat:
@@ -95,11 +95,11 @@ def converse(chat: Chat) -> None:
 
 def _read_message() -> str:
     """Return the next message. Raises CommandError, KeyboardInterrupt, and EOFError after Ctrl-D."""
-    lines = ["\\"]
+    lines: list[str] = []
     try:
-        while lines[-1].endswith("\\"):
-            lines.append(input(". " if lines[1:] else "> "))
-        message = "\n".join(line.removesuffix("\\") for line in lines[1:])
+        while not lines or lines[-1].endswith("\\"):
+            lines.append(input(". " if lines else "> "))
+        message = "\n".join(line.removesuffix("\\") for line in lines)
         message.encode()  # surrogates stand for bytes that are not UTF-8
     except EOFError:
         print()

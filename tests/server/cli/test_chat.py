@@ -240,7 +240,7 @@ def test_a_server_that_goes_away_leaves_the_conversation(open_chat: Any, server:
 
 
 def test_what_a_model_says_does_not_command_the_terminal(open_chat: Any, server: StandIn) -> None:
-    server.answer = says("a\x1b[2J\x9bb\x00\tc\nd")
+    server.answer = says("a\x1b[2J\x9bb\x00\tc\r\nd")
     chat = open_chat()
 
     enter(chat, "Who?", "a\\x1b[2J\\x9bb\\x00\tc\nd\n")
