@@ -18,6 +18,7 @@ from tests.server.serving import LIMIT_S, Process
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CLIENTS = ROOT / "docs" / "clients.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 MAX_BYTES = 6 * 1024
 URL = "http://127.0.0.1:8000"
 
@@ -57,6 +58,13 @@ def test_the_readme_is_a_front_page() -> None:
 @pytest.mark.parametrize("command", ["make serve", "make test"])
 def test_the_readme_names_the_commands(command: str) -> None:
     assert command in [line.partition("#")[0].strip() for line in example(README, "make serve").splitlines()]
+
+
+def test_no_line_with_curl_needs_a_new_version() -> None:
+    commands = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if "curl " in line]
+
+    assert len(commands) > 5
+    assert [line for line in commands if "--json" in line] == [], "curl knows it since 7.82"
 
 
 def test_the_example_with_curl(url: str) -> None:
