@@ -33,8 +33,9 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def event_stream(*chunks: type[BaseModel]) -> dict[str, Any]:
-    """Return FastAPI's description of server-sent events, whose data is one of `chunks` and at last [DONE]."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _one_of(chunks)}
+    """Return FastAPI's description of server-sent events: data is one of `chunks` or an error, at last [DONE]."""
+    json_data = {"contentMediaType": "application/json", "contentSchema": _one_of((*chunks, ErrorBody))}
+    data = {"type": "string", "anyOf": [json_data, {"const": "[DONE]"}]}
     event = {"type": "object", "properties": {"id": {"type": "string"}, "data": data}, "required": ["data"]}
     return {"content": {"text/event-stream": {"schema": event}}}
 

@@ -34,7 +34,9 @@ def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) 
     assert [parameter["name"] for parameter in operation["parameters"]] == ["Idempotency-Key"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     event = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
-    assert event["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/Completion"}
+    [chunk, end] = event["properties"]["data"]["anyOf"]
+    names = [option["$ref"].rpartition("/")[2] for option in chunk["contentSchema"]["anyOf"]]
+    assert (names, end) == (["Completion", "ErrorBody"], {"const": "[DONE]"})
     schema = document["components"]["schemas"]["CompletionRequest"]
     assert set(schema["properties"]) == set(CompletionRequest.model_fields)
     assert schema["required"] == ["prompt"]
