@@ -25,7 +25,8 @@ from gptserve.server.api.operations import operations_router
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
-from gptserve.server.background.store import BackgroundStore, Restore
+from gptserve.server.background.resumption import Restore
+from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.service import AppOptions, Service, Tokenizer
@@ -110,19 +111,28 @@ async def _answer_routing_error(request: Request, error: Exception) -> Response:
     """Put Starlette's own errors, no such route or method, into the envelope of all others."""
     assert isinstance(error, HTTPException)
     asked = f"{request.method} {request.url.path[:MAX_PATH]}"
-    told = ServiceError("not_found", f"there is no route {asked}; {_what_to_call(request)}")
+    told, headers = ServiceError("not_found", f"there is no route {asked}; {_what_to_call(request)}"), error.headers
     if error.status_code == 405:
-        takes = (error.headers or {})["Allow"]
-        told = ServiceError("method_not_allowed", f"this route does not take {asked}; it takes {takes}")
-    return error_response(report(told, request.scope), error.headers)
+        headers = {"Allow": _methods(request)}
+        message = f"this route does not take {asked}; it takes {headers['Allow']}"
+        told = ServiceError("method_not_allowed", message)
+    return error_response(report(told, request.scope), headers)
+
+
+def _methods(request: Request) -> str:
+    """Return the methods that a path takes; Starlette names those of its first route alone."""
+    return ", ".join(method for method in ("GET", "POST") if _is_route(request, method, request.url.path))
 
 
 def _what_to_call(request: Request) -> str:
     """Return a hint at the route that a client probably means: with /v1, or without a slash at its end."""
     path = request.url.path.rstrip("/")
     for likely in (path, f"/v1{path}", path.replace("/v1/v1/", "/v1/")):
-        scope = {**request.scope, "path": likely}
-        routes = request.app.router.routes
-        if likely != request.url.path and any(route.matches(scope)[0] is Match.FULL for route in routes):
+        if likely != request.url.path and _is_route(request, request.method, likely):
             return f"call {request.method} {likely}"
     return "/openapi.json lists the routes"
+
+
+def _is_route(request: Request, method: str, path: str) -> bool:
+    scope = {**request.scope, "method": method, "path": path}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes)

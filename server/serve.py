@@ -92,7 +92,7 @@ class ServingProcess:
         self.hangs = False
         config = replace(settings.engine, model_dir=folder)
         factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
-        self._journal = Journal(settings.state_dir)
+        self._journal = Journal(settings.state_dir, settings.state_sync)
         self._engine: EngineClient = ThreadClient(factory)
         if not settings.in_process:
             self._engine = Supervisor(

@@ -25,6 +25,7 @@ from gptserve.weights.chat.template import PLAIN_NAME
 
 GenerationConfig = Literal["auto", "none"]
 LogFormat = Literal["text", "json"]
+StateSync = Literal["normal", "full"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CLIENT_VARIABLE = "GPTSERVE_URL"
@@ -62,6 +63,7 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("max_connections", lambda number: number >= 1, "at least 1"),
     ("max_engine_restarts", lambda number: number >= 0, "at least 0"),
     ("max_results", lambda number: number >= 1, "at least 1"),
+    ("max_results_bytes", lambda number: number >= 1, "at least 1"),
     ("write_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("engine_stall_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("engine_load_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
@@ -120,6 +122,9 @@ class ServerSettings:
         Path | None,
         "file of API keys to require, one 'NAME: KEY' a line, # for comments; read again when it changes",
     ] = None
+    operators: Annotated[
+        tuple[str, ...], "name of an API key that may list the background completions of all; repeatable"
+    ] = ()
     protect_operations: Annotated[bool, "require a key for /metrics, /version and /openapi.json, too"] = False
     priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
     allowed_origins: Annotated[
@@ -139,10 +144,17 @@ class ServerSettings:
     state_dir: Annotated[Path | None, "folder to store background completions in, so that they survive a restart"] = (
         None
     )
+    state_sync: Annotated[
+        StateSync, "what a power cut may cost in state-dir: normal, the last commits; full, none, at an fsync a step"
+    ] = "normal"
     result_ttl_s: Annotated[float, "seconds to keep a background completion after its end"] = 3600.0
     max_results: Annotated[int, "maximum background completions to keep; new ones replace those that ended first"] = (
         1_000
     )
+    # A thousand answers with all 20 alternatives to each of 100 tokens.
+    max_results_bytes: Annotated[
+        int, "maximum size of the background completions to keep; new ones replace those that ended first"
+    ] = 256 * 2**20
     max_engine_restarts: Annotated[int, "maximum engine deaths in a row without a token; then the server ends"] = 5
     # A step of 512 tokens takes a 7B model a minute on two cores.
     engine_stall_timeout_s: Annotated[float, "seconds without a step after which to replace a busy engine"] = 120.0
@@ -166,6 +178,8 @@ class ServerSettings:
             read_key_file(self.api_key_file)
         if self.protect_operations and not self.needs_key:
             raise SettingsError("protect-operations needs api-key or api-key-file, got neither")
+        if self.operators and not self.needs_key:
+            raise SettingsError("operator needs api-key or api-key-file, got neither")
         if not all(self.served_model_names):
             raise SettingsError("served-model-name must not be empty, got ''")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

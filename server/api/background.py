@@ -1,4 +1,4 @@
-"""Background completions, of chats too: how one begins, and GET /v1/completions/{id}, its events, its cancelling.
+"""Background completions, of chats too: how one begins, and GET /v1/completions/{id}, its events, its end, the list.
 
 `api/completions.py` calls `answer_in_background` for a request with `background` or an Idempotency-Key.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -14,16 +14,21 @@ from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses, event_stream, links_to_completion
 from gptserve.server.api.schemas import (
+    BackgroundStatus,
     ChatCompletionChunk,
     Completion,
     GenerationRequest,
     KeptChatCompletion,
     KeptCompletion,
+    KeptEntry,
+    KeptList,
 )
-from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.background.job import BackgroundJob, BackgroundRequest
+from gptserve.server.background.position import PATTERN, LastEvent
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
 from gptserve.server.completions.answer import json_response
+from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ServiceError, show
 from gptserve.server.http.envelope import log_fields
@@ -34,65 +39,97 @@ IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "minLength": 1, "maxLength": 256},
     "description": "with the same key and body a retry gets the same completion",
 }
-_PATH = "/v1/completions/{id}"
+_LIST_PATH = "/v1/completions"
+# The path of each kind of completion, and the name of an operation on it. Each path serves both kinds.
+_PATHS = ((f"{_LIST_PATH}/{{id}}", "completion"), ("/v1/chat/completions/{id}", "chat_completion"))
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-_BY_ID = {"parameters": [_ID]}
-_MAX_EVENT = 10**18 - 1
-_NUMBER = {"type": "integer", "minimum": 0, "maximum": _MAX_EVENT}
-_AFTER = {"name": "starting_after", "in": "query", "schema": _NUMBER, "description": "the last event to leave out"}
-_LAST = {"name": "Last-Event-ID", "in": "header", "schema": _NUMBER, "description": "the same, as browsers send it"}
+_EVENT_ID = {"type": "string", "pattern": f"^{PATTERN}$", "examples": ["17", "17.16.18"]}
+_AFTER = {
+    "name": "starting_after",
+    "in": "query",
+    "schema": _EVENT_ID,
+    "description": "the id of the last event to leave out: the number of tokens of each choice",
+}
+_LAST = {"name": "Last-Event-ID", "in": "header", "schema": _EVENT_ID, "description": "the same, as browsers send it"}
+_STATUSES = get_args(BackgroundStatus)
+_STATUS = {"name": "status", "in": "query", "schema": {"type": "string", "enum": list(_STATUSES)}}
 _RESULT: dict[int | str, dict[str, Any]] = {
     200: {"model": KeptCompletion | KeptChatCompletion, **links_to_completion("$request.path.id")},
     **error_responses(401, 404, 500),
+}
+_BY_ID: dict[str, Any] = {"openapi_extra": {"parameters": [_ID]}, "responses": _RESULT}
+_RETRIEVE = {"summary": "Return a background completion so far", **_BY_ID}
+_CANCEL = {"summary": "Cancel a background completion; one that has ended stays as it is", **_BY_ID}
+_FOLLOW: dict[str, Any] = {
+    "summary": "Stream the events of a background completion, from any of them on",
+    "openapi_extra": {"parameters": [_ID, _AFTER, _LAST]},
+    "response_class": Response,
+    "responses": {
+        200: event_stream(Completion, ChatCompletionChunk),
+        204: {"description": "It has ended well, and there are no more events"},
+        **error_responses(400, 401, 404, 500),
+    },
 }
 
 
 def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["background"])
+    operators = service.options.settings.operators
 
-    @router.get(_PATH, summary="Return a background completion so far", openapi_extra=_BY_ID, responses=_RESULT)
-    async def retrieve_completion(request: Request) -> Response:
-        job = store.find(request.path_params["id"])
+    def found(request: Request) -> BackgroundJob:
+        return store.find(request.path_params["id"], owner_of(request))
+
+    async def retrieve(request: Request) -> Response:
+        job = found(request)
         log_fields(request.scope)["completion_id"] = job.completion_id
         answer = await store.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
-    @router.post(
-        _PATH + "/cancel",
-        summary="Cancel a background completion; one that has ended stays as it is",
-        openapi_extra=_BY_ID,
-        responses=_RESULT,
-    )
-    async def cancel_completion(request: Request) -> Response:
-        await store.cancel(store.find(request.path_params["id"]))
-        return await retrieve_completion(request)
+    async def cancel(request: Request) -> Response:
+        await store.cancel(found(request))
+        return await retrieve(request)
+
+    async def events(request: Request) -> Response:
+        after = _last_event_seen(request)
+        job = found(request)
+        return await _follow(service, store, job, after, stream=True)
 
     @router.get(
-        _PATH + "/events",
-        summary="Stream the events of a background completion, from any of them on",
-        openapi_extra={"parameters": [_ID, _AFTER, _LAST]},
-        response_class=Response,
-        responses={
-            200: event_stream(Completion, ChatCompletionChunk),
-            204: {"description": "It has ended well, and there are no more events"},
-            **error_responses(400, 401, 404, 500),
-        },
+        _LIST_PATH,
+        summary="List the background completions that run and that are kept, without their texts",
+        openapi_extra={"parameters": [_STATUS]},
+        responses={200: {"model": KeptList}, **error_responses(400, 401)},
     )
-    async def stream_completion(request: Request) -> Response:
-        after = _last_event_seen(request)
-        job = store.find(request.path_params["id"])
-        plan, is_over = await store.plan(job), after > 0 and job.status == "completed"
-        return BackgroundResponse(service, plan, store.reader(job), stream=True, after=after, is_over=is_over)
+    async def list_completions(request: Request) -> Response:
+        status, owner = request.query_params.get("status"), owner_of(request)
+        if status is not None and status not in _STATUSES:
+            message = f"status must be one of {', '.join(_STATUSES)}, got {show(status)}"
+            raise ServiceError("invalid_value", message, param="status")
+        jobs = store.list_jobs(owner, is_operator=owner in operators)
+        chosen = [job for job in jobs if status in (None, job.status)]
+        return await service.in_thread(_list_response, chosen)  # which may be a thousand
 
+    for path, kind in _PATHS:
+        router.get(path, name=f"retrieve_{kind}", **_RETRIEVE)(retrieve)
+        router.post(f"{path}/cancel", name=f"cancel_{kind}", **_CANCEL)(cancel)
+        router.get(f"{path}/events", name=f"stream_{kind}", **_FOLLOW)(events)
     return router
+
+
+def owner_of(request: Request) -> str | None:
+    """Return the name of the API key, to which all belongs that the request begins; None without keys."""
+    owner: str | None = request.scope["state"].get("owner")
+    return owner
 
 
 def idempotency_key(request: Request) -> str | None:
     """Return the key under which a client wants to find its completion again. Raises ServiceError."""
     key = request.headers.get("idempotency-key")
-    rule = "1 to 256 printable ASCII characters"
-    return None if key is None else _checked("Idempotency-Key", key, r"[ -~]{1,256}", rule)
+    if key is not None and re.fullmatch(r"[ -~]{1,256}", key) is None:
+        message = f"Idempotency-Key must be 1 to 256 printable ASCII characters, got {show(key)}"
+        raise ServiceError("invalid_value", message, param="Idempotency-Key")
+    return key
 
 
 async def answer_in_background(
@@ -105,26 +142,51 @@ async def answer_in_background(
 ) -> Response:
     """Begin a background completion, or find the one that has its key, and answer as `body` asks."""
     after = _last_event_seen(request)
-    job = await store.begin_or_find(background, make_plan)
-    plan = await store.plan(job)
+
+    async def make_new_plan() -> CompletionPlan:
+        plan = await make_plan()
+        if after is not None:
+            after.check_new(plan)
+        return plan
+
+    job = await store.begin_or_find(background, make_new_plan)
     if body.background and not body.stream:
+        plan = await store.plan(job)
         return JSONResponse({**plan.head(), "status": job.status}, 202)
-    return BackgroundResponse(service, plan, store.reader(job), stream=bool(body.stream), after=after)
+    return await _follow(service, store, job, after, stream=bool(body.stream))
 
 
-def _last_event_seen(request: Request) -> int:
-    """Return the id of the last event that the client has: `starting_after`, else `Last-Event-ID`, else 0.
+async def _follow(
+    service: Service, store: BackgroundStore, job: BackgroundJob, after: LastEvent | None, *, stream: bool
+) -> Response:
+    plan, whole = await store.plan(job), job.whole if job.status == "completed" else None
+    if after is not None:
+        after.check(plan, whole)
+    return BackgroundResponse(service, plan, store.reader(job), stream=stream, after=after, whole=whole)
 
-    Raises ServiceError.
-    """
-    rule = f"the id of an event, a whole number from 0 to {_MAX_EVENT}"
+
+def _last_event_seen(request: Request) -> LastEvent | None:
+    """Return the last event that the client has: `starting_after`, else `Last-Event-ID`. Raises ServiceError."""
     sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
     given = ((name, source.get(name)) for name, source in sources)
-    seen = [int(_checked(name, value, r"[0-9]{1,18}", rule)) for name, value in given if value is not None]
-    return seen[0] if seen else 0
+    seen = [LastEvent.parse(name, value) for name, value in given if value is not None]
+    return seen[0] if seen else None
 
 
-def _checked(name: str, value: str, pattern: str, rule: str) -> str:
-    if re.fullmatch(pattern, value) is None:
-        raise ServiceError("invalid_value", f"{name} must be {rule}, got {show(value)}", param=name)
-    return value
+def _list_response(jobs: list[BackgroundJob]) -> Response:
+    return JSONResponse(KeptList(data=[_to_entry(job) for job in jobs]).model_dump())
+
+
+def _to_entry(job: BackgroundJob) -> KeptEntry:
+    running = job.running  # it may end meanwhile
+    num_tokens = job.num_tokens if running is None else running.run.output.num_tokens
+    return KeptEntry(
+        id=job.completion_id,
+        object=job.record.kind,
+        created=job.record.created,
+        status=job.status,
+        key_name=job.record.owner,
+        prompt_tokens=job.num_prompt_tokens,
+        completion_tokens=num_tokens,
+        bytes=job.num_bytes,
+    )

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api import schemas
-from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key
+from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key, owner_of
 from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.fields import ignored_names, take_fields
 from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
@@ -54,7 +54,7 @@ def chat_router(service: Service, store: BackgroundStore) -> APIRouter:
 def _router(
     service: Service,
     store: BackgroundStore,
-    plan: Callable[[Body, Service], Awaitable[CompletionPlan]],
+    plan: Callable[[Body, Service, str | None], Awaitable[CompletionPlan]],
     path: str,
     models: tuple[type[Body], type[BaseModel], type[BaseModel]],
     made: str,
@@ -77,19 +77,21 @@ def _router(
                 "description": "With `background`: where to find the answer",
                 **links_to_completion("$response.body#/id"),
             },
+            204: {"description": "A retry of a stream whose `Last-Event-ID` was its last event"},
             **error_responses(400, 401, 404, 408, 409, 413, 415, 429, 500, 503),
         },
     )
     async def create_completion(request: Request) -> Response:
         started_at = time.perf_counter()
         service.admit()  # refuse before reading megabytes
-        key = idempotency_key(request)
+        key, owner = idempotency_key(request), owner_of(request)
         fields, body = await read_body(request, service, lambda _: body_model)
         if body.background or key is not None:
             _check_id(body)
-            background = BackgroundRequest.of(path, fields, key, started_at)
-            return await answer_in_background(request, service, store, background, body, lambda: plan(body, service))
-        return CompletionResponse(service, await plan(body, service), started_at)
+            background = BackgroundRequest.of(path, fields, owner, key, started_at)
+            make_plan = partial(plan, body, service, owner)
+            return await answer_in_background(request, service, store, background, body, make_plan)
+        return CompletionResponse(service, await plan(body, service, owner), started_at)
 
     return router
 

@@ -484,6 +484,28 @@ class KeptChatCompletion(ChatCompletion):
     error: ErrorDetail | None
 
 
+class KeptEntry(_Model):
+    """A background completion in the list."""
+
+    id: str
+    object: str
+    created: int
+    status: BackgroundStatus
+    key_name: str | None
+    """the name of the API key that began it; null without keys"""
+    prompt_tokens: int
+    completion_tokens: int
+    bytes: int
+    """what it takes in the journal"""
+
+
+class KeptList(_Model):
+    """The background completions that run and that are kept, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[KeptEntry]
+
+
 class Model(_Model):
     """A model that requests may name."""
 

@@ -14,29 +14,41 @@ from dataclasses import asdict, dataclass, field
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.server.api.schemas import BackgroundStatus
-from gptserve.server.background.journal import CompletionRecord, Journal, OutputBatch
+from gptserve.server.background.journal import Journal
+from gptserve.server.background.position import Position
+from gptserve.server.background.records import CompletionRecord, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
 from gptserve.server.errors import ServiceError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
 
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering
+# In the place of what went into the prompt's tokens, which are kept.
+STAND_INS = {"prompt": "", "messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {}}
+OwnerAndKey = tuple[str | None, str]
 
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
     """The part of a job that is in memory only while it runs. `stopped_by` is set when it is cancelled or suspended.
 
-    `changed` is set when there are more batches or the job has ended, and is a new event from then on.
+    `batches` follow the first num_stored ones, which an earlier server left in the journal. `changed` is set when there
+    are more batches or the job has ended, and is a new event from then on.
     """
 
     plan: CompletionPlan
     run: CompletionRun
     deadline: float | None
     stream: TokenStream
+    num_stored: int = 0
     batches: list[OutputBatch] = field(default_factory=list)
     stopped_by: ServiceError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches are in the journal."""
+        return self.num_stored + len(self.batches)
 
     def wake_readers(self) -> None:
         """Tell all who wait that there are more outputs, that a reader was closed, or that the job has ended."""
@@ -46,39 +58,62 @@ class RunningJob:
 
 @dataclass(slots=True, eq=False)
 class BackgroundJob:
-    """A background completion. `running` is set until it ends; num_batches, set at the end, says what to read back.
+    """A background completion. `running` is set until it ends; the fields from finished_at on are set at the end.
 
-    is_foreign: another model made it. Its outputs cannot be read, as its tokens may stand for other text.
+    record is without body and prompts; num_bytes is what the journal has of it. num_batches says what to read back,
+    `whole` is the position of a reader of everything. is_unreadable: its tokens may stand for other text here.
     """
 
-    completion_id: str
-    key: str | None
-    digest: str
+    record: CompletionRecord
+    num_prompt_tokens: int
+    num_bytes: int = 0
     status: BackgroundStatus = "queued"
     running: RunningJob | None = None
     error: ServiceError | None = None
     finished_at: float = 0.0
     num_batches: int = 0
-    is_foreign: bool = False
+    num_tokens: int = 0
+    whole: Position | None = None
+    is_unreadable: bool = False
+
+    @property
+    def completion_id(self) -> str:
+        """The id under which its owner finds it."""
+        return self.record.completion_id
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its status is final."""
+        return self.status not in ("queued", "in_progress")
+
+    @property
+    def owner_and_key(self) -> OwnerAndKey | None:
+        """The owner with the idempotency key, if there is one."""
+        return None if self.record.key is None else (self.record.owner, self.record.key)
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundRequest:
-    """A request for a background completion: the body as JSON and the idempotency key, if it has one.
+    """A request for a background completion: its body, and the idempotency key, if it has one.
 
-    digest is of path and body, and is the same for all requests with one key. started_at is by time.perf_counter.
+    fields are those of the body, with stand-ins for what made the prompt. digest is of path and all fields, and is the
+    same for all requests with one key. started_at is by time.perf_counter.
     """
 
-    body: str
+    fields: dict[str, object]
     digest: str
+    owner: str | None
     key: str | None
     started_at: float
 
     @classmethod
-    def of(cls, path: str, fields: dict[str, object], key: str | None, started_at: float) -> BackgroundRequest:
+    def of(
+        cls, path: str, fields: dict[str, object], owner: str | None, key: str | None, started_at: float
+    ) -> BackgroundRequest:
         """Return the request for a body with these fields; takes long for a large body."""
-        body = json.dumps(fields, sort_keys=True, separators=(",", ":"))  # one spelling, however it was sent
-        return cls(body, hashlib.sha256(f"{path}\n{body}".encode()).hexdigest(), key, started_at)
+        whole = json.dumps(fields, sort_keys=True, separators=(",", ":"))  # one spelling, however it was sent
+        digest = hashlib.sha256(f"{path}\n{whole}".encode()).hexdigest()
+        return cls({name: STAND_INS.get(name, value) for name, value in fields.items()}, digest, owner, key, started_at)
 
     def check_same(self, digest: str) -> None:
         """Raise ServiceError unless the key came with the same request before."""
@@ -86,14 +121,15 @@ class BackgroundRequest:
             message = f"Idempotency-Key {self.key!r} was used with another request"
             raise ServiceError("idempotency_key_reused", message, param="Idempotency-Key")
 
-    def to_record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
+    def to_record(self, plan: CompletionPlan, tokenizer: str, deadline: float | None) -> CompletionRecord:
         """Return the journal's record of the completion. Its body has the sampling defaults in force."""
         params = plan.requests[0].params
-        defaults = json.dumps({name: getattr(params, name) for name in SAMPLING_DEFAULTS})
+        defaults = {name: getattr(params, name) for name in SAMPLING_DEFAULTS}
         return CompletionRecord(
             **asdict(plan.identity),
             kind=plan.shape.object,
-            body=f"{self.body[:-1]}, {defaults[1:]}",  # of two values of a name JSON's readers take the last
+            tokenizer=tokenizer,
+            body=json.dumps(self.fields | defaults),
             prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),
             max_tokens=plan.requests[0].params.max_tokens,
             deadline=deadline,
@@ -136,10 +172,13 @@ class Reader:
     async def _read(self, position: int) -> list[OutputBatch]:
         """Wait for batches from `position` on and return some; none if the job has ended or the reader is closed."""
         while (running := self._job.running) is not None and not self._is_closed:
-            if position < len(running.batches):
-                return running.batches[position : position + READ_LIMIT]
+            if position < running.num_stored:
+                break
+            if position < running.num_batches:
+                first = position - running.num_stored
+                return running.batches[first : first + READ_LIMIT]
             await running.changed.wait()
-        if self._is_closed or position >= self._job.num_batches:
+        if self._is_closed or (running is None and position >= self._job.num_batches):
             return []
         read = await self._journal.batches(self._job.completion_id, position, READ_LIMIT)
         if not read:

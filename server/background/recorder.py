@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from gptserve.engine.errors import EngineDiedError, QueueFullError
-from gptserve.engine.request import Request
 from gptserve.server.api.errors import INTERNAL_ERROR, to_service_error
 from gptserve.server.background.job import BackgroundJob, RunningJob
-from gptserve.server.background.journal import EndRecord, EndStatus, Journal, JournalError, OutputBatch
+from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.background.position import Position
+from gptserve.server.background.records import EndRecord, EndStatus, OutputBatch
+from gptserve.server.background.resumption import Resumption
 from gptserve.server.completions.run import expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ServiceError
@@ -26,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Runs each job until it ends. `on_end` is called when the end of a job is in the journal, or could not be."""
+    """Runs each job until it ends. `on_end` is called when the end of a job is in the journal, or could not be.
+
+    A job that starts took up in vain may be what ended those servers. Such suspects are submitted first, one at a time:
+    the next one, and all that are no suspects, when it has made an output or has ended. So the innocent are cleared.
+    """
 
     def __init__(
         self, service: Service, journal: Journal, clock: Callable[[], float], on_end: Callable[[BackgroundJob], None]
@@ -36,14 +42,17 @@ class Recorder:
         self._clock = clock
         self._on_end = on_end
         self._room = asyncio.Event()
+        self._suspects: list[RunningJob] = []
 
-    async def run(self, job: BackgroundJob, running: RunningJob, unsubmitted: tuple[Request, ...]) -> None:
-        """Submit requests for a job's stream, if it has none from an engine, and run the job to its end."""
+    async def run(self, job: BackgroundJob, running: RunningJob, resumption: Resumption | None = None) -> None:
+        """Run a job to its end; first submit the requests of its resumption, if it is one."""
+        if resumption is not None and resumption.is_suspect:
+            self._suspects.append(running)
         # A durable job outlives the process, so a shutdown need not wait for it.
         with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
             error: ServiceError | None = None
             try:
-                await self._follow(job, running, unsubmitted)
+                await self._follow(job, running, resumption)
                 if not running.run.output.is_complete:
                     error = running.stopped_by
             except Exception as raised:
@@ -54,6 +63,7 @@ class Recorder:
                     error = running.stopped_by or error
             finally:
                 running.stream.abort()
+            self._clear(running)
             await self._finish(job, running, error)
 
     def stop(self, running: RunningJob, reason: ServiceError) -> None:
@@ -68,16 +78,18 @@ class Recorder:
         finished_at = self._clock()
         text = None if error is None else json.dumps(error.fields())
         try:
-            await self._journal.end(job.completion_id, EndRecord(status, text, finished_at, job.num_batches))
+            position = None if job.whole is None else str(job.whole)
+            end = EndRecord(status, text, finished_at, job.num_batches, job.num_tokens, position)
+            await self._journal.end(job.completion_id, end)
         except JournalError as failure:
             logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
             status, error = "failed", error if status == "failed" else failure.fresh()
         job.status, job.error, job.finished_at = status, error, finished_at
         self._on_end(job)
 
-    async def _follow(self, job: BackgroundJob, running: RunningJob, unsubmitted: tuple[Request, ...]) -> None:
-        if unsubmitted:
-            await self._submit(running, unsubmitted)
+    async def _follow(self, job: BackgroundJob, running: RunningJob, resumption: Resumption | None) -> None:
+        if resumption is not None and resumption.requests:
+            await self._submit(running, resumption)
         remaining_s = None if running.deadline is None else running.deadline - self._clock()
         with expiring(running.stream, remaining_s):
             async for outputs in running.stream:
@@ -92,32 +104,49 @@ class Recorder:
                     if num_applied:
                         await self._show(job, running, outputs[:num_applied])
 
-    async def _submit(self, running: RunningJob, requests: tuple[Request, ...]) -> None:
-        """Submit the requests when the engine's queue has room, unless the job is stopped or out of time before."""
+    async def _submit(self, running: RunningJob, resumption: Resumption) -> None:
+        """Submit the requests when it is their turn and the engine's queue has room.
+
+        Does nothing if the job is stopped or out of time before.
+        """
+        is_noted = False
         while running.stopped_by is None and (running.deadline is None or self._clock() < running.deadline):
-            try:
-                running.stream = self._service.engine.submit(requests)
-                return
-            except QueueFullError as error:
-                info = self._service.engine.info
-                if len(requests) > info.max_num_seqs + info.max_num_queued_reqs:
-                    raise
-                wait_s = error.retry_after_s
+            wait_s = None if running.deadline is None else running.deadline - self._clock()
+            if self._suspects[:1] in ([], [running]):
+                self._service.check_alive()
+                if not is_noted:
+                    await self._journal.add_attempt(resumption.row)
+                    is_noted = True
+                try:
+                    running.stream = self._service.engine.submit(resumption.requests)
+                    return
+                except QueueFullError as error:
+                    info = self._service.engine.info
+                    if len(resumption.requests) > info.max_num_seqs + info.max_num_queued_reqs:
+                        raise
+                    wait_s = error.retry_after_s
             self._room.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._room.wait()
 
+    def _clear(self, running: RunningJob) -> None:
+        if running in self._suspects:
+            self._suspects.remove(running)
+            self._room.set()
+
     async def _show(self, job: BackgroundJob, running: RunningJob, outputs: OutputBatch) -> None:
         """Journal outputs, then show them to the readers."""
-        await self._journal.append(job.completion_id, len(running.batches), outputs)
+        job.num_bytes += await self._journal.append(job.completion_id, running.num_batches, outputs)
         running.batches.append(outputs)
         job.status = "in_progress"
+        self._clear(running)
         running.wake_readers()
 
     async def _finish(self, job: BackgroundJob, running: RunningJob, error: ServiceError | None) -> None:
         """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
-        job.num_batches = len(running.batches)
+        job.num_batches = running.num_batches
+        job.num_tokens, job.whole = running.run.output.num_tokens, Position.of(running.run.output)
         if self._journal.is_durable and error is not None and error.code in _RESUMABLE:
             job.error = error
         else:

@@ -1,36 +1,41 @@
 """Answers a client with a background completion: in one piece or as events.
 
-The bytes are those of a plain completion, which `completions/answer.py` writes. `api/background.py` returns it.
+The bytes are those of a plain completion, which `completions/answer.py` writes, with an id for each event.
+`api/background.py` returns it.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import chain
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gptserve.server.background.job import Reader
-from gptserve.server.completions.answer import AnswerSender
+from gptserve.server.background.position import LastEvent, Position, ResumedOutput, single_tokens
+from gptserve.server.background.records import OutputBatch
+from gptserve.server.completions.answer import AnswerSender, encoder_of
 from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
 
 
 @dataclass(eq=False)
 class BackgroundResponse(Response):
-    """Answers with what `reader` reads: whole, or as the events after the `after`-th. The completion runs on.
+    """Answers with what `reader` reads: whole, or as events, one for each token. The completion runs on.
 
-    `is_over` says that it has ended well: if there are no more events, the answer is 204.
+    The client has the events up to `after`. `whole` is the position at the end of a completion that has ended well: a
+    client that has all of it gets status 204, as an EventSource would come back for ever otherwise.
     """
 
     service: Service
     plan: CompletionPlan
     reader: Reader
     stream: bool
-    after: int
-    is_over: bool = False
+    after: LastEvent | None
+    whole: Position | None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -38,9 +43,26 @@ class BackgroundResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.plan.identity.completion_id
-        output = CompletionOutput(self.plan, self.service.tokenizer)
-        answer = AnswerSender(self.service, self.plan, output, output.add, aiter(self.reader), self.reader.close)
-        if self.stream:
-            await answer.send_events(scope, receive, send, is_resumable=True, after=self.after, is_over=self.is_over)
-        else:
+        output = ResumedOutput(self.plan, self.service.tokenizer, self.after if self.stream else None)
+        source = self._outputs(output)
+        answer = AnswerSender(self.service, self.plan, output, output.add, source, self.reader.close)
+        if not self.stream:
             await answer.send_whole(scope, receive, send)
+            return
+        is_open = self.after is not None and any(self.after.position.counts)
+        encoder = encoder_of(self.plan, lambda: output.event_id, is_open=is_open)
+        if self._has_all(encoder.include_usage):
+            await Response(status_code=204)(scope, receive, send)
+        else:
+            await answer.send_events(scope, receive, send, encoder)
+
+    def _has_all(self, include_usage: bool) -> bool:
+        if self.after is None:
+            return False
+        return self.after.position.has_usage or (self.after.position == self.whole and not include_usage)
+
+    async def _outputs(self, output: ResumedOutput) -> AsyncIterator[OutputBatch]:
+        async for outputs in self.reader:
+            yield tuple(chain.from_iterable(map(single_tokens, outputs)))
+        if output.is_complete:
+            output.check_end()

@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 
 from gptserve.engine.request import TokenOutput
 from gptserve.server.api.errors import error_body
-from gptserve.server.api.schemas import StreamOptions
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from gptserve.server.completions.output import Delta
@@ -51,7 +50,7 @@ class CompletionResponse(Response):
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
-                        self._run.is_failed = not await answer.send_events(scope, receive, send)
+                        self._run.is_failed = not await answer.send_events(scope, receive, send, encoder_of(self._plan))
                     else:
                         await answer.send_whole(scope, receive, send)
             except Exception as error:
@@ -65,6 +64,17 @@ class CompletionResponse(Response):
 def json_response(answer: Mapping[str, object]) -> Response:
     """Return an answer as JSON."""
     return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
+
+
+def encoder_of(
+    plan: CompletionPlan, event_id: Callable[[], str] | None = None, *, is_open: bool = False
+) -> sse.EventEncoder:
+    """Return the encoder for the events of a plan's stream."""
+    include_usage = plan.body.stream_options is not None and bool(plan.body.stream_options.include_usage)
+    head, num_choices = plan.head(of_chunk=True), len(plan.requests)
+    return sse.EventEncoder(
+        head, plan.shape, num_choices, include_usage=include_usage, event_id=event_id, is_open=is_open
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,46 +119,22 @@ class AnswerSender:
             return await self.service.in_thread(render, *arguments)
         return render(*arguments)
 
-    async def send_events(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        is_resumable: bool = False,
-        after: int = 0,
-        is_over: bool = False,
-    ) -> bool:
-        """Send the completion as events; an error becomes the last event. Return whether there was no error.
-
-        If it `is_over` and the client has all events, answer 204: an EventSource would come back for ever otherwise.
-        """
-        options = self.plan.body.stream_options or StreamOptions()
-        encoder = sse.EventEncoder(
-            self.plan.head(of_chunk=True),
-            self.plan.shape,
-            include_usage=bool(options.include_usage),
-            is_resumable=is_resumable,
-            after=after,
-        )
+    async def send_events(self, scope: Scope, receive: Receive, send: Send, encoder: sse.EventEncoder) -> bool:
+        """Send the completion as events; an error becomes the last event. Return whether there was no error."""
         is_well = True
         keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
         async with sse.Connection(receive, send, self.on_gone, keep_alive_s=keep_alive_s) as connection:
-            if not is_over:
-                await connection.begin()
+            await connection.begin()
             try:
                 async for outputs in self.source:
                     await self._write_events(outputs, encoder, connection)
-                end = (encoder.usage_chunk(self.output.usage()) if options.include_usage else "") + sse.DONE
+                end = (encoder.usage_chunk(self.output.usage()) if encoder.include_usage else "") + sse.DONE
             except Exception as error:
                 is_well = False
                 end = encoder.error(error_body(report(error, scope)))
         if connection.is_gone:
             raise ClientDisconnect
-        if end == sse.DONE and not connection.has_begun:
-            await Response(status_code=204)(scope, receive, send)
-        else:
-            await connection.write(end.encode("ascii"), is_last=True)
+        await connection.write(end.encode("ascii"), is_last=True)
         return is_well
 
     async def _write_events(
@@ -163,5 +149,5 @@ class AnswerSender:
                     usage = self.output.usage() if options is not None and options.continuous_usage_stats else None
                     events.append(await self._computed(delta.num_entries, encoder.chunk, index, delta, usage))
         finally:
-            if any(events):
+            if events:
                 await connection.write("".join(events).encode("ascii"))

@@ -25,7 +25,9 @@ NO_TEMPLATE = (
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
-async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mark] | None) -> plan.CompletionPlan:
+async def plan_chat(
+    body: ChatRequest, service: Service, owner: str | None, marks: Mapping[int, Mark] | None
+) -> plan.CompletionPlan:
     """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError.
 
     `marks` are the special tokens of a model that answers in harmony's channels.
@@ -47,7 +49,7 @@ async def plan_chat(body: ChatRequest, service: Service, marks: Mapping[int, Mar
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))
         plan.check_size(body, params, [prompt], service)
-        identity = plan.new_identity(CHAT_SHAPE, body, service)
+        identity = plan.new_identity(CHAT_SHAPE, body, service, owner)
         planned = plan.make_plan(body, CHAT_SHAPE, [prompt], params, identity, channels=channels)
         planned.requests[0].check(service.engine.info)
     except InvalidRequestError as error:

@@ -205,7 +205,8 @@ class ChoiceOutput:
     text, stop_token_ids) counts and has a logprobs entry, but no text. `channel_of` assigns each token to the text, to
     the reasoning, or to neither; without it everything is text. No stop string ends before the token after the first
     min_tokens. With includes_stop the text has the stop string, and that of the token that stops. `returned_prompt` is
-    the prompt if token ids are to be returned. With names_ids the logprobs name a token by its id.
+    the prompt if token ids are to be returned. With names_ids the logprobs name a token by its id. num_steps is the
+    number of tokens so far, and one more for an end that came without a token.
     """
 
     def __init__(
@@ -226,6 +227,7 @@ class ChoiceOutput:
         names_ids: bool = False,
     ) -> None:
         self.num_tokens = 0
+        self.num_steps = 0
         self.finish_reason: EndReason | None = None
         self.is_timed_out = False
         self._token_bytes, self._skip = tokenizer.token_bytes, skip
@@ -275,8 +277,10 @@ class ChoiceOutput:
                 text += self._feed(self._detokenizer.decode(data))
             if self._stops.matched is not None:
                 break
-        token_ids = output.token_ids[: self.num_tokens - num_before] if self._returns_ids else None
-        return self._end(text, logprobs, token_ids, output)
+        num_added = self.num_tokens - num_before
+        delta = self._end(text, logprobs, output.token_ids[:num_added] if self._returns_ids else None, output)
+        self.num_steps = self.num_tokens + (self.finish_reason is not None and num_added == 0)
+        return delta
 
     def _end(
         self, text: str, logprobs: list[TokenScore] | None, token_ids: tuple[int, ...] | None, output: TokenOutput

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 import uuid
@@ -25,7 +26,10 @@ DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The fields that identify a completion: equal in its answer, in every chunk and for every reader."""
+    """The fields that identify a completion: equal in its answer, in every chunk and for every reader.
+
+    owner is the name of the API key, and in no answer.
+    """
 
     completion_id: str
     created: int
@@ -33,6 +37,7 @@ class Identity:
     model: str
     fingerprint: str
     batch_invariant: bool
+    owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class CompletionPlan:
         return {**self.head(), "choices": rendered, **after_choices, "usage": usage}
 
 
-async def plan_completion(body: CompletionRequest, service: Service) -> CompletionPlan:
+async def plan_completion(body: CompletionRequest, service: Service, owner: str | None) -> CompletionPlan:
     """Check the rules that types cannot express, then tokenize. Raises ServiceError or InvalidRequestError."""
     prompts = _split_prompt(body.prompt)
     check_request(body, service, len(prompts))
@@ -96,7 +101,7 @@ async def plan_completion(body: CompletionRequest, service: Service) -> Completi
     params = body.sampling_params(service.options.sampling_defaults, bad_words=await bad_word_ids(body, service))
     token_ids = [tuple(await encode_prompt(prompt, body, params.max_tokens, service)) for prompt in prompts]
     check_size(body, params, token_ids, service)
-    return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service))
+    return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service, owner))
 
 
 def restore_plan(
@@ -167,7 +172,7 @@ def check_size(
         )
 
 
-def new_identity(shape: Shape, body: GenerationRequest, service: Service) -> Identity:
+def new_identity(shape: Shape, body: GenerationRequest, service: Service, owner: str | None) -> Identity:
     """Return the identity of a new completion; without a seed in the body, or for seed -1, draw one."""
     return Identity(
         completion_id=f"{shape.id_prefix}-{uuid.uuid4().hex}",
@@ -176,6 +181,7 @@ def new_identity(shape: Shape, body: GenerationRequest, service: Service) -> Ide
         model=service.options.model_name,
         fingerprint=service.engine.info.fingerprint,
         batch_invariant=service.engine.info.batch_invariant,
+        owner=owner,
     )
 
 
@@ -190,6 +196,9 @@ def make_plan(
 ) -> CompletionPlan:
     """Return the plan for prompts of token ids. Raises InvalidRequestError."""
     num_choices = body.n or 1
+    cache_salt = body.cache_salt or ""
+    if identity.owner is not None:  # the time to the first token would tell one owner what others have sent
+        cache_salt = json.dumps([identity.owner, cache_salt])
     requests = tuple(
         Request(
             request_id=f"{identity.completion_id}-{prompt_index * num_choices + choice_index}",
@@ -198,7 +207,7 @@ def make_plan(
             seed=identity.seed,
             choice_index=choice_index,
             priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            cache_salt=cache_salt,
         )
         for prompt_index, prompt_ids in enumerate(prompts)
         for choice_index in range(num_choices)

@@ -29,6 +29,8 @@ class Tokenizer(Protocol):
     """The number of bytes of the longest token."""
     special_ids: frozenset[int]
     """The ids of the tokens that have no text."""
+    fingerprint: str
+    """Changes with the bytes of any token."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""

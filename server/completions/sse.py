@@ -23,6 +23,7 @@ HEADERS = (
 )
 DONE = "data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+END_SUFFIX = ".end"  # of the id of the usage, which adds no token to what a reader has
 # What follows a comment begins with this one. `vllm bench serve` strips what it receives together, the blank line of a
 # comment with it, and would take the next event for a part of that comment; it finds the end of this one.
 AFTER_KEEP_ALIVE = b":\n\n"
@@ -32,33 +33,37 @@ _TEXT = "\0"  # a placeholder for a chunk's text while the part around the text 
 class EventEncoder:
     """Renders the events of one stream. All its chunks begin with the fields of `head`.
 
-    Only a resumable stream has ids, which count its events from 1. The client has the events up to the `after`-th
-    already, so they are rendered as nothing. In other streams every event begins with `data: `, because some clients
-    split a stream at blank lines and strip that prefix from each block.
+    Only a resumable stream has an `event_id`, which returns the id of an event that is sent now. The events that open
+    the choices have none, and are left out if `is_open`. In other streams every event begins with `data: `, because
+    some clients split a stream at blank lines and strip that prefix from each block.
     """
 
     def __init__(
-        self, head: Json, shape: Shape, *, include_usage: bool, is_resumable: bool = False, after: int = 0
+        self,
+        head: Json,
+        shape: Shape,
+        num_choices: int,
+        *,
+        include_usage: bool,
+        event_id: Callable[[], str] | None = None,
+        is_open: bool = False,
     ) -> None:
         self._encoder = PiecewiseEncoder(ensure_ascii=True)
         self._encode = self._encoder.encode_short
         self._head = self._encode(head)[:-1] + ',"choices":['
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._shape = shape
-        self._opened: set[int] = set()
+        self._num_choices = num_choices
+        self._event_id = event_id
+        self._is_open = is_open or shape.opening is None
+        self.include_usage = include_usage
         # A chunk that adds only text is these parts around index and text.
         around = self._encode(shape.part(0, Delta(_TEXT))).removeprefix('{"index":0')
         self._before_text, self._after_text = around.split(self._encode(_TEXT))
-        self._is_resumable = is_resumable
-        self._num_events = 0
-        self._after = after
 
     def chunk(self, index: int, delta: Delta, usage: Json | None = None) -> str:
-        """Return the event that adds `delta` to a choice; before its first one, also the event that opens it."""
-        opening = ""
-        if self._shape.opening is not None and index not in self._opened:
-            self._opened.add(index)
-            opening = self._event(self._encode(self._shape.opening(index)), usage)
+        """Return the event that adds `delta` to a choice; before the first one, also those that open all choices."""
+        opening = "" if self._is_open else self._open(usage)
         if delta.is_text_alone:
             choice = f'{{"index":{index}{self._before_text}{self._encode(delta.text)}{self._after_text}'
             return opening + self._event(choice, usage)
@@ -70,19 +75,25 @@ class EventEncoder:
 
     def usage_chunk(self, usage: Json) -> str:
         """Return the event that closes a stream with include_usage."""
-        return self._event("", usage)
+        return self._event("", usage, suffix=END_SUFFIX)
 
     def error(self, body: Mapping[str, object]) -> str:
         """Return the event that ends a failed stream. It has no id, as it is not part of the completion."""
         return f"data: {self._encode(body)}\n\n"
 
-    def _event(self, choice: str, usage: Json | None, more: str = "") -> str:
-        self._num_events += 1
-        if self._num_events <= self._after:
-            return ""
-        event_id = f"id: {self._num_events}\n" if self._is_resumable else ""
+    def _open(self, usage: Json | None) -> str:
+        self._is_open = True
+        assert self._shape.opening is not None
+        choices = map(self._shape.opening, range(self._num_choices))
+        return "".join(self._data(self._encode(choice), usage) for choice in choices)
+
+    def _event(self, choice: str, usage: Json | None, more: str = "", suffix: str = "") -> str:
+        event_id = "" if self._event_id is None else f"id: {self._event_id()}{suffix}\n"
+        return event_id + self._data(choice, usage, more)
+
+    def _data(self, choice: str, usage: Json | None, more: str = "") -> str:
         end = self._no_usage if usage is None else f',"usage":{self._encode(usage)}}}\n\n'
-        return f"{event_id}data: {self._head}{choice}]{more}{end}"
+        return f"data: {self._head}{choice}]{more}{end}"
 
 
 class Connection:
@@ -95,7 +106,6 @@ class Connection:
         self, receive: Receive, send: Send, on_gone: Callable[[], None], *, keep_alive_s: float | None = None
     ) -> None:
         self.is_gone = False
-        self.has_begun = False
         self._receive = receive
         self._send = send
         self._on_gone = on_gone
@@ -114,14 +124,11 @@ class Connection:
         await asyncio.wait([self._watch])
 
     async def begin(self) -> None:
-        """Send the head of a stream, unless it is sent already."""
-        if not self.has_begun:
-            self.has_begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        """Send the head of a stream."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
         """Send a part of the body; waits while the client reads too slowly."""
-        await self.begin()
         self._is_writing, self._last_write = True, self._clock()
         body, self._lead = self._lead + data, AFTER_KEEP_ALIVE if data == KEEP_ALIVE else b""
         try:

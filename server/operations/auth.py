@@ -16,7 +16,10 @@ OPERATION_PATHS = frozenset({"/metrics", "/version", "/openapi.json"})
 
 
 class ApiKeyGuard:
-    """Requires `Authorization: Bearer KEY` with one of `keys`, except on `open_paths`; logs the name of its owner."""
+    """Requires `Authorization: Bearer KEY` with one of `keys`, except on `open_paths`.
+
+    The name of the key's owner becomes "owner" in the scope's state, and "key" in the log line.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str]) -> None:
         self._app = app
@@ -26,7 +29,8 @@ class ApiKeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or raise ServiceError."""
         if scope["path"] not in self._open_paths:
-            log_fields(scope)["key"] = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+            owner = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+            scope["state"]["owner"] = log_fields(scope)["key"] = owner
         await self._app(scope, receive, send)
 
     def _owner(self, authorization: bytes) -> str:

@@ -41,6 +41,7 @@ class ByteTokenizer:
     """Token i is byte i; EOS is the end of text, and after it come other special tokens. Prompts begin with `begin`."""
 
     max_token_bytes = 13
+    fingerprint = "bytes"
 
     def __init__(self, *special: str, begin: Sequence[int] = ()) -> None:
         self._begin = begin

@@ -105,8 +105,9 @@ def test_without_allowed_origins_no_page_of_another_origin_reads_anything(api: A
 
 
 def test_another_method_is_a_405(api: Api) -> None:
-    response = api.get("/v1/completions")
-    assert response.status_code == 405
-    assert response.headers["allow"] == "POST"
-    assert response.json()["error"]["message"] == "this route does not take GET /v1/completions; it takes POST"
-    assert response.json()["error"]["code"] == "method_not_allowed"
+    for method, path, takes in (("GET", "/v1/chat/completions", "POST"), ("PUT", "/v1/completions", "GET, POST")):
+        response = api.request(method, path)
+        assert response.status_code == 405
+        assert response.headers["allow"] == takes
+        assert response.json()["error"]["message"] == f"this route does not take {method} {path}; it takes {takes}"
+        assert response.json()["error"]["code"] == "method_not_allowed"

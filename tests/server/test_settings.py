@@ -31,6 +31,7 @@ WRITTEN = {
     "port": "9000",
     "api-key": "secret-1,secret-2",
     "api-key-file": KEY_FILE,
+    "operator": "ops,on-call",
     "protect-operations": "true",
     "priority-scheduling": "true",
     "strict-fields": "true",
@@ -43,8 +44,10 @@ WRITTEN = {
     "max-connections": "7",
     "write-timeout": "9",
     "state-dir": "somewhere",
+    "state-sync": "full",
     "result-ttl": "1.5",
     "max-results": "5",
+    "max-results-bytes": "1GiB",
     "max-engine-restarts": "0",
     "engine-stall-timeout": "0.5",
     "engine-load-timeout": "2.5",
@@ -80,6 +83,7 @@ COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},
     "ssl-certfile": {"GPTSERVE_SSL_KEYFILE": __file__},
     "protect-operations": {"GPTSERVE_API_KEY": "secret"},
+    "operator": {"GPTSERVE_API_KEY": "secret"},
 }
 """What an option may be given with only."""
 
@@ -339,6 +343,9 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
         (("--write-timeout", "0"), "write-timeout must be over 0 seconds, got 0.0"),
         (("--write-timeout", "inf"), "write-timeout must be over 0 seconds, got inf"),
         (("--max-results", "0"), "max-results must be at least 1, got 0"),
+        (("--max-results-bytes", "0"), "max-results-bytes must be at least 1, got 0"),
+        (("--state-sync", "extra"), "--state-sync must be one of normal, full, got 'extra'"),
+        (("--operator", "ops"), "operator needs api-key or api-key-file, got neither"),
         (("--max-queue-time", "0"), "max_queue_time_s must be a number of seconds over 0, got 0.0"),
         (("--max-engine-restarts", "-1"), "max-engine-restarts must be at least 0, got -1"),
         (("--engine-stall-timeout", "0"), "engine-stall-timeout must be over 0 seconds, got 0.0"),

@@ -7,7 +7,9 @@ it. Called by the server and by engine.LLM.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError, shown
@@ -21,7 +23,7 @@ class Tokenizer:
     """Encodes text, and gives the bytes of every token.
 
     vocab_size is one more than the largest id; the model's may be larger. No token stands for more than max_token_bytes
-    bytes of a text.
+    bytes of a text. The same token ids mean the same text to all tokenizers with one fingerprint.
     """
 
     def __init__(self, vocabulary: Vocabulary, encoder: TiktokenEncoder | LibraryEncoder) -> None:
@@ -29,6 +31,9 @@ class Tokenizer:
         self._bytes = vocabulary.token_bytes
         self.vocab_size = max(self._bytes, default=-1) + 1
         self.special_ids = frozenset(token.token_id for token in vocabulary.added if token.special)
+        tokens = (f"{token_id}:{data.hex()}" for token_id, data in sorted(self._bytes.items()))
+        special = map(str, sorted(self.special_ids))
+        self.fingerprint = hashlib.sha256(" ".join(chain(tokens, special)).encode()).hexdigest()[:32]
         self.max_token_bytes = max(map(len, self._bytes.values()), default=0) * encoder.most_bytes_per_byte
 
     @classmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from starlette.responses import Response
 
 import gptserve.server.api.background
-from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.api.schemas import BackgroundCompletion, KeptChatCompletion, KeptCompletion
 from tests.server.api.test_completions import TEXT, Events, send_raw, stream
 from tests.server.conftest import MODEL, LiveServer
@@ -210,7 +211,7 @@ def test_every_reader_gets_the_same_bytes_live_or_later(
     assert len(texts) == 5
     assert len(set(texts)) == 1
     assert split(texts[0])[-1] == "data: [DONE]"
-    assert [event.split("\n")[0] for event in split(texts[0])[:-1]] == [f"id: {i + 1}" for i in range(num(texts[0]))]
+    check_ids(split(texts[0])[:-1])
     if streamed:
         return
 
@@ -224,39 +225,122 @@ def test_every_reader_gets_the_same_bytes_live_or_later(
     assert same(texts[0]) == same(direct)
 
 
+def id_of(event: str) -> str | None:
+    """Return the id of an event; those that open a chat have none."""
+    first, _, _ = event.partition("\n")
+    return first.removeprefix("id: ") if first.startswith("id: ") else None
+
+
+def check_ids(events: list[str]) -> None:
+    """Check that each event adds tokens to its choice, and that of the usage comes last.
+
+    A token that adds no text to another choice has no event, and is in the next id.
+    """
+    ids = [event_id for event_id in map(id_of, events) if event_id is not None]
+    had = [0] * (ids[0].count(".") + 1)
+    for event in events:
+        event_id, choices = id_of(event), json.loads(event.partition("data: ")[2])["choices"]
+        if event_id is None:
+            assert (choices[0]["delta"], had) == ({"role": "assistant", "content": ""}, [0] * len(had))
+        elif choices:
+            counts = list(map(int, event_id.split(".")))
+            assert counts[choices[0]["index"]] > had[choices[0]["index"]]
+            assert all(count >= before for count, before in zip(counts, had, strict=True))
+            had = counts
+        else:
+            assert (event_id, event) == (".".join(map(str, had)) + ".end", events[-1])
+    assert len(set(ids)) == len(ids)
+
+
+def check_resumption(server: LiveServer, everything: list[str]) -> None:
+    """Check that a client that has the events up to any that has an id gets those after it."""
+    completion_id = json.loads(everything[0].partition("data: ")[2])["id"]
+    for number, event in enumerate(everything[:-1], 1):
+        event_id = id_of(event)
+        if event_id is None:
+            continue
+        by_query = get(server, completion_id, f"/events?starting_after={event_id}")
+        by_header = get(server, completion_id, "/events", headers={"last-event-id": event_id})
+        assert by_query.text == by_header.text
+        if number == len(everything) - 1:
+            assert (by_query.status_code, by_query.text) == (204, ""), "an EventSource would come back for ever"
+        else:
+            assert split(by_query.text) == everything[number:]
+
+
 def num(text: str) -> int:
     return len(split(text)) - 1
 
 
 @pytest.mark.parametrize("options", [USAGE, {"include_usage": True}, {}])
-def test_the_stream_that_began_it_is_followed_from_any_event(serve: Serve, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("body", [{}, CHAT], ids=["text", "chat"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_stream_that_began_it_is_followed_from_any_event(
+    serve: Serve, body: dict[str, Any], options: dict[str, Any], n: int
+) -> None:
     server = serve(FakeEngineClient(say(TEXT)))
-    text = post(server, background=True, stream=True, stream_options=options, n=2, max_tokens=9).text
-    everything = split(text)
-    completion_id = json.loads(everything[0].partition("data: ")[2])["id"]
-    for after in range(len(everything) - 1):
-        assert split(get(server, completion_id, f"/events?starting_after={after}").text) == everything[after:]
-        by_header = get(server, completion_id, "/events", headers={"last-event-id": str(after)})
-        assert split(by_header.text) == everything[after:]
-    for after in range(len(everything) - 1, len(everything) + 2):
-        over = get(server, completion_id, "/events", headers={"last-event-id": str(after)})
-        assert (over.status_code, over.text) == (204, ""), "an EventSource would come back for ever"
+    text = post(server, background=True, stream=True, stream_options=options, n=n, max_tokens=9, **body).text
+    check_ids(split(text)[:-1])
+    check_resumption(server, split(text))
+
+
+def test_the_query_wins_over_the_header(serve: Serve) -> None:
+    server = serve(FakeEngineClient())
+    completion_id = begin(server, max_tokens=5)
+    everything = split(get(server, completion_id, "/events").text)
     both = get(server, completion_id, "/events?starting_after=1", headers={"last-event-id": "3"})
-    assert split(both.text) == everything[1:], "the query wins"
+    assert split(both.text) == everything[1:]
 
 
-def test_a_chats_opening_event_counts_and_is_left_out_like_any_other(serve: Serve) -> None:
-    server = serve(FakeEngineClient(say(TEXT)))
-    everything = split(post(server, background=True, stream=True, max_tokens=6, n=2, **CHAT).text)
-    completion_id = json.loads(everything[0].partition("data: ")[2])["id"]
-    for after in range(len(everything) - 1):
-        assert split(get(server, completion_id, f"/events?starting_after={after}").text) == everything[after:]
-    assert get(server, completion_id, f"/events?starting_after={len(everything) - 1}").status_code == 204
+def in_steps_of(size: int) -> Callable[[Request], Iterator[TokenOutput]]:
+    """Return a reply of TEXT that gives several tokens at once, as an engine with drafts does."""
+
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        outputs = list(itertools.islice(say(TEXT, then_eos=True)(request), len(TEXT.encode()) + 1))
+        for start in range(0, len(outputs), size):
+            step = outputs[start : start + size]
+            token_ids = tuple(token_id for output in step for token_id in output.token_ids)
+            logprobs = tuple(score for output in step for score in output.logprobs)
+            yield replace(step[-1], token_ids=token_ids, logprobs=logprobs)
+
+    return reply
 
 
-@pytest.mark.parametrize("value", ["-1", "1.5", "x", "", "1" * 19, "٣"])
+@pytest.mark.parametrize("body", [{"logprobs": 1}, {"stop": ["✓"]}, {"return_token_ids": True}])
+def test_the_events_are_one_a_token_however_many_a_step_gives(serve: Serve, body: dict[str, Any]) -> None:
+    texts = []
+    for size in (1, 2, 5):
+        server = serve(FakeEngineClient(in_steps_of(size), info=replace(INFO, fingerprint="same")))
+        everything = split(post(server, background=True, stream=True, n=2, seed=1, max_tokens=100, **body).text)
+        check_resumption(server, everything)
+        head = json.loads(everything[0].partition("data: ")[2])
+        texts.append(sorted(event.replace(head["id"], "").partition('"choices"')[2] for event in everything))
+        for index in (0, 1):
+            of_choice = [event for event in everything[:-1] if f'"index":{index}' in event]
+            assert len(of_choice) > 3
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_choice_whose_time_ran_out_counts_its_end_and_so_does_one_without_tokens(serve: Serve) -> None:
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        yield TokenOutput(request.request_id, (97,))
+        yield TokenOutput(request.request_id, (), finish_reason=FinishReason.TIMEOUT)
+
+    server = serve(FakeEngineClient(reply))
+    everything = split(post(server, background=True, stream=True).text)
+    assert list(map(id_of, everything)) == ["1", "2", None]
+    check_resumption(server, everything)
+    only_echo = split(post(server, background=True, stream=True, echo=True, max_tokens=0).text)
+    assert list(map(id_of, only_echo)) == ["1", None]
+    check_resumption(server, only_echo)
+
+
+MALFORMED = ["-1", "1-5", "x", "", "1" * 10, "٣", "1.", ".1", "1..2", "1.end.2", "end", "1.END"]
+
+
+@pytest.mark.parametrize("value", MALFORMED)
 @pytest.mark.parametrize("name", ["starting_after", "Last-Event-ID"])
-def test_a_bad_event_number_is_refused(serve: Serve, name: str, value: str) -> None:
+def test_a_bad_event_id_is_refused(serve: Serve, name: str, value: str) -> None:
     server = serve(FakeEngineClient())
     completion_id = begin(server)
     if name == "starting_after":
@@ -266,14 +350,45 @@ def test_a_bad_event_number_is_refused(serve: Serve, name: str, value: str) -> N
         value = value.encode().decode("latin-1")
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": f"{name} must be the id of an event, a whole number from 0 to 999999999999999999, got {value!r}",
+        "message": f"{name} must be the id of an event, the number of tokens of each choice, such as 17 or 17.16.18, "
+        f"got {value!r}",
         "type": "invalid_request_error",
         "param": name,
         "code": "invalid_value",
     }
 
 
-def test_a_bad_event_number_is_refused_beside_a_good_one(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("n", "value", "rule"),
+    [
+        (1, "1.5", "must have one number"),
+        (3, "0", "must have 3 numbers, one for each choice"),
+        (1, "6", "may be at most 5, as the completion has no more tokens"),
+        (2, "5.6", "may be at most 5.5, as the completion has no more tokens"),
+    ],
+)
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_event_id_that_the_completion_cannot_have_is_refused(
+    serve: Serve, n: int, value: str, rule: str, is_running: bool
+) -> None:
+    server = serve(FakeEngineClient(auto=not is_running))
+    completion_id = begin(server, n=n, max_tokens=5)
+    if not is_running:
+        finished(server, completion_id)
+    refused = get(server, completion_id, f"/events?starting_after={value}")
+    message = f"starting_after {rule}, got '{value}'"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+
+
+def test_an_ended_completion_has_no_more_tokens_than_it_made(serve: Serve) -> None:
+    server = serve(FakeEngineClient(say("ab", then_eos=True)))
+    completion_id = begin(server, max_tokens=50)
+    finished(server, completion_id)
+    refused = get(server, completion_id, "/events?starting_after=4").json()["error"]
+    assert refused["message"] == "starting_after may be at most 3, as the completion has no more tokens, got '4'"
+
+
+def test_a_bad_event_id_is_refused_beside_a_good_one(serve: Serve) -> None:
     server = serve(FakeEngineClient())
     path = "/events?starting_after=1"
     response = get(server, begin(server), path, headers={"last-event-id": "x"})

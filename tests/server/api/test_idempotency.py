@@ -55,10 +55,35 @@ def test_a_retry_of_a_stream_gets_its_events_from_the_start_or_from_where_it_was
     body = {**body, "stream": True, "max_tokens": 5}
     first = post(server, KEY, **body).text
     assert post(server, KEY, **body).text == first
-    assert split(post(server, KEY | {"last-event-id": "2"}, **body).text) == split(first)[2:]
+    num_openings = len(split(first)) - 6
+    assert split(post(server, KEY | {"last-event-id": "2"}, **body).text) == split(first)[2 + num_openings :]
+    assert post(server, KEY | {"last-event-id": "5"}, **body).status_code == 204
     refused = post(server, KEY | {"last-event-id": "two"}, **body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Last-Event-ID")
     assert len(server.engine.submitted) == 1
+
+
+def test_a_retry_that_has_events_of_a_completion_nobody_knows_any_more_goes_on_only_with_its_seed(
+    serve: Serve,
+) -> None:
+    server = serve(FakeEngineClient())
+    headers = KEY | {"last-event-id": "2"}
+    refused = post(server, headers, stream=True, max_tokens=5)
+    assert (refused.status_code, refused.json()["error"]) == (
+        404,
+        {
+            "message": "the completion of Last-Event-ID 2 is not known, and without a seed another begins; "
+            "leave Last-Event-ID out for it",
+            "type": "invalid_request_error",
+            "param": "Last-Event-ID",
+            "code": "completion_not_found",
+        },
+    )
+    assert server.engine.submitted == []
+    rest = split(post(server, headers, stream=True, max_tokens=5, seed=7).text)
+    assert [event.partition("\n")[0] for event in rest] == ["id: 3", "id: 4", "id: 5", "data: [DONE]"]
+    refused = post(server, {"idempotency-key": "b", "last-event-id": "6"}, stream=True, max_tokens=5, seed=7)
+    assert (refused.status_code, len(server.engine.submitted)) == (400, 1)
 
 
 def test_a_retry_of_a_background_completion_is_told_where_it_is(serve: Serve) -> None:

@@ -30,7 +30,7 @@ def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) 
     operation = document["paths"]["/v1/completions"]["post"]
     assert operation["requestBody"]["required"] is True
     errors = {"400", "401", "404", "408", "409", "413", "415", "429", "500", "503"}
-    assert set(operation["responses"]) == {"200", "202"} | errors
+    assert set(operation["responses"]) == {"200", "202", "204"} | errors
     assert [parameter["name"] for parameter in operation["parameters"]] == ["Idempotency-Key"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     event = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
@@ -61,6 +61,9 @@ def test_background_completions_are_described(document: dict[str, Any]) -> None:
     assert set(events["responses"]) == {"200", "204", "400", "401", "404", "500"}
     assert set(events["responses"]["200"]["content"]) == {"text/event-stream"}
     assert [parameter["name"] for parameter in events["parameters"]] == ["id", "starting_after", "Last-Event-ID"]
+    of_chats = paths["/v1/chat/completions/{id}/events"]["get"]
+    assert of_chats["parameters"] == events["parameters"]
+    assert set(paths["/v1/completions"]["get"]["responses"]) == {"200", "400", "401"}
     schemas = document["components"]["schemas"]
     assert {"BackgroundCompletion", "KeptCompletion", "KeptChatCompletion"} <= set(schemas)
     assert schemas["KeptCompletion"]["properties"]["status"]["enum"] == [
@@ -162,6 +165,9 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         "/v1/completions/{id}/events",
         "/v1/completions/{id}/cancel",
         "/v1/chat/completions",
+        "/v1/chat/completions/{id}",
+        "/v1/chat/completions/{id}/events",
+        "/v1/chat/completions/{id}/cancel",
         "/v1/models",
         "/v1/models/{model}",
         "/tokenize",

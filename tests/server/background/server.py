@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gptserve.engine.request import TokenOutput
+from gptserve.engine.request import Request, TokenOutput
 from gptserve.server.api.schemas import CompletionRequest
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.journal import Journal
@@ -59,13 +59,13 @@ class Server:
         }
         self.store = BackgroundStore(self.service, self.journal, restore, clock=self.clock)
 
-    async def begin(self, key: str | None = None, **fields: Any) -> BackgroundJob:
+    async def begin(self, key: str | None = None, *, owner: str | None = None, **fields: Any) -> BackgroundJob:
         fields = {"prompt": "x", "seed": 1, **fields}
 
         async def plan() -> CompletionPlan:
-            return await plan_completion(CompletionRequest.model_validate(fields), self.service)
+            return await plan_completion(CompletionRequest.model_validate(fields), self.service, owner)
 
-        request = BackgroundRequest.of("/v1/completions", fields, key, time.perf_counter())
+        request = BackgroundRequest.of("/v1/completions", fields, owner, key, time.perf_counter())
         return await self.store.begin_or_find(request, plan)
 
     async def read(self, job: BackgroundJob) -> list[TokenOutput]:
@@ -77,6 +77,11 @@ class Server:
         while job.running is not None:
             self.engine.step()
             await asyncio.sleep(0)
+
+    async def submitted(self) -> list[Request]:
+        """Return what the engine was given, once it was."""
+        await asyncio.to_thread(self.engine.wait_for, lambda: bool(self.engine.submitted))
+        return self.engine.submitted
 
     async def advance(self, job: BackgroundJob, num_steps: int) -> None:
         """Make that many steps, each a batch of its own."""
@@ -106,9 +111,14 @@ def run(test: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20))
 
 
+def find(server: Server, job: BackgroundJob) -> BackgroundJob:
+    """Find a job again, as its owner does, perhaps with a later server."""
+    return server.store.find(job.completion_id, job.record.owner)
+
+
 def found(server: Server, job: BackgroundJob) -> bool:
     try:
-        server.store.find(job.completion_id)
+        find(server, job)
     except ServiceError as error:
         return {"completion_not_found": False}[error.code]
     return True

@@ -60,6 +60,7 @@ def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
             assert len(await anext(reader)) == READ_LIMIT
             server.clock.now += 61.0
             assert not found(server, job)
+            server.store.expire()
             await server.store.settle()
             with pytest.raises(ServiceError) as raised:
                 await anext(reader)

@@ -19,17 +19,16 @@ from typing import Any
 import pytest
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
-from gptserve.server.background.journal import (
-    FILE_NAME,
-    SCHEMA_VERSION,
+from gptserve.server.background.database import FILE_NAME, SCHEMA_VERSION
+from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.background.records import (
     CompletionRecord,
     EndRecord,
     IndexRow,
-    Journal,
-    JournalError,
     decode_outputs,
     encode_outputs,
 )
+from gptserve.server.settings import StateSync
 
 RECORD = CompletionRecord(
     completion_id="cmpl-1",
@@ -39,6 +38,8 @@ RECORD = CompletionRecord(
     fingerprint="f",
     batch_invariant=True,
     seed=2**63 - 1,
+    owner="me",
+    tokenizer="t",
     body='{"prompt":"é\\u2028"}',
     prompts=((1, 2, 3), (), (4,)),
     max_tokens=7,
@@ -46,7 +47,8 @@ RECORD = CompletionRecord(
     key="k",
     digest="d",
 )
-END = EndRecord("completed", None, 1_700_000_001.5, 2)
+STRIPPED = replace(RECORD, body="", prompts=())
+END = EndRecord("completed", None, 1_700_000_001.5, 2, 8, "5.0.1")
 OUTPUTS = (
     TokenOutput(
         "cmpl-1-0",
@@ -63,11 +65,11 @@ OUTPUTS = (
 )
 
 
-def use(folder: Path | None, test: Callable[[Journal], Awaitable[None]]) -> None:
+def use(folder: Path | None, test: Callable[[Journal], Awaitable[None]], sync: StateSync = "normal") -> None:
     """Run a test with a journal that is closed after it."""
 
     async def run() -> None:
-        journal = Journal(folder)
+        journal = Journal(folder, sync)
         try:
             await test(journal)
         finally:
@@ -112,18 +114,17 @@ def change(file: Path, statement: str) -> None:
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_what_was_written_is_read_back_as_it_was(tmp_path: Path, in_memory: bool) -> None:
     async def test(journal: Journal) -> None:
-        await journal.add(RECORD)
-        await journal.append("cmpl-1", 0, OUTPUTS)
+        size = await journal.add(RECORD) + await journal.append("cmpl-1", 0, OUTPUTS)
         assert await journal.read_record("cmpl-1") == RECORD
         assert await journal.batches("cmpl-1", 0, 10) == [OUTPUTS]
-        assert await journal.load() == [IndexRow("cmpl-1", "f", "k", "d", None)]
-        await journal.append("cmpl-1", 1, OUTPUTS[1:])
-        await journal.append("cmpl-1", 2, OUTPUTS[2:])
+        assert await journal.load() == [IndexRow(STRIPPED, 4, size, num_batches=1)]
+        await journal.add_attempt((await journal.load())[0])
+        size += await journal.append("cmpl-1", 1, OUTPUTS[1:]) + await journal.append("cmpl-1", 2, OUTPUTS[2:])
         await journal.end("cmpl-1", END)
         assert await journal.batches("cmpl-1", 1, 1) == [OUTPUTS[1:]]
         assert await journal.batches("cmpl-1", 1, 10) == [OUTPUTS[1:], OUTPUTS[2:]]
         assert await journal.batches("cmpl-1", 3, 10) == []
-        assert await journal.load() == [IndexRow("cmpl-1", "f", "k", "d", END)]
+        assert await journal.load() == [IndexRow(STRIPPED, 4, size, num_batches=3, attempts=(1,), end=END)]
 
     use(None if in_memory else tmp_path, test)
 
@@ -165,7 +166,7 @@ def test_those_that_ended_come_first_in_the_order_of_their_ends(tmp_path: Path) 
             await journal.add(replace(RECORD, completion_id=str(i), created=i))
         await journal.end("3", replace(END, finished_at=10.0))
         await journal.end("0", replace(END, finished_at=20.0))
-        assert [row.completion_id for row in await journal.load()] == ["3", "0", "1", "2"]
+        assert [row.record.completion_id for row in await journal.load()] == ["3", "0", "1", "2"]
 
     use(tmp_path, test)
 
@@ -177,7 +178,7 @@ def test_what_is_forgotten_is_gone_with_all_its_rows(tmp_path: Path) -> None:
         await journal.add(replace(RECORD, completion_id="other"))
         await journal.append("other", 0, OUTPUTS)
         await journal.forget(["cmpl-1", "never there"])
-        assert [row.completion_id for row in await journal.load()] == ["other"]
+        assert [row.record.completion_id for row in await journal.load()] == ["other"]
         assert await journal.batches("cmpl-1", 0, 10) == []
         assert await journal.batches("other", 0, 10) == [OUTPUTS]
         with pytest.raises(JournalError, match="it has no completion 'cmpl-1'"):
@@ -251,8 +252,17 @@ def overwrite_its_text(file: Path) -> None:
         (lambda file: change(file, "UPDATE ends SET status = 'failed'"), "the row of 'cmpl-1' has another checksum"),
         (lambda file: change(file, "DELETE FROM batches WHERE n = 0"), "it is damaged: 'cmpl-1' lacks batch 0"),
         (
+            lambda file: change(file, "PRAGMA user_version = 1"),
+            f"its format is version 1, of older servers, and this one reads version {SCHEMA_VERSION}; "
+            "move it away to start without it",
+        ),
+        (
             lambda file: change(file, f"PRAGMA user_version = {SCHEMA_VERSION + 1}"),
-            f"its format is version {SCHEMA_VERSION + 1}, and this server reads version {SCHEMA_VERSION}",
+            f"its format is version {SCHEMA_VERSION + 1}, of newer servers, and this one reads version",
+        ),
+        (
+            lambda file: change(file, "DELETE FROM completions"),
+            "belongs to no completion",
         ),
         (lambda file: change(file, "PRAGMA application_id = 1"), "it is a database of something else"),
     ],
@@ -340,7 +350,7 @@ def test_outputs_are_decoded_where_no_write_waits_for_it(monkeypatch: pytest.Mon
     async def test(journal: Journal) -> None:
         await journal.add(RECORD)
         await journal.append("cmpl-1", 0, OUTPUTS)
-        monkeypatch.setattr("gptserve.server.background.journal.decode_outputs", decode_slowly)
+        monkeypatch.setattr("gptserve.server.background.records.decode_outputs", decode_slowly)
         reading = asyncio.create_task(journal.batches("cmpl-1", 0, 9))
         await asyncio.to_thread(decoding.wait, 20)
         try:

@@ -13,7 +13,7 @@ from gptserve.engine.request import FinishReason
 from gptserve.server.background.job import READ_LIMIT
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.errors import ServiceError
-from tests.server.background.server import Clock, Server, run, started
+from tests.server.background.server import Clock, Server, find, run, started
 from tests.server.fake_engine import INFO, FakeEngineClient
 
 
@@ -24,9 +24,9 @@ def test_what_is_shown_is_in_the_journal_before(tmp_path: Path, monkeypatch: pyt
             reader, hold = aiter(server.store.reader(job)), asyncio.Event()
             append = Journal.append
 
-            async def append_late(self: Journal, *arguments: Any) -> None:
+            async def append_late(self: Journal, *arguments: Any) -> int:
                 await hold.wait()
-                await append(self, *arguments)
+                return await append(self, *arguments)
 
             monkeypatch.setattr(Journal, "append", append_late)
             server.engine.step()
@@ -65,7 +65,7 @@ def test_what_does_not_fit_into_the_queue_at_a_restart_waits_for_room(tmp_path: 
         second = Server(tmp_path)
         second.engine.max_requests, second.engine.retry_after_s = 2, 3600
         async with started(second):
-            jobs = [second.store.find(completion_id) for completion_id in ids]
+            jobs = [second.store.find(completion_id, None) for completion_id in ids]
             for job in jobs:
                 assert job.running is not None
             while any(job.running is not None for job in jobs):
@@ -84,7 +84,7 @@ def test_what_can_never_fit_into_the_queue_fails_and_holds_nobody_back(tmp_path:
         info = replace(INFO, max_num_seqs=1, max_num_queued_reqs=1)
         async with started(Server(tmp_path, engine=FakeEngineClient(info=info))) as second:
             await second.store.settle()
-            ended = [second.store.find(job.completion_id) for job in (large, small)]
+            ended = [find(second, job) for job in (large, small)]
             assert [job.status for job in ended] == ["failed", "completed"]
             assert ended[0].error is not None
             assert ended[0].error.code == "queue_full"
@@ -99,7 +99,7 @@ def test_a_waiting_completion_can_be_cancelled(tmp_path: Path) -> None:
         second = Server(tmp_path)
         second.engine.max_requests = 0
         async with started(second):
-            job = second.store.find(completion_id)
+            job = second.store.find(completion_id, None)
             await second.store.cancel(job)
             assert (job.status, second.engine.submitted) == ("cancelled", [])
             with pytest.raises(ServiceError, match="was cancelled"):
@@ -120,7 +120,7 @@ def test_a_deadline_passes_while_the_server_is_down(tmp_path: Path, has_room: bo
         second = Server(tmp_path, clock=clock)
         second.engine.max_requests = 10 if has_room else 0
         async with started(second):
-            again = second.store.find(job.completion_id)
+            again = find(second, job)
             outputs = await second.read(again)
             assert [output.token_ids for output in outputs] == [(97,), ()]
             assert outputs[-1].finish_reason is FinishReason.TIMEOUT

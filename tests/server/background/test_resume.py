@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 
 from gptserve.engine.request import MAX_SCORES_PER_OUTPUT
+from gptserve.server.background.job import READ_LIMIT, BackgroundRequest
 from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.background.records import OutputBatch
+from gptserve.server.background.resumption import MAX_ATTEMPTS, SUSPECT_AFTER
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.errors import ServiceError
-from tests.server.background.server import Server, run, started
-from tests.server.fake_engine import INFO, FakeEngineClient
+from tests.server.background.server import Server, find, run, started
+from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient
 
 
 def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
@@ -32,17 +36,16 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
             await anext(follower)
 
         async with started(Server(tmp_path)) as second:
-            again = second.store.find(job.completion_id)
-            await asyncio.sleep(0)
+            again = find(second, job)
             expected = [replace(request, generated_token_ids=tuple(b"ab")) for request in begun]
-            assert second.engine.submitted == expected
+            assert await second.submitted() == expected
             assert await second.begin("key", **body) is again
             await second.finish(again)
             result: Any = await second.store.result(again)
             assert [choice["text"] for choice in result["choices"]] == ["ab"] * 4
             assert result["usage"]["completion_tokens"] == 4 * 5
         async with started(Server(tmp_path)) as third:
-            assert await third.store.result(third.store.find(job.completion_id)) == result
+            assert await third.store.result(find(third, job)) == result
             assert third.engine.submitted == []
 
     run(test())
@@ -57,8 +60,7 @@ def test_a_restart_goes_on_with_the_parameters_that_were_in_force(tmp_path: Path
             begun = first.engine.submitted
             assert (begun[0].params.temperature, begun[0].params.top_k) == (0.5, 7)
         async with started(Server(tmp_path, sampling_defaults={"top_p": 0.5, "temperature": 1.5})) as second:
-            await asyncio.sleep(0)
-            assert second.engine.submitted == begun
+            assert await second.submitted() == begun
 
     run(test())
 
@@ -71,10 +73,9 @@ def test_a_restart_within_a_prompt_goes_on_with_the_next_of_its_scores(tmp_path:
             begun = await server.begin(**fields)
             await server.advance(begun, 2)
         async with started(Server(tmp_path)) as server:
-            await asyncio.sleep(0)
-            [request] = server.engine.submitted
+            [request] = await server.submitted()
             assert request.num_scored_tokens == 2 * MAX_SCORES_PER_OUTPUT
-            resumed = server.store.find(begun.completion_id)
+            resumed = find(server, begun)
             await server.finish(resumed)
             undisturbed = await server.begin(**fields)
             await server.finish(undisturbed)
@@ -99,32 +100,53 @@ def test_a_restart_with_the_last_output_already_there_only_ends_it(
                 await first.finish(job)
             assert (job.status, job.error and job.error.code) == ("failed", "journal_failed")
         async with started(Server(tmp_path)) as second:
-            again = second.store.find(job.completion_id)
+            again = find(second, job)
             await second.store.settle()
             assert (again.status, await second.text(again), second.engine.submitted) == ("completed", "ab", [])
 
     run(test())
 
 
-def test_a_model_that_computes_otherwise_ends_what_was_under_way(tmp_path: Path) -> None:
+MODEL_CHANGED = {
+    "message": "the server now has another model or computes otherwise",
+    "type": "server_error",
+    "param": None,
+    "code": "model_changed",
+}
+
+
+@pytest.mark.parametrize("same_tokenizer", [True, False])
+def test_a_model_that_computes_otherwise_ends_what_was_under_way_and_reads_what_its_tokenizer_can(
+    tmp_path: Path, same_tokenizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
-            done, cut = await first.begin("a", max_tokens=1), await first.begin("b")
-            await first.finish(done)
+            done, cut = await first.begin("a", max_tokens=2), await first.begin("b")
+            await first.advance(done, 2)
+            await first.read(done)
+            whole = await first.store.result(done)
+        if not same_tokenizer:
+            monkeypatch.setattr(ByteTokenizer, "fingerprint", "other")
         async with started(
             Server(tmp_path, engine=FakeEngineClient(info=replace(INFO, fingerprint="fake-2")))
         ) as second:
-            for job in (done, cut):
-                result = await second.store.result(second.store.find(job.completion_id))
-                assert (result["status"], result["choices"], result["system_fingerprint"]) == ("failed", [], "fake-1")
-                assert result["error"] == {
-                    "message": "the server now has another model or computes otherwise",
-                    "type": "server_error",
-                    "param": None,
-                    "code": "model_changed",
-                }
-            assert second.engine.submitted == []
-            assert (await second.begin("a", max_tokens=1)).completion_id != done.completion_id
+            of_done, of_cut = [await second.store.result(find(second, job)) for job in (done, cut)]
+            assert (of_cut["status"], of_cut["error"], of_cut["system_fingerprint"]) == (
+                "failed",
+                MODEL_CHANGED,
+                "fake-1",
+            )
+            again = await second.begin("a", max_tokens=2)
+            if same_tokenizer:
+                assert of_done == whole
+                assert again.completion_id == done.completion_id
+                assert await second.read(again) == await second.read(find(second, done))
+                assert (await second.text(find(second, cut)))[:2] == "ab"
+                assert second.engine.submitted == []
+            else:
+                assert (of_done["status"], of_done["choices"], of_done["error"]) == ("failed", [], MODEL_CHANGED)
+                assert of_cut["choices"] == []
+                assert again.completion_id != done.completion_id
 
     run(test())
 
@@ -136,9 +158,122 @@ def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path
             unknown = replace(record, completion_id="cmpl-1", fingerprint="newer", body='{"prompt":"x","newer":1}')
             await first.journal.add(unknown)
         async with started(Server(tmp_path)) as second:
-            assert second.store.find("cmpl-1").status == "failed"
+            assert second.store.find("cmpl-1", None).status == "failed"
             with pytest.raises(ServiceError) as raised:
-                await second.store.result(second.store.find("cmpl-1"))
+                await second.store.result(second.store.find("cmpl-1", None))
             assert raised.value.code == "model_changed"
+
+    run(test())
+
+
+async def die_when_submitted(server: Server, num_submitted: int) -> list[int]:
+    """Start a server that ends when its engine has so many requests; return the choices' prompts."""
+    async with started(server):
+        await asyncio.to_thread(server.engine.wait_for, lambda: len(server.engine.submitted) >= num_submitted)
+    return [request.prompt_token_ids[0] for request in server.engine.submitted]
+
+
+def test_a_completion_at_which_servers_end_is_tried_alone_and_then_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            jobs = {ord(prompt): await first.begin(prompt=prompt) for prompt in "ab"}
+        for _ in range(SUSPECT_AFTER):
+            assert sorted(await die_when_submitted(Server(tmp_path), 2)) == [*b"ab"]
+        [tried] = await die_when_submitted(Server(tmp_path), 1)
+        guilty, innocent = jobs.pop(tried), *jobs.values()
+        for _ in range(SUSPECT_AFTER + 1, MAX_ATTEMPTS):
+            assert await die_when_submitted(Server(tmp_path), 1) == [tried], "it is tried alone"
+        async with started(Server(tmp_path)) as last:
+            failed = find(last, guilty)
+            assert failed.error is not None
+            assert (failed.status, failed.error.code) == ("failed", "generation_failed")
+            assert str(failed.error) == (
+                "4 servers in a row ended while they computed this completion, without a token of it"
+            )
+            await last.finish(find(last, innocent))
+            assert [request.prompt_token_ids for request in last.engine.submitted] == [tuple(jobs)]
+        async with started(Server(tmp_path)) as after:
+            assert (find(after, guilty).status, after.engine.submitted) == ("failed", [])
+
+    run(test())
+
+
+def test_a_suspect_that_makes_a_token_is_cleared_and_lets_the_others_go_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            jobs = {ord(prompt): await first.begin(prompt=prompt) for prompt in "ab"}
+        for _ in range(SUSPECT_AFTER):
+            await die_when_submitted(Server(tmp_path), 2)
+        async with started(Server(tmp_path)) as second:
+            [tried] = [request.prompt_token_ids[0] for request in await second.submitted()]
+            await second.advance(find(second, jobs[tried]), 1)
+            await asyncio.to_thread(second.engine.wait_for, lambda: len(second.engine.submitted) == 2)
+        async with started(Server(tmp_path)) as third:
+            [request, *_] = await third.submitted()
+            assert request.prompt_token_ids[0] != tried, "the one that had no token"
+
+    run(test())
+
+
+def test_a_server_that_ends_in_order_blames_nobody(tmp_path: Path) -> None:
+    async def test() -> None:
+        job = None
+        for _ in range(MAX_ATTEMPTS + 2):
+            async with started(Server(tmp_path)) as server:
+                job = job or await server.begin()
+                await server.submitted()
+                await server.store.suspend()
+        async with started(Server(tmp_path)) as server:
+            assert job is not None
+            await server.finish(find(server, job))
+            assert find(server, job).status == "completed"
+
+    run(test())
+
+
+def test_what_an_earlier_server_made_is_read_page_by_page_and_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[tuple[int, int]] = []
+    batches = Journal.batches
+
+    async def spy(self: Journal, completion_id: str, first: int, limit: int) -> list[OutputBatch]:
+        pages.append((first, limit))
+        return await batches(self, completion_id, first, limit)
+
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            job = await first.begin(max_tokens=200)
+            await first.advance(job, 150)
+        monkeypatch.setattr(Journal, "batches", spy)
+        async with started(Server(tmp_path)) as second:
+            assert pages == [(first, READ_LIMIT) for first in (0, 64, 128)]
+            again = find(second, job)
+            await second.submitted()
+            assert again.running is not None
+            assert (again.running.num_stored, again.running.batches) == (150, [])
+            reader = asyncio.create_task(second.read(again))
+            await second.finish(again)
+            assert [token for output in await reader for token in output.token_ids] == [*(b"abc" * 67)[:200]]
+            assert await second.text(again) == ("abc" * 67)[:200]
+
+    run(test())
+
+
+def test_the_prompt_is_kept_once_as_tokens_and_what_a_template_read_is_not(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with started(Server(tmp_path)) as server:
+            job = await server.begin(prompt="secret " * 10)
+            record = await server.journal.read_record(job.completion_id)
+            assert "secret" not in record.body
+            assert bytes(record.prompts[0]) == b"secret " * 10
+            assert json.loads(record.body)["seed"] == 1
+        fields = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": "y" * 100}, "n": 2}
+        request = BackgroundRequest.of("/v1/chat/completions", fields, None, None, 0.0)
+        assert request.fields == {
+            "messages": [{"role": "user", "content": ""}],
+            "chat_template_kwargs": {},
+            "n": 2,
+        }
 
     run(test())

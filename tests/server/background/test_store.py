@@ -14,9 +14,10 @@ import pytest
 from gptserve.engine.errors import InvalidRequestError, QueueFullError
 from gptserve.engine.request import TokenOutput
 from gptserve.server.api.errors import status_of
-from gptserve.server.background.journal import FILE_NAME, Journal, JournalError
+from gptserve.server.background.database import FILE_NAME
+from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.errors import ServiceError
-from tests.server.background.server import Clock, Server, found, run, started
+from tests.server.background.server import Clock, Server, find, found, run, started
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -32,6 +33,7 @@ def test_a_result_lives_for_its_time_after_its_end(tmp_path: Path, durable: bool
             assert await server.begin("key", max_tokens=1) is job
             server.clock.now += 0.2
             assert not found(server, job)
+            server.store.expire()
             await server.store.settle()
             assert await server.journal.batches(job.completion_id, 0, 1) == []
             assert await server.begin("key", max_tokens=1) is not job, "its key is free again"
@@ -130,8 +132,8 @@ def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path
             assert (result["status"], result["error"], await first.text(job)) == ("in_progress", None, "a")
             assert first.lifecycle.num_active == 0
         async with started(Server(tmp_path)) as second:
-            await second.finish(second.store.find(job.completion_id))
-            assert (await second.text(second.store.find(job.completion_id)))[:3] == "abc"
+            await second.finish(find(second, job))
+            assert (await second.text(find(second, job)))[:3] == "abc"
 
     run(test())
 
@@ -158,7 +160,7 @@ def test_a_damaged_row_is_an_error_and_no_wrong_text(tmp_path: Path) -> None:
             connection.execute("UPDATE batches SET outputs = replace(outputs, '97', '98')")
         async with started(Server(tmp_path)) as second:
             with pytest.raises(JournalError, match="it is damaged"):
-                await second.store.result(second.store.find(job.completion_id))
+                await second.store.result(find(second, job))
 
     run(test())
 
@@ -191,7 +193,7 @@ def test_a_result_that_lacks_its_end_is_an_error_and_no_shorter_text(tmp_path: P
             connection.execute("DELETE FROM batches WHERE n = ?", (job.num_batches - 1,))
         async with started(Server(tmp_path)) as second:
             with pytest.raises(JournalError, match="lacks the end"):
-                await second.store.result(second.store.find(job.completion_id))
+                await second.store.result(find(second, job))
 
     run(test())
 

@@ -58,7 +58,7 @@ def data_of(event: str) -> dict[str, Any]:
 @pytest.mark.parametrize("usage", [None, USAGE])
 @pytest.mark.parametrize("delta", DELTAS)
 def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, include_usage: bool) -> None:
-    event = EventEncoder(HEAD, TEXT_SHAPE, include_usage=include_usage).chunk(3, delta, usage)
+    event = EventEncoder(HEAD, TEXT_SHAPE, 4, include_usage=include_usage).chunk(3, delta, usage)
     data = data_of(event)
     expected = {**HEAD, "choices": [sent(TEXT_SHAPE.part(3, delta))]}
     if usage or include_usage:
@@ -70,41 +70,43 @@ def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, inc
 
 @pytest.mark.parametrize("usage", [None, USAGE])
 @pytest.mark.parametrize("delta", [*DELTAS, Delta("", reasoning="r"), Delta("x", reasoning="r")])
-def test_a_chats_first_chunk_opens_its_choice(delta: Delta, usage: dict[str, Any] | None) -> None:
-    encoder = EventEncoder(CHAT_HEAD, CHAT_SHAPE, include_usage=False)
+def test_a_chats_first_chunk_opens_all_choices(delta: Delta, usage: dict[str, Any] | None) -> None:
+    encoder = EventEncoder(CHAT_HEAD, CHAT_SHAPE, 2, include_usage=False)
     extra = {"usage": usage} if usage else {}
-    for index in (3, 0):
-        opening, first, end = encoder.chunk(index, delta, usage).split("\n\n")
-        assert CHAT_SHAPE.opening is not None
+    *openings, first, end = encoder.chunk(1, delta, usage).split("\n\n")
+    assert CHAT_SHAPE.opening is not None
+    for index, opening in enumerate(openings):
         assert data_of(opening + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.opening(index))], **extra}
-        assert data_of(first + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(index, delta))], **extra}
-        assert end == ""
-    data = data_of(encoder.chunk(3, delta, usage))
-    assert data == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(3, delta))], **extra}
+    assert data_of(first + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(1, delta))], **extra}
+    assert (len(openings), end) == (2, "")
+    data = data_of(encoder.chunk(0, delta, usage))
+    assert data == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(0, delta))], **extra}
     ChatCompletionChunk.model_validate(data, strict=True, extra="forbid")
 
 
 @pytest.mark.parametrize("is_resumable", [True, False])
-def test_events_are_ascii_lines_and_those_of_a_resumable_stream_are_numbered_from_one(is_resumable: bool) -> None:
-    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=True, is_resumable=is_resumable)
+def test_events_are_ascii_lines_and_those_of_a_resumable_stream_have_ids(is_resumable: bool) -> None:
+    ids = iter(["1.0", "1.1", "1.1"])
+    event_id = ids.__next__ if is_resumable else None
+    encoder = EventEncoder(HEAD, TEXT_SHAPE, 2, include_usage=True, event_id=event_id)
     events = [encoder.chunk(0, Delta("\u2028\x85é")), encoder.chunk(1, Delta("b")), encoder.usage_chunk(USAGE)]
-    for number, event in enumerate(events, 1):
+    for expected, event in zip(("1.0", "1.1", "1.1.end"), events, strict=True):
         assert event.isascii()
         lines = event.splitlines()  # splits at every separator that some client splits at
-        assert lines[:-2] == ([f"id: {number}"] if is_resumable else [])
+        assert lines[:-2] == ([f"id: {expected}"] if is_resumable else [])
         assert lines[-2].startswith("data: ")
         assert lines[-1] == ""
     assert data_of(events[-1]) == {**HEAD, "choices": [], "usage": USAGE}
 
 
 def test_an_error_event_has_no_id() -> None:
-    event = EventEncoder(HEAD, TEXT_SHAPE, include_usage=False).error({"error": {"message": "m"}})
+    event = EventEncoder(HEAD, TEXT_SHAPE, 4, include_usage=False).error({"error": {"message": "m"}})
     assert event == 'data: {"error":{"message":"m"}}\n\n'
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_json_cannot_say_is_an_error_not_a_chunk(value: float) -> None:
-    encoder = EventEncoder(HEAD, TEXT_SHAPE, include_usage=False)
+    encoder = EventEncoder(HEAD, TEXT_SHAPE, 4, include_usage=False)
     with pytest.raises(ValueError, match="not JSON compliant"):
         encoder.chunk(0, Delta("a", [TokenScore(b"a", 0, value, ())]))
 
@@ -153,17 +155,15 @@ def test_leaving_the_connection_ends_its_watch() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("head", "shape"), [(HEAD, TEXT_SHAPE), (CHAT_HEAD, CHAT_SHAPE)])
-def test_events_that_a_client_has_had_are_counted_and_left_out(head: dict[str, Any], shape: Any) -> None:
-    def render(after: int) -> list[str]:
-        encoder = EventEncoder(head, shape, include_usage=True, is_resumable=True, after=after)
-        text = "".join(encoder.chunk(i % 2, Delta(str(i))) for i in range(4)) + encoder.usage_chunk(USAGE)
-        return text.split("\n\n")[:-1]
+def test_the_events_that_open_a_chat_have_no_id_and_are_left_out_for_a_client_that_has_tokens() -> None:
+    def render(is_open: bool) -> list[str]:
+        encoder = EventEncoder(CHAT_HEAD, CHAT_SHAPE, 2, include_usage=False, event_id=lambda: "7.7", is_open=is_open)
+        return encoder.chunk(0, Delta("a")).split("\n\n")[:-1]
 
-    everything = render(0)
-    assert len(everything) == (5 if shape is TEXT_SHAPE else 7)
-    for after in range(len(everything) + 2):
-        assert render(after) == everything[after:]
+    *openings, first = render(False)
+    assert [opening.startswith("data: ") for opening in openings] == [True, True]
+    assert first.startswith("id: 7.7\n")
+    assert render(True) == [first]
 
 
 def test_a_client_that_goes_while_a_write_waits_for_it_is_noticed() -> None:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from gptserve.server.completions.output import Detokenizer
 from gptserve.weights.errors import TokenizerError
+from gptserve.weights.tokenizers.tiktoken_encoder import TiktokenEncoder
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from gptserve.weights.tokenizers.vocabulary import load_vocabulary
 from tests.weights.tiny_tokenizers import BY_LIBRARY, FAMILIES
 
 FRAGMENTS = st.sampled_from(
@@ -179,3 +181,16 @@ def test_added_tokens_that_are_not_special_are_always_found(with_added_tokens: P
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
     check()
+
+
+def test_the_fingerprint_changes_with_what_a_token_stands_for_and_with_nothing_else(storyteller: Path) -> None:
+    vocabulary = load_vocabulary(storyteller)
+    encoder = TiktokenEncoder.recognise(vocabulary)
+    assert encoder is not None
+    (first, data), (second, other) = list(vocabulary.token_bytes.items())[:2]
+    exchanged = vocabulary.token_bytes | {first: other, second: data}
+    backwards = dict(reversed(vocabulary.token_bytes.items()))
+    fingerprint = Tokenizer.open(storyteller).fingerprint
+    assert Tokenizer(replace(vocabulary, token_bytes=backwards, merges=[]), encoder).fingerprint == fingerprint
+    assert Tokenizer(replace(vocabulary, token_bytes=exchanged), encoder).fingerprint != fingerprint
+    assert Tokenizer(replace(vocabulary, added=()), encoder).fingerprint != fingerprint, "special tokens have no text"
