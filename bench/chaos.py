@@ -47,7 +47,7 @@ BAD_BODIES: tuple[dict[str, Any] | str, ...] = (
     "[" * 10_000,
     "no JSON",
 )
-Event = tuple[int, str]  # id and choices
+Event = tuple[str, str]  # id and choices
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ class Clients:
             path = f"/v1/completions/{json.loads(await response.aread())['id']}/events"
         events: list[Event] = []
         while not events or events[-1][1] != "[DONE]":
-            headers = {"Last-Event-ID": str(events[-1][0])} if events else {}
+            headers = {"Last-Event-ID": events[-1][0]} if events else {}
             num_events = self._rng.randrange(1, 80)
             try:
                 async with self._http.stream("GET", path, headers=headers) as response:
@@ -295,11 +295,11 @@ class Clients:
 
     async def _events(self, response: httpx.Response, pause_s: float = 0.0) -> AsyncIterator[Event]:
         """Read events; an error event raises BrokenOffError."""
-        number, latest, starts = 0, time.monotonic(), self._server.starts
+        event_id, latest, starts = "", time.monotonic(), self._server.starts
         async for line in response.aiter_lines():
             name, _, value = line.partition(": ")
             if name == "id":
-                number = int(value)
+                event_id = value
             if name != "data":
                 continue
             now = time.monotonic()
@@ -307,20 +307,20 @@ class Clients:
                 self._tally.longest_pause_s = max(self._tally.longest_pause_s, now - latest)
             latest = now
             if value == "[DONE]":
-                yield number, value
+                yield event_id, value
                 return
             data = json.loads(value)
             if "error" in data:
                 raise BrokenOffError(data["error"])
-            yield number, json.dumps(data["choices"])
+            yield event_id, json.dumps(data["choices"])
             if pause_s:
                 await asyncio.sleep(pause_s)
         raise BrokenOffError("the stream ended before [DONE]")
 
     def _compare_events(self, kind: str, events: list[Event], case: Case) -> None:
         *events, (_, end) = events
-        numbers = [number for number, _ in events if number]  # a plain stream has none
-        self._tally.repeated += len(numbers) - len(set(numbers))
+        ids = [event_id for event_id, _ in events if event_id]  # a plain stream has none
+        self._tally.repeated += len(ids) - len(set(ids))
         expected = [data for _, data in case.events]
         self._tally.compare(kind, ([data for _, data in events], end), (expected, "[DONE]"))
 
