@@ -41,7 +41,7 @@ BAD_BODIES: tuple[dict[str, Any] | str, ...] = (
     {"prompt": "x", "temperature": -1},
     {"prompt": "x", "max_tokens": 10**9},
     {"prompt": [10**9]},
-    {"prompt": "x", "no_such_field": 1},
+    {"prompt": "x", "max_token": 1},
     {"prompt": ["x"] * 10_000},
     {"prompt": "x" * 100_000},
     "[" * 10_000,
