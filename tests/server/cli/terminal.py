@@ -8,8 +8,6 @@ import select
 import subprocess
 import sys
 
-import psutil
-
 from tests.server.serving import LIMIT_S, ROOT
 
 MAIN = """
@@ -19,6 +17,7 @@ from gptserve.server.cli.main import main
 main(sys.argv[1:])
 """
 CTRL_D = "\x04"
+PATIENCE_S = 5.0  # until a key is pressed again
 
 
 class Terminal:
@@ -42,24 +41,27 @@ class Terminal:
         """Type; the end of a line is the Enter key."""
         os.write(self._master, text.encode() if isinstance(text, str) else text)
 
-    def press_ctrl_c(self) -> None:
-        """Press Ctrl-C while it waits for a key or an answer.
-
-        Just before it waits, CPython notes the signal and acts on it only after the wait.
-        """
-        while psutil.Process(self._popen.pid).status() != psutil.STATUS_SLEEPING:
-            assert self._popen.poll() is None
+    def press_ctrl_c(self, then: str) -> None:
+        """Press Ctrl-C until `then` comes: a signal just before CPython waits is acted on only at the next one."""
         self.type("\x03")
+        while not self._comes(then, PATIENCE_S):
+            self.type("\x03")
 
     def wait_for(self, text: str) -> str:
         """Return what comes up to `text`, with its control characters, and with it."""
-        part = text.replace("\n", "\r\n").encode()
-        while part not in self._unread:
-            readable, _, _ = select.select([self._master], [], [], LIMIT_S)
-            assert readable, f"{text!r} never came: {self._unread!r}"
-            self._unread += os.read(self._master, 65536)
+        assert self._comes(text, LIMIT_S), f"{text!r} never came: {self._unread!r}"
+        part = _as_sent(text)
         seen, _, self._unread = self._unread.partition(part)
         return (seen + part).decode(errors="backslashreplace").replace("\r\n", "\n")
+
+    def _comes(self, text: str, limit_s: float) -> bool:
+        """Whether `text` comes, and nothing keeps still for so long before."""
+        while _as_sent(text) not in self._unread:
+            readable, _, _ = select.select([self._master], [], [], limit_s)
+            if not readable:
+                return False
+            self._unread += os.read(self._master, 65536)
+        return True
 
     def wait(self) -> int:
         """Return the exit status."""
@@ -70,3 +72,7 @@ class Terminal:
         self._popen.kill()
         self._popen.wait(LIMIT_S)
         os.close(self._master)
+
+
+def _as_sent(text: str) -> bytes:
+    return text.replace("\n", "\r\n").encode()
