@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -18,6 +19,7 @@ from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
 from gptserve.server.settings import ServerSettings
 from gptserve.weights.chat.template import ChatTemplate
+from gptserve.weights.workers import NUM_WORKERS
 
 Result = TypeVar("Result")
 
@@ -31,6 +33,8 @@ class Tokenizer(Protocol):
     """The ids of the tokens that have no text."""
     fingerprint: str
     """Changes with the bytes of any token."""
+    has_workers: bool
+    """Whether a text of any length may take long."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -81,6 +85,7 @@ class Service:
     metrics: Metrics
     bodies: IncomingBodies = field(default_factory=IncomingBodies)
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _waiting: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_WORKERS, "gptserve-workers"))
 
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Run a long computation in a thread and return its result.
@@ -89,6 +94,10 @@ class Service:
         """
         async with self._computing:
             return await asyncio.to_thread(call, *arguments)
+
+    async def in_worker(self, call: Callable[..., Result], *arguments: object) -> Result:
+        """Make a call that may wait for a worker process, in a thread for such calls alone; return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, call, *arguments)
 
     def admit(self) -> None:
         """Raise ServiceError if completions are refused: the server shuts down, or no engine runs."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import tiktoken
 
+from gptserve.weights.errors import TokenizerError, foreign_code
 from gptserve.weights.tokenizers.vocabulary import AddedToken, Vocabulary, byte_symbols
 
 # How tokenizer.json files split, up to their common end SPACES: GPT-2 (built into "ByteLevel"), Llama 3 and other heirs
@@ -45,9 +46,10 @@ class TiktokenEncoder:
 
     def __init__(self, vocabulary: Vocabulary, ranks: Mapping[str, int], pattern: str, template: list[int]) -> None:
         ranks_of_bytes = {vocabulary.token_bytes[rank]: rank for rank in ranks.values()}
-        self._bpe = tiktoken.Encoding(
-            vocabulary.file_name, pat_str=pattern, mergeable_ranks=ranks_of_bytes, special_tokens={}
-        )
+        with foreign_code(TokenizerError, f"{vocabulary.file_name}: the library tiktoken cannot use it"):
+            self._bpe = tiktoken.Encoding(
+                vocabulary.file_name, pat_str=pattern, mergeable_ranks=ranks_of_bytes, special_tokens={}
+            )
         self._template = template
         normalizes = vocabulary.description.get("normalizer") is not None
         self._normalize = _nfc() if normalizes else str
@@ -70,10 +72,13 @@ class TiktokenEncoder:
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
         ids = [*self._template] if template else []
-        for part in self._raw_tokens.cut(text, special):
-            pieces = [part] if isinstance(part, int) else self._normalized_tokens.cut(self._normalize(part), special)
-            for piece in pieces:
-                ids += [piece] if isinstance(piece, int) else self._bpe.encode_ordinary(piece)
+        with foreign_code(TokenizerError, "text has no tokens"):
+            for part in self._raw_tokens.cut(text, special):
+                pieces = (
+                    [part] if isinstance(part, int) else self._normalized_tokens.cut(self._normalize(part), special)
+                )
+                for piece in pieces:
+                    ids += [piece] if isinstance(piece, int) else self._bpe.encode_ordinary(piece)
         return ids
 
 
