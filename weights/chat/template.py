@@ -81,8 +81,8 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
     config = read_json_object(path, TokenizerError, required=False)
     source: object = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = entries[-1].get("template") if entries else None
     if (folder / "chat_template.jinja").is_file():
         source = read_text(folder / "chat_template.jinja", ChatTemplateError)
     if chosen is not None:

@@ -34,6 +34,11 @@ SPACES = r"|\s+(?!\S)|\s+"
 STRIDES = r"|(?:\s{256})*\s+(?!\S)|\s+"
 PATTERNS = {head + SPACES: f"(?>{head}){STRIDES}" for head in (GPT2, LLAMA3, QWEN, O200K)}
 
+# A vocabulary beyond these takes long to recognise, or its added tokens to find. Published ones reach a tenth.
+MAX_ADDED = 10_000
+MAX_ADDED_LENGTH = 100
+MAX_SQUARES = 2**27
+
 OTHER_BPE = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 """Settings of a BPE that is not byte-level."""
 
@@ -88,8 +93,7 @@ class _AddedTokens:
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._tokens = {token.text: token for token in tokens}
         self._all_special = all(token.special for token in self._tokens.values())
-        alternatives = "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True)))
-        self._pattern = re.compile(alternatives or "(?!)")
+        self._pattern = re.compile(_any_of(list(self._tokens)) if self._tokens else "(?!)")
 
     def cut(self, text: str, special: bool) -> Iterator[int | str]:
         """Yield the tokens' ids and the texts between; a special token not asked for still hides what overlaps it."""
@@ -102,6 +106,16 @@ class _AddedTokens:
                     yield token.token_id
                     start = match.end()
         yield text[start:]
+
+
+def _any_of(texts: list[str]) -> str:
+    """Return a pattern for the longest of the texts, which reads each character once, however many texts there are."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[:1], []).append(text[1:])
+    may_end = "?" if rests.pop("", None) else ""
+    branches = [re.escape(first) + _any_of(those) for first, those in rests.items()]
+    return f"(?:{'|'.join(branches)}){may_end}" if branches else ""
 
 
 def _nfc() -> Callable[[str], str]:
@@ -148,6 +162,9 @@ def _template(post_processor: object) -> list[int] | None:
 
 def _is_byte_level(vocabulary: Vocabulary) -> bool:
     """Return whether nothing but splitting, merging, NFC and cutting out added tokens changes the ids."""
+    added = [token.text for token in vocabulary.added]
+    if len(added) > MAX_ADDED or max(map(len, added), default=0) > MAX_ADDED_LENGTH:
+        return False
     match vocabulary.description:
         case {"model": dict(model), "decoder": {"type": "ByteLevel"}, **rest}:
             return (
@@ -169,6 +186,8 @@ def _ranks(vocabulary: Vocabulary) -> dict[str, int] | None:
     ends is what happens to its bytes alone.
     """
     ids, alphabet = vocabulary.ids, set(byte_symbols())
+    if sum(len(token) ** 2 for token in ids) > MAX_SQUARES:  # which is what `_join` takes
+        return None
     made = [left + right for left, right in vocabulary.merges]
     order = [ids.get(token, -1) for token in made]
     if not alphabet <= ids.keys() or not alphabet.issuperset("".join(made)):

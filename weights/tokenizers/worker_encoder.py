@@ -14,7 +14,7 @@ from typing import Any
 from gptserve.weights.errors import TokenizerError
 from gptserve.weights.tokenizers.library_encoder import PREPEND, REPLACE, LibraryEncoder, describe
 from gptserve.weights.tokenizers.tiktoken_encoder import PATTERNS
-from gptserve.weights.tokenizers.vocabulary import Vocabulary, steps_of
+from gptserve.weights.tokenizers.vocabulary import MAX_STEPS, Vocabulary, steps_of
 from gptserve.weights.workers import ForeignCodeError, Limits, Workers
 
 LIMITS = Limits(open_cpu_s=60, open_memory_bytes=2**31)  # the largest vocabularies take 3 s and 0.5 GB
@@ -59,10 +59,13 @@ def open_encoder(descriptions: list[str]) -> Callable[..., list[int]]:
 def is_known(vocabulary: Vocabulary) -> bool:
     """Return whether no rule can take much more time or memory than the text is long."""
     raw: dict[str, Any] = dict(vocabulary.description)
+    normalizers = steps_of(raw.get("normalizer"), "normalizers")
+    splitters = steps_of(raw.get("pre_tokenizer"), "pretokenizers")
     pieces = vocabulary.ids if raw["model"].get("type") == "Unigram" else ()
     return (
-        all(_is_known_normalizer(step) for step in steps_of(raw.get("normalizer"), "normalizers"))
-        and all(_is_known_splitter(step) for step in steps_of(raw.get("pre_tokenizer"), "pretokenizers"))
+        max(len(normalizers), len(splitters)) <= MAX_STEPS
+        and all(map(_is_known_normalizer, normalizers))
+        and all(map(_is_known_splitter, splitters))
         and len(json.dumps(raw.get("post_processor"))) <= MAX_POST_PROCESSOR
         and max(map(len, pieces), default=0) <= MAX_PIECE
     )
