@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -85,7 +84,7 @@ class Service:
     metrics: Metrics
     bodies: IncomingBodies = field(default_factory=IncomingBodies)
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _waiting: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_WORKERS, "gptserve-workers"))
+    _waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_WORKERS))
 
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Run a long computation in a thread and return its result.
@@ -96,8 +95,12 @@ class Service:
             return await asyncio.to_thread(call, *arguments)
 
     async def in_worker(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """Make a call that may wait for a worker process, in a thread for such calls alone; return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._waiting, call, *arguments)
+        """Make a call that may wait for a worker process, in a thread; return its result.
+
+        Only as many run at a time as there may be workers, so that other calls find a thread.
+        """
+        async with self._waiting:
+            return await asyncio.to_thread(call, *arguments)
 
     def admit(self) -> None:
         """Raise ServiceError if completions are refused: the server shuts down, or no engine runs."""

@@ -104,7 +104,9 @@ def _without_special(vocabulary: Vocabulary) -> Mapping[str, object]:
         vocab = {hidden.get(text, text): token_id for text, token_id in vocabulary.ids.items()}
         merges = [pair for pair in vocabulary.merges if special.isdisjoint((*pair, "".join(pair)))]
         unknown = model.get("unk_token")
-        return raw | {"model": model | {"vocab": vocab, "merges": merges, "unk_token": hidden.get(unknown, unknown)}}
+        return raw | {
+            "model": model | {"vocab": vocab, "merges": merges, "unk_token": hidden.get(str(unknown), unknown)}
+        }
     if '"Metaspace"' not in json.dumps(raw.get("pre_tokenizer")):
         raise TokenizerError(
             f"pre_tokenizer of a Unigram model must be Metaspace, got {shown(raw.get('pre_tokenizer'))}"
