@@ -1,0 +1,89 @@
+"""Whatever a model folder holds, a start ends in service or in one sentence, within 30 s of CPU time and 1.5 GiB."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from gptserve.weights.workers import Workers
+from tests.parity.models import write_model
+from tests.weights.hostile_folders import BY_HAND, Harm, make_workers, mutated
+from tests.weights.tiny_tokenizers import FAMILIES
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{{ eos_token }}"
+BATCH = 40
+"""Folders that one test opens: a test for each would double what they take."""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 with all files that a model may have, and a byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("good")
+    library = FAMILIES["gpt2"]()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<|endoftext|>", chat_template=TEMPLATE)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
+    write_model(folder, "gpt2", {**sizes, "vocab_size": library.get_vocab_size()})
+    tokenizer.save_pretrained(folder)
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 0}')
+    assert (folder / "chat_template.jinja").is_file()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    workers = make_workers()
+    yield workers
+    workers.close()
+
+
+def outcome(workers: Workers, good: Path, folder: Path, harm: Harm) -> str:
+    """Return what came of a folder. Raises ForeignCodeError for an exception that is no refusal, or a passed limit."""
+    shutil.copytree(good, folder)
+    harm(folder)
+    told = str(workers.call(folder=str(folder)))
+    shutil.rmtree(folder)
+    assert told.startswith(("refused: ", "served: ")), told
+    assert "\n" not in told
+    assert len(told) < 2000
+    return told
+
+
+def check(workers: Workers, good: Path, tmp_path: Path, harms: dict[str, Harm]) -> dict[str, str]:
+    """Return what came of each folder, after all have been opened."""
+    told, faults = {}, {}
+    for number, (name, harm) in enumerate(harms.items()):
+        try:
+            told[name] = outcome(workers, good, tmp_path / str(number), harm)
+        except Exception as fault:
+            faults[name] = repr(fault)
+    assert faults == {}
+    return told
+
+
+def test_the_good_folder_is_served(workers: Workers, good: Path, tmp_path: Path) -> None:
+    assert outcome(workers, good, tmp_path / "copy", lambda folder: None).startswith("served: ")
+
+
+def test_there_are_many_hostile_folders() -> None:
+    assert len(BY_HAND) >= 167
+
+
+@pytest.mark.parametrize("first", range(0, len(BY_HAND), BATCH))
+def test_a_hostile_folder_is_refused_or_served(workers: Workers, good: Path, tmp_path: Path, first: int) -> None:
+    check(workers, good, tmp_path, dict(list(BY_HAND.items())[first : first + BATCH]))
+
+
+def test_a_mutated_folder_is_refused_or_served(workers: Workers, good: Path, tmp_path: Path) -> None:
+    told = check(workers, good, tmp_path, dict(map(mutated, range(60))))
+    assert {text.partition(":")[0] for text in told.values()} == {"refused", "served"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 3000, 200))
+def test_many_mutated_folders_are_refused_or_served(workers: Workers, good: Path, tmp_path: Path, first: int) -> None:
+    check(workers, good, tmp_path, dict(map(mutated, range(first, first + 200))))
