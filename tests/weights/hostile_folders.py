@@ -1,19 +1,22 @@
 """Model folders that mean harm, made of good ones: each is a name and what it does to a copy of a tiny model.
 
-`BY_HAND` are kinds of harm times the places for it, `mutated` draws any number of others. `open_folder` does in a
+`by_hand` gives kinds of harm times the places for it, `mutated` draws any number of others. `open_folder` does in a
 worker process all that a server does with a folder, within limits, up to two tokens of an answer.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gptserve.weights.chat.template
 from gptserve.weights.workers import Limits, Workers
 
 ROOT = Path(__file__).parents[2]
@@ -66,30 +69,40 @@ HEADERS: dict[str, bytes] = {
     "metadata": json.dumps({"__metadata__": {str(number): "a" * 100 for number in range(20_000)}, "a": A}).encode(),
 }
 REGEX = {"type": "Split", "behavior": "Isolated", "invert": False}
+AROUND = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+MANY = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0] * 10**4, "tokens": ["a"] * 10**4}}
+PREPEND = {"type": "Prepend", "prepend": "a" * 100}
+SPLIT = {**REGEX, "pattern": {"String": " "}}
+GROWN = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10**6}
+FILL = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
 RULES: dict[str, dict[str, Any]] = {
     "an endless regex": {"pre_tokenizer": {**REGEX, "pattern": {"Regex": "(a+)+$|(T.+)+9"}}},
     "a regex that is none": {"pre_tokenizer": {**REGEX, "pattern": {"Regex": "(" * 500}}},
     "a large regex": {"pre_tokenizer": {**REGEX, "pattern": {"Regex": "(a{1,1000}){1,1000}"}}},
     "a splitter of nothing": {"pre_tokenizer": {**REGEX, "pattern": {"String": ""}}},
-    "many splitters": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{**REGEX, "pattern": {"String": " "}}] * 10**5}},
-    "a million for one": {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10**6}},
-    "a million for each": {"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 10**6}},
-    "many normalizers": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 100}] * 10**5}},
+    "many splitters": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT] * 10**5}},
+    "a million for one": {"normalizer": GROWN},
+    "a million for one, twenty times": {"normalizer": {"type": "Sequence", "normalizers": [GROWN] * 20}},
+    "a million for each": {"normalizer": {**GROWN, "pattern": {"Regex": ""}}},
+    "many normalizers": {"normalizer": {"type": "Sequence", "normalizers": [PREPEND] * 10**5}},
     "a precompiled map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////" * 1000}},
-    "a long prefix": {"pre_tokenizer": {"type": "Metaspace", "replacement": "a", "prepend_scheme": "always", "split": True}},
-    "a decoder that grows": {"decoder": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10**6}},
+    "a decoder that grows": {"decoder": GROWN},
     "many decoders": {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 10**6}},
-    "many around": {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}] * 10**5, "pair": [], "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0] * 10**4, "tokens": ["a"] * 10**4}}}},
-    "a cutting length": {"truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 2**62}},
-    "a filling length": {"padding": {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}},
-    "many added tokens": {"added_tokens": [{"id": 600 + number, "content": f"a{number}", "special": number % 2 == 0} for number in range(10**5)]},
-    "long added tokens": {"added_tokens": [{"id": 600 + number, "content": "a" * 10**4 + str(number)} for number in range(100)]},
-}  # fmt: skip
+    "many around": {
+        "post_processor": {"type": "TemplateProcessing", "single": [AROUND] * 10**4, "pair": [], "special_tokens": MANY}
+    },
+    "a cutting length": {
+        "truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 9}
+    },
+    "a filling length": {"padding": {**FILL, "strategy": {"Fixed": 2**40}}},
+    "many added tokens": {"added_tokens": [{"id": 460 + n, "content": f"a{n}", "special": True} for n in range(10**5)]},
+    "long added tokens": {"added_tokens": [{"id": 460 + n, "content": "a" * 10**4 + str(n)} for n in range(100)]},
+}
 TEMPLATES: dict[str, str] = {
     "a constant": "{{ 9 ** 99999999 }}",
     "ljust": "{{ messages[0].content.ljust(2000000000) }}",
     "indent": "{{ (messages[0].content ~ '\n') * 10000000 | indent(9999) }}",
-    "sort": "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = range(99999) | sort %}{% endfor %}{% endfor %}",
+    "sort": "{% for i in range(99999) %}{% set x = range(99999) | sort %}{% endfor %}",
     "pprint": "{% for i in range(99999) %}{% set x = range(99999) | list | pprint %}{% endfor %}",
     "wordwrap": "{% set x = 'a b' * 999999 %}{% for i in range(99999) %}{% set y = x | wordwrap(1) %}{% endfor %}",
     "groupby": "{% for i in range(99999) %}{% set x = range(99999) | groupby('real') | list %}{% endfor %}",
@@ -104,8 +117,16 @@ TEMPLATES: dict[str, str] = {
     "reading files": "{% include '/etc/passwd' %}",
     "raising": "{{ raise_exception('a' * 10000000) }}",
     "output": "{{ 'a' * 400000000 }}",
-    "tojson": "{% set n = namespace(x=[]) %}{% for i in range(2000) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x | tojson }}",
+    "tojson": "{% set n = namespace() %}{% for i in range(2000) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x | tojson }}",
     "date": "{{ strftime_now('%Y' * 10000000) }}",
+}
+
+
+PLACES: dict[str, Harm] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a terabyte": lambda path: path.touch() or os.truncate(path, 2**40),
 }
 
 
@@ -113,41 +134,26 @@ def by_hand() -> Iterator[tuple[str, Harm]]:
     """Yield the harms."""
     for file in JSON_FILES:
         for name, content in CONTENTS.items():
-            yield f"{file}: {name}", lambda folder, file=file, content=content: (folder / file).write_bytes(content)
-        yield f"{file}: a folder", lambda folder, file=file: _replace(folder / file, Path.mkdir)
-        yield f"{file}: a pipe", lambda folder, file=file: _replace(folder / file, os.mkfifo)
-        yield (
-            f"{file}: a link to itself",
-            lambda folder, file=file: _replace(folder / file, lambda path: path.symlink_to(path)),
-        )
-        yield (
-            f"{file}: a terabyte",
-            lambda folder, file=file: _replace(folder / file, lambda path: _sparse(path, b"{", 2**40)),
-        )
+            yield f"{file}: {name}", partial(_replace, file=file, make=partial(Path.write_bytes, data=content))
+        for name, make in PLACES.items():
+            yield f"{file}: {name}", partial(_replace, file=file, make=make)
     for name, header in HEADERS.items():
-        yield f"safetensors: {name}", lambda folder, header=header: _write_header(folder, header, len(header))
+        yield f"safetensors: {name}", partial(_write_header, header=header, length=len(header))
     for length in (2**63, 2**64 - 1, 10**8 + 1, 3):
-        yield f"safetensors: a length of {length}", lambda folder, length=length: _write_header(folder, b"{}", length)
-    for key in SETTINGS:
-        for value in SIZES:
-            yield (
-                f"config.json: {key} is {value}",
-                lambda folder, key=key, value=value: _change(folder, "config.json", {key: value}),
-            )
+        yield f"safetensors: a length of {length}", partial(_write_header, header=b"{}", length=length)
+    for key, value in itertools.product(SETTINGS, SIZES):
+        yield f"config.json: {key} is {value}", partial(_change, file="config.json", fields={key: value})
     for name, fields in RULES.items():
-        yield f"tokenizer.json: {name}", lambda folder, fields=fields: _change(folder, "tokenizer.json", fields)
+        yield f"tokenizer.json: {name}", partial(_change, file="tokenizer.json", fields=fields)
     for name, template in TEMPLATES.items():
         yield (
             f"template: {name}",
-            lambda folder, template=template: (folder / "chat_template.jinja").write_text(template),
+            partial(_replace, file="chat_template.jinja", make=partial(Path.write_text, data=template)),
         )
 
 
-BY_HAND = dict(by_hand())
-
-
 def mutated(seed: int) -> tuple[str, Harm]:
-    """Return the harm of this number: values of a JSON file replaced, removed or moved, or bytes of any file changed."""
+    """Return the harm of this number: values of a JSON file replaced, removed or moved, or bytes of a file."""
     draw = random.Random(seed)
     file = draw.choice([*JSON_FILES[:5], "tokenizer.json", "model.safetensors", "chat_template.jinja"])
     change = _mutate_bytes if draw.random() < 0.3 or file.endswith("jinja") else _mutate_values
@@ -164,6 +170,7 @@ def open_folder(folder: str) -> str:
     from gptserve.weights.generation import load_sampling_defaults
     from gptserve.weights.tokenizers.info import load_tokenizer_info
 
+    gptserve.weights.chat.template.LIMITS = Limits(cpu_s=1, open_cpu_s=1)
     try:
         template = load_chat_template(Path(folder))
         load_sampling_defaults(Path(folder))
@@ -189,14 +196,9 @@ def make_workers() -> Workers:
     )
 
 
-def _replace(path: Path, make: Callable[[Path], object]) -> None:
-    path.unlink(missing_ok=True)
-    make(path)
-
-
-def _sparse(path: Path, start: bytes, size: int) -> None:
-    path.write_bytes(start)
-    os.truncate(path, size)
+def _replace(folder: Path, file: str, make: Harm) -> None:
+    (folder / file).unlink(missing_ok=True)
+    make(folder / file)
 
 
 def _write_header(folder: Path, header: bytes, length: int) -> None:

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from gptserve.weights.workers import Workers
 from tests.parity.models import write_model
-from tests.weights.hostile_folders import BY_HAND, Harm, make_workers, mutated
+from tests.weights.hostile_folders import Harm, by_hand, make_workers, mutated
 from tests.weights.tiny_tokenizers import FAMILIES
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{{ eos_token }}"
+BY_HAND = dict(by_hand())
 BATCH = 40
 """Folders that one test opens: a test for each would double what they take."""
 
