@@ -4,9 +4,9 @@ Such code may never end, fill memory or crash. In a worker it harms nobody: a wo
 caller gets a ForeignCodeError, and the next call starts another worker. Knows neither templates nor tokenizers.
 `chat/template.py` and `tokenizers/worker_encoder.py` call it.
 
-A worker is `python -m gptserve.weights.workers`, without torch, at the other end of a socket. It gets an opener and its
-argument, then requests, one at a time, all as JSON. Each has one reply: a byte for its kind, then text or token ids.
-A worker ends when its socket does, so none outlives its caller for longer than a call may take.
+A worker is a Python without torch that calls `main` with its end of a socket. It gets an opener and its argument, then
+requests, one at a time, all as JSON. Each has one reply: a byte for its kind, then text or token ids. A worker ends
+when its socket does, so none outlives its caller for longer than a call may take.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ class _Worker:
         self._asking = threading.RLock()
         self._socket, theirs = Pipe()
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            # With this process's path, as Python's own may begin with the current folder, which may be the model's.
+            code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main({theirs.fileno()})"
+            command = [sys.executable, "-P", "-c", code]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -198,8 +200,13 @@ class _Worker:
         return WorkerDiedError(f"its process ended {how}")
 
 
+def main(descriptor: int) -> None:
+    """Be a worker at this end of a socket until it ends."""
+    with Connection(descriptor) as socket, suppress(EOFError, ConnectionError):  # the caller is gone
+        _work(socket)
+
+
 def _work(socket: Connection) -> None:
-    """Be a worker: open, then answer until the socket ends."""
     # The server decides when its workers end; a service manager may send this to all processes of a service.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -264,8 +271,3 @@ def _limit(kind: int, value: int) -> None:
     """Set the soft limit; the hard one, which may be lower, stays."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-
-
-if __name__ == "__main__":
-    with Connection(int(sys.argv[1])) as connection, suppress(EOFError, ConnectionError):  # the caller is gone
-        _work(connection)

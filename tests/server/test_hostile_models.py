@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.serving import ROOT, Process
+from tests.server.serving import MAIN, ROOT, Process
 
 TEMPLATE = """\
 {% set asked = messages[0].content %}
@@ -25,7 +25,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """The embedded model with a template and a tokenizer of its own."""
+    """The embedded model with a template and a tokenizer of its own, and modules named as Python's."""
     for path in (ROOT / "weights" / "storyteller").iterdir():
         if path.is_file():
             (tmp_path / path.name).symlink_to(path)
@@ -34,12 +34,15 @@ def hostile(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    for name in ("json", "multiprocessing", "socket", "subprocess"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)")
     return tmp_path
 
 
 @pytest.fixture
 def process(hostile: Path) -> Iterator[Process]:
-    process = Process(str(hostile))
+    within = f"import os, sys; sys.path[0] = {str(ROOT)!r}; os.chdir({str(hostile)!r}); "
+    process = Process(str(hostile), main=within + MAIN)
     yield process
     process.kill()
 

@@ -198,7 +198,7 @@ def test_closing_ends_busy_and_idle_workers_and_refuses_calls(make: MakeWorkers,
         busy = pool.submit(workers.call, code=f"str({PID}) + open({str(gate)!r}).read()")
         with gate.open("w"):
             idle = pid_of(workers)
-            pids = {child.pid for child in psutil.Process().children() if "gptserve.weights.workers" in child.cmdline()}
+            pids = {child.pid for child in psutil.Process().children() if "weights.workers" in str(child.cmdline())}
             workers.close()
             with pytest.raises(WorkerDiedError, match=r"signal 9"):
                 busy.result(60)
@@ -225,6 +225,17 @@ def test_workers_end_with_their_caller(end: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.stderr == ""
     wait_until_gone(int(done.stdout))
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    for name in ("json", "subprocess", "socket", "jinja2"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)")
+    code = (
+        "from gptserve.weights.chat.template import ChatTemplate\n"
+        "print(ChatTemplate('{{ messages[0].content }}', {}).render([{'content': 'Hi'}], {}))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("Hi\n", "")
 
 
 def test_signals_of_a_terminal_and_a_service_manager_are_for_the_server(make: MakeWorkers) -> None:
