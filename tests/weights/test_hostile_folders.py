@@ -20,19 +20,36 @@ BATCH = 40
 """Folders that one test opens: a test for each would double what they take."""
 
 
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "gpt2": ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}),
+    "llama2": (
+        "llama",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"intermediate_size": 24, "max_position_embeddings": 128},
+    ),
+}
+"""From the name of a tiny tokenizer to a family and its sizes."""
+
+
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GPT-2 with all files that a model may have, and a byte-level tokenizer."""
-    folder = tmp_path_factory.mktemp("good")
-    library = FAMILIES["gpt2"]()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<|endoftext|>", chat_template=TEMPLATE)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
-    write_model(folder, "gpt2", {**sizes, "vocab_size": library.get_vocab_size()})
-    tokenizer.save_pretrained(folder)
-    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
-    (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 0}')
-    assert (folder / "chat_template.jinja").is_file()
-    return folder
+def goods(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models with all files that a model may have, and a tokenizer of tiktoken's kind and one of another."""
+    made = {}
+    for name, (family, sizes) in MODELS.items():
+        folder = made[name] = tmp_path_factory.mktemp(name)
+        library = FAMILIES[name]()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=TEMPLATE)
+        write_model(folder, family, {**sizes, "vocab_size": library.get_vocab_size()})
+        tokenizer.save_pretrained(folder)
+        (folder / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+        (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 0}')
+        assert (folder / "chat_template.jinja").is_file()
+    return made
+
+
+@pytest.fixture(scope="module")
+def good(goods: dict[str, Path]) -> Path:
+    return goods["gpt2"]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +83,9 @@ def check(workers: Workers, good: Path, tmp_path: Path, harms: dict[str, Harm]) 
     return told
 
 
-def test_the_good_folder_is_served(workers: Workers, good: Path, tmp_path: Path) -> None:
-    assert outcome(workers, good, tmp_path / "copy", lambda folder: None).startswith("served: ")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_good_folder_is_served(workers: Workers, goods: dict[str, Path], tmp_path: Path, name: str) -> None:
+    assert outcome(workers, goods[name], tmp_path / "copy", lambda folder: None).startswith("served: ")
 
 
 def test_there_are_many_hostile_folders() -> None:
@@ -79,12 +97,18 @@ def test_a_hostile_folder_is_refused_or_served(workers: Workers, good: Path, tmp
     check(workers, good, tmp_path, dict(list(BY_HAND.items())[first : first + BATCH]))
 
 
-def test_a_mutated_folder_is_refused_or_served(workers: Workers, good: Path, tmp_path: Path) -> None:
-    told = check(workers, good, tmp_path, dict(map(mutated, range(60))))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mutated_folder_is_refused_or_served(
+    workers: Workers, goods: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    told = check(workers, goods[name], tmp_path, dict(map(mutated, range(40))))
     assert {text.partition(":")[0] for text in told.values()} == {"refused", "served"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 3000, 200))
-def test_many_mutated_folders_are_refused_or_served(workers: Workers, good: Path, tmp_path: Path, first: int) -> None:
-    check(workers, good, tmp_path, dict(map(mutated, range(first, first + 200))))
+@pytest.mark.parametrize("first", range(1000, 2000, 200))
+@pytest.mark.parametrize("name", MODELS)
+def test_many_mutated_folders_are_refused_or_served(
+    workers: Workers, goods: dict[str, Path], tmp_path: Path, name: str, first: int
+) -> None:
+    check(workers, goods[name], tmp_path, dict(map(mutated, range(first, first + 200))))
