@@ -227,7 +227,7 @@ def _work(socket: Connection) -> None:
     _reply(socket, opening, {}, limits.open_cpu_s, limits.reply_bytes)
     _limit_memory(limits.memory_bytes)
     with open(os.devnull, "wb") as nowhere:  # what libraries print of their faults, any client could have them print
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())
+        os.dup2(nowhere.fileno(), 2)
     while True:
         request = json.loads(socket.recv_bytes())
         _reply(socket, answer[0], request, limits.cpu_s, limits.reply_bytes)

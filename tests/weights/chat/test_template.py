@@ -339,7 +339,7 @@ def test_a_template_that_passes_a_limit_while_it_is_compiled_is_not_valid(source
     for attempt in (template.check, lambda: template.render(say("Hi"), {})):
         with pytest.raises(ChatTemplateError) as caught:
             attempt()
-        assert str(caught.value) == f"the chat template is not valid: {cause}"
+        assert str(caught.value).startswith(f"the chat template is not valid: {cause}")
 
 
 def write_config(folder: Path, **fields: object) -> Path:
