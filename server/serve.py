@@ -37,6 +37,8 @@ from gptserve.weights.source import model_name, resolve_model
 if TYPE_CHECKING:  # they import the web framework
     from gptserve.server.background.store import BackgroundStore
     from gptserve.server.http.server import HttpServer
+    from gptserve.weights.chat.template import ChatTemplate
+    from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # not 0, so that an orchestrator restarts the server
@@ -93,6 +95,7 @@ class ServingProcess:
         config = replace(settings.engine, model_dir=folder)
         factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
         self._journal = Journal(settings.state_dir, settings.state_sync)
+        self._with_workers: list[Tokenizer | ChatTemplate] = []
         self._engine: EngineClient = ThreadClient(factory)
         if not settings.in_process:
             self._engine = Supervisor(
@@ -118,6 +121,8 @@ class ServingProcess:
         finally:
             self._limit_closing(CLOSING_LIMIT_S)
             await self._finish(self._engine.close(), "the engine")
+            for holder in self._with_workers:
+                holder.close()
             await self._finish(self._journal.close(), "the journal")
             await self._finish(loop.shutdown_default_executor(), "a thread")
 
@@ -168,6 +173,9 @@ class ServingProcess:
         settings = self._settings
         name, *aliases = settings.served_model_names or (model_name(settings.model),)
         defaults, max_new_tokens = _sampling_defaults(settings, self._folder)
+        template = load_chat_template(self._folder, settings.chat_template)
+        tokenizer = Tokenizer.of_model(self._folder)
+        self._with_workers += [tokenizer, *([template] if template else [])]
         options = AppOptions(
             settings,
             model_name=name,
@@ -175,9 +183,9 @@ class ServingProcess:
             sampling_defaults=defaults,
             max_new_tokens=max_new_tokens,
             tokenizer_info=load_tokenizer_info(self._folder),
-            chat_template=load_chat_template(self._folder, settings.chat_template),
+            chat_template=template,
         )
-        app = create_app(self._engine, Tokenizer.of_model(self._folder), options, self._journal)
+        app = create_app(self._engine, tokenizer, options, self._journal)
         try:
             connections = Connections(affordable_connections(settings.max_connections))
             tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)

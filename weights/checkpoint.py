@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from gptserve.weights import mxfp4
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.errors import InvalidCheckpointError, shown
+from gptserve.weights.errors import InvalidCheckpointError, foreign_code, shown
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.json_file import read_json_object
@@ -31,6 +30,9 @@ from gptserve.weights.source import require_safetensors
 ACCEPTED_DTYPES = ("BF16", "F16", "F32")
 PACKED_DTYPES = ("U8",)
 NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every layer alike
+
+MAX_HEADER_BYTES = 2**23  # 200 bytes for each tensor
+MAX_TENSORS = 2**15  # ten times those of any model served
 
 SAMPLES = 8  # evenly spread over a tensor, its two ends included
 SAMPLE_BYTES = 512
@@ -139,6 +141,8 @@ def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]
                     f"{path}: tensor {shown(stored.name)} must be stored once, but is in {found[name].path.name} too"
                 )
             found[name] = stored
+        if len(found) > MAX_TENSORS:
+            raise InvalidCheckpointError(f"{folder} must hold at most {MAX_TENSORS} tensors, got {len(found)} or more")
     tensors: dict[str, tuple[_Stored, ...]] = {name: (stored,) for name, stored in found.items()}
     blocks, scales = mxfp4.SUFFIXES
     for name in [name.removesuffix(blocks) for name in found if name.endswith(blocks)]:
@@ -182,13 +186,22 @@ def _find_shards(index_path: Path) -> list[Path]:
 
 def _read_header(path: Path) -> list[_Stored]:
     """Return the tensors of a safetensors file, with offsets, sizes and types checked."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(min(length, MAX_HEADER_BYTES + 1))
+    except OSError as fault:
+        raise InvalidCheckpointError(f"{path} could not be read: {fault.strerror}") from fault
+    # Before anything is built of it. What is longer than its file is no header.
+    if len(text) > MAX_HEADER_BYTES and length < path.stat().st_size:
+        raise InvalidCheckpointError(f"{path}: its header must have at most {MAX_HEADER_BYTES} bytes, got {length}")
+    if text.count(b"{") > MAX_TENSORS + 2:
+        raise InvalidCheckpointError(f"{path}: its header must list at most {MAX_TENSORS} tensors, got more")
     with _opened(path):
         pass
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length), object_pairs_hook=_unique_names)
-    except (OSError, ValueError, struct.error) as fault:
+        header = json.loads(text, object_pairs_hook=_unique_names)
+    except ValueError as fault:
         raise InvalidCheckpointError(f"{path} is not a safetensors file: {fault}") from fault
     return [
         _Stored(path, name, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
@@ -207,11 +220,14 @@ def _unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
     """Map a safetensors file; opening checks its header against its size."""
+    reason = f"{path} is not a readable safetensors file"
     try:
-        with safe_open(path, framework="pt") as file:
+        with foreign_code(InvalidCheckpointError, reason):
+            opened = safe_open(path, framework="pt")
+        with opened as file:
             yield file
-    except (SafetensorError, OSError) as fault:
-        raise InvalidCheckpointError(f"{path} is not a readable safetensors file: {fault}") from fault
+    except SafetensorError as fault:
+        raise InvalidCheckpointError(f"{reason}: {fault}") from fault
 
 
 def _check_tensors(

@@ -70,7 +70,7 @@ def _copy_companions(folder: Path, target: Path) -> None:
 
 def _convert_file(source: Path, target: Path) -> dict[str, Any]:
     """Convert in another process, which gives its memory back; a hostile file can only end that process."""
-    command = [sys.executable, "-m", "gptserve.weights.convert", str(source), str(target)]
+    command = [sys.executable, "-P", "-m", "gptserve.weights.convert", str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]

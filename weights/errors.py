@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 SHOWN_LENGTH = 80  # of a value in a message: enough to recognise it, and a hostile file cannot flood the log
 
 
@@ -41,3 +44,14 @@ def shown(value: object) -> str:
     """Return `value` as a message shows it: one printable line of bounded length."""
     text = ascii(value)
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
+
+
+@contextmanager
+def foreign_code(error: type[WeightsError], reason: str) -> Iterator[None]:
+    """Raise `error` for all that a library in Rust raises; a panic there is a BaseException."""
+    try:
+        yield
+    except BaseException as fault:
+        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":
+            raise
+        raise error(f"{reason}: {shown(str(fault))}") from fault

@@ -11,32 +11,57 @@ from pathlib import Path
 
 from gptserve.weights.errors import WeightsError
 
-SIZE_LIMIT_BYTES = 64 * 2**20  # twice the largest tokenizer.json published; a config.json is a few kilobytes
+MAX_BYTES = 2**23  # several times the largest file published but a vocabulary; a config.json is a few kilobytes
+MAX_VOCABULARY_BYTES = 2**26  # twice the largest tokenizer.json published
+MAX_VALUES = 2**23  # of a tokenizer.json; four times the largest. As lists and objects they take 0.6 GB at most
+MAX_DEPTH = 64  # no file published reaches 20; Python's own functions end at about 1000
 
 
-def read_json_object(path: Path, error: type[WeightsError], *, required: bool = True) -> dict[str, object]:
+def read_json_object(
+    path: Path, error: type[WeightsError], *, required: bool = True, max_bytes: int = MAX_BYTES
+) -> dict[str, object]:
     """Return the object in `path`; raise `error` when there is none. Unless `required`, a missing file is empty."""
     if not required and not path.exists():
         return {}
     if not path.is_file():
         raise error(f"{path.name} is missing in {path.parent}")
     try:
-        size = path.stat().st_size
-        if size > SIZE_LIMIT_BYTES:
-            raise error(f"{path} must be at most {SIZE_LIMIT_BYTES} bytes, got {size}")
-        value = json.loads(path.read_bytes())
+        _check_size(path, error, max_bytes)
+        data = path.read_bytes()
+        if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+            raise error(f"{path} must hold at most {MAX_VALUES} values")
+        value = json.loads(data)
     except OSError as fault:
         raise error(f"{path} could not be read: {fault.strerror}") from fault
     except (ValueError, RecursionError) as fault:  # ValueError: not UTF-8, not JSON, or a number of too many digits
         raise error(f"{path} is not valid JSON: {fault}") from fault
     if not isinstance(value, dict):
         raise error(f"{path} must hold a JSON object, got a {type(value).__name__}")
+    if _is_deeper(value, MAX_DEPTH):
+        raise error(f"{path} must nest at most {MAX_DEPTH} lists and objects in one another")
     return value
 
 
-def read_text(path: Path, error: type[WeightsError]) -> str:
+def read_text(path: Path, error: type[WeightsError], *, max_bytes: int = MAX_BYTES) -> str:
     """Return the text in `path`; raise `error` when it cannot be read."""
     try:
+        _check_size(path, error, max_bytes)
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise error(f"{path} could not be read as UTF-8: {fault}") from fault
+
+
+def _check_size(path: Path, error: type[WeightsError], max_bytes: int) -> None:
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise error(f"{path} must be at most {max_bytes} bytes, got {size}")
+
+
+def _is_deeper(value: dict[str, object], depth: int) -> bool:
+    level: list[dict[str, object] | list[object]] = [value]
+    for _ in range(depth):
+        inner = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in inner if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True

@@ -69,10 +69,11 @@ class ModelRunner:
         self.device = _choose_device(config)
         dtype = _choose_dtype(config, self.device)
         self._model = load_config(config.model_dir)
-        is_invariant = _is_batch_invariant(self._model, self.device, dtype)
         _check_max_model_len(config, self._model.max_position)
         backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
         checkpoint = Checkpoint(config.model_dir, self._model)
+        # After the checkpoint has shown the sizes to be true: it multiplies matrices of them.
+        is_invariant = _is_batch_invariant(self._model, self.device, dtype)
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend)

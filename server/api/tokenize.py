@@ -50,7 +50,7 @@ def tokenize_router(service: Service) -> APIRouter:
             check_conversation(body, service)
         else:
             check_length(body.prompt, service)
-        return await service.in_thread(_tokenize, body, service)
+        return await service.in_worker(_tokenize, body, service)
 
     @router.post(
         "/detokenize",

@@ -174,6 +174,7 @@ def _serve(options: argparse.Namespace) -> int:
             raise SettingsError("the model must be given once, got both MODEL and --model")
         flags["model"] = options.MODEL
     settings = load_settings(flags, os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"  # else child processes import from the current folder, which may be the model's
 
     from gptserve.server.operations.logs import configure_logging
     from gptserve.server.serve import StartError, serve

@@ -5,7 +5,6 @@ Knows no HTTP; `api/completions.py` calls it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -45,7 +44,7 @@ async def plan_chat(
     try:
         num_kept = num_kept_tokens(body, max_tokens or 1, service)
         # A template may take long however short the conversation is.
-        prompt, channels = await asyncio.to_thread(_encode, body, service, marks, num_kept)
+        prompt, channels = await service.in_worker(_encode, body, service, marks, num_kept)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))
         plan.check_size(body, params, [prompt], service)

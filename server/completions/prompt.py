@@ -27,7 +27,10 @@ async def encode_prompt(
         check_length(prompt, service)
     tokenizer = service.tokenizer
     encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
-    token_ids = encode(prompt) if len(prompt) <= THREAD_CHARACTERS else await asyncio.to_thread(encode, prompt)
+    if tokenizer.has_workers:
+        token_ids = await service.in_worker(encode, prompt)
+    else:
+        token_ids = encode(prompt) if len(prompt) <= THREAD_CHARACTERS else await asyncio.to_thread(encode, prompt)
     return token_ids[-num_kept:]
 
 
@@ -59,7 +62,7 @@ def check_length(text: str, service: Service) -> None:
 
 async def bad_word_ids(body: GenerationRequest, service: Service) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of the bad words, encoded in a thread. Raises InvalidRequestError."""
-    return await asyncio.to_thread(encode_bad_words, body.bad_words, service.tokenizer) if body.bad_words else ()
+    return await service.in_worker(encode_bad_words, body.bad_words, service.tokenizer) if body.bad_words else ()
 
 
 def encode_bad_words(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -18,6 +18,7 @@ from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.metrics import Metrics
 from gptserve.server.settings import ServerSettings
 from gptserve.weights.chat.template import ChatTemplate
+from gptserve.weights.workers import NUM_WORKERS
 
 Result = TypeVar("Result")
 
@@ -31,6 +32,8 @@ class Tokenizer(Protocol):
     """The ids of the tokens that have no text."""
     fingerprint: str
     """Changes with the bytes of any token."""
+    has_workers: bool
+    """Whether a text of any length may take long."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -81,6 +84,7 @@ class Service:
     metrics: Metrics
     bodies: IncomingBodies = field(default_factory=IncomingBodies)
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_WORKERS))
 
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Run a long computation in a thread and return its result.
@@ -88,6 +92,14 @@ class Service:
         Only one runs at a time: each of them competes with the event loop for the interpreter's lock.
         """
         async with self._computing:
+            return await asyncio.to_thread(call, *arguments)
+
+    async def in_worker(self, call: Callable[..., Result], *arguments: object) -> Result:
+        """Make a call that may wait for a worker process, in a thread; return its result.
+
+        Only as many run at a time as there may be workers, so that other calls find a thread.
+        """
+        async with self._waiting:
             return await asyncio.to_thread(call, *arguments)
 
     def admit(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ def ask(folder: Path, tokenizer: Tokenizer, bodies: Sequence[dict[str, Any]], **
 
     async def converse() -> list[httpx.Response]:
         async with started(ThreadClient(partial(load_engine, make_config(folder, **options)))) as engine:
-            app = create_app(engine, tokenizer, app_options(MODEL, chat_template=ChatTemplate(TEMPLATE, {})))
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                return [await client.post(_path(body), json=body) for body in bodies]
+            template = ChatTemplate(TEMPLATE, {})
+            app = create_app(engine, tokenizer, app_options(MODEL, chat_template=template))
+            with closing(template):
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                    return [await client.post(_path(body), json=body) for body in bodies]
 
     return asyncio.run(asyncio.wait_for(converse(), LIMIT_S))
 

@@ -44,12 +44,14 @@ class Api:
     ) -> None:
         self.engine = engine
         self.journal = Journal(state_dir)
-        chat_template = None if template is None else ChatTemplate(template, {"eos_token": "<|endoftext|>"})
-        options = {"chat_template": chat_template, **options}
+        self._template = None if template is None else ChatTemplate(template, {"eos_token": "<|endoftext|>"})
+        options = {"chat_template": self._template, **options}
         self.app = create_app(engine, tokenizer or ByteTokenizer(), app_options(MODEL, **options), self.journal)
 
     def close(self) -> None:
-        """End the thread of the journal; the event loops that wrote to it are closed already."""
+        """End the template's worker and the thread of the journal; all event loops are closed already."""
+        if self._template is not None:
+            self._template.close()
         self.journal._thread.submit(self.journal._disconnect)
         self.journal._thread.shutdown()
 
@@ -134,6 +136,8 @@ class LiveServer(Api):
         finally:
             self.server.should_exit = self.server.force_exit = True
             self._thread.join(20)
+            if self._template is not None:
+                self._template.close()
             assert not self._thread.is_alive(), "uvicorn did not stop"
 
     def _run(self) -> None:

@@ -42,6 +42,7 @@ class ByteTokenizer:
 
     max_token_bytes = 13
     fingerprint = "bytes"
+    has_workers = False
 
     def __init__(self, *special: str, begin: Sequence[int] = ()) -> None:
         self._begin = begin

@@ -30,7 +30,7 @@ main(sys.argv[1:])
 
 
 class Process:
-    """`gptserve serve` with the embedded model on a free port, in a process group of its own.
+    """`gptserve serve` with the embedded model on a free port, in a session of its own.
 
     A thread reads all that it says, so that a full pipe never stops it; `lines` is what a test has waited through.
     """
@@ -93,7 +93,7 @@ class Process:
 
     def _has_started(self, process: psutil.Process) -> bool:
         with contextlib.suppress(ProcessLookupError):
-            return os.getpgid(process.pid) == self.popen.pid
+            return os.getsid(process.pid) == self.popen.pid
         return False
 
     def engine(self) -> psutil.Process:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from gptserve.weights import mxfp4
+from gptserve.weights import checkpoint, mxfp4
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError, ModelNotFoundError, UnsafeCheckpointError, WeightsError
@@ -305,6 +305,35 @@ def test_hostile_header_is_one_sentence(
     refused(tiny, InvalidCheckpointError, "safetensors|do not fit")
 
 
+@pytest.mark.parametrize(
+    ("num_tensors", "padding", "message"),
+    [
+        (400_000, 0, "its header must have at most 8388608 bytes, got"),
+        (100_000, 0, "its header must list at most 32768 tensors, got more"),
+        (1, 9_000_000, "its header must have at most 8388608 bytes, got"),
+    ],
+)
+def test_enormous_header_is_refused_before_anything_is_built_of_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, num_tensors: int, padding: int, message: str
+) -> None:
+    monkeypatch.delattr(checkpoint, "safe_open")
+    header = b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}' % n for n in range(num_tensors))
+    write_safetensors(tiny, header + b" " * padding + b"}", b"\0")
+    refused(tiny, InvalidCheckpointError, message)
+
+
+def test_many_tensors_in_many_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "MAX_TENSORS", 3)
+    refused(tiny, InvalidCheckpointError, "its header must list at most 3 tensors, got more")
+    (tiny / "model.safetensors").unlink()
+    for number in range(3):
+        tensors = {f"{number}{name}": torch.zeros(1) for name in "ab"}
+        save_file(tensors, tiny / f"{number}.safetensors")
+    names = {str(number): f"{number}.safetensors" for number in range(3)}
+    (tiny / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    refused(tiny, InvalidCheckpointError, "must hold at most 3 tensors, got 4 or more")
+
+
 def test_twice_named_tensor_is_refused(tiny: Path) -> None:
     """The control is in the format's own reader, which takes the last of the two."""
     write_safetensors(tiny, b"{" + A + b"," + A + b"}", b"\0" * 4)
@@ -353,7 +382,7 @@ import re, sys, torch
 from pathlib import Path
 from safetensors.torch import load_file
 from tests.parity.models import write_model
-from gptserve.weights import mxfp4
+from gptserve.weights import checkpoint, mxfp4
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 

@@ -47,11 +47,38 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
             read_json_object(tmp_path / name, InvalidConfigError)
 
 
-def test_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.json").write_text('{"a": 1}')
-    monkeypatch.setattr(gptserve.weights.json_file, "SIZE_LIMIT_BYTES", 7)
-    with pytest.raises(InvalidConfigError, match="must be at most 7 bytes, got 8"):
-        read_json_object(tmp_path / "a.json", InvalidConfigError)
+def test_huge_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1}')
+    assert read_json_object(path, InvalidConfigError, max_bytes=8) == {"a": 1}
+    for read in (read_json_object, read_text):
+        with pytest.raises(InvalidConfigError, match="must be at most 7 bytes, got 8"):
+            read(path, InvalidConfigError, max_bytes=7)
+        with path.open("ab") as file:
+            file.truncate(2**40)
+        with pytest.raises(InvalidConfigError, match="must be at most 8388608 bytes, got 1099511627776"):
+            read(path, InvalidConfigError)
+        path.write_text('{"a": 1}')
+
+
+@pytest.mark.parametrize("values", [b"[],", b"{},", b"1,"])
+def test_many_values_are_not_built(values: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'{"a": [' + values * 1000 + b"0]}")
+    assert len(str(read_json_object(path, InvalidConfigError))) > 1000
+    monkeypatch.setattr(gptserve.weights.json_file, "MAX_VALUES", 1000)
+    with pytest.raises(InvalidConfigError, match="must hold at most 1000 values"):
+        read_json_object(path, InvalidConfigError)
+
+
+@pytest.mark.parametrize(("before", "after"), [("[", "]"), ('{"a":', "}")])
+def test_values_may_not_nest_deep(before: str, after: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": ' + before * 63 + "1" + after * 63 + ', "b": 2}')
+    assert read_json_object(path, InvalidConfigError)["b"] == 2
+    path.write_text('{"a": ' + before * 64 + "1" + after * 64 + "}")
+    with pytest.raises(InvalidConfigError, match="must nest at most 64 lists and objects in one another"):
+        read_json_object(path, InvalidConfigError)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,25 +1,20 @@
 """Chat templates: the Jinja that comes with a model and turns a conversation into the text of a prompt.
 
 The text equals that of `transformers`' apply_chat_template. As there, a special token spelled out in a message becomes
-that token when encoded, so untrusted text can end a message. Messages are never read as Jinja. Knows no tokenizer.
-Called by the server.
+that token when encoded, so untrusted text can end a message. Messages are never read as Jinja. A template runs in
+worker processes, as sandbox.py has it. Knows no tokenizer. Called by the server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
 from gptserve.weights.json_file import read_json_object, read_text
+from gptserve.weights.workers import CannotOpenError, ForeignCodeError, Limits, Workers
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-    from gptserve.weights.chat.sandbox import TemplateEnvironment
-
+LIMITS = Limits()
 PLAIN_NAME = "plain"
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
@@ -32,11 +27,12 @@ _FINAL = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; it ends in a blank
 
 
 class ChatTemplate:
-    """A template and the special tokens it may name. Compiled when first rendered; threads may share it."""
+    """A template and the special tokens it may name. Compiled by the first worker; threads may share it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         self._special_tokens = special_tokens
+        self._workers = Workers("gptserve.weights.chat.sandbox:open_template", source, LIMITS)
 
     def render(
         self,
@@ -46,7 +42,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text of the prompt. Raises ChatTemplateError.
+        """Return the text of the prompt; the variables are JSON. Raises ChatTemplateError.
 
         continue_final_message leaves the last message open at its end.
         """
@@ -55,26 +51,24 @@ class ChatTemplate:
         if continue_final_message:
             seen[-1]["content"] += _FINAL
         given = {"messages": seen, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        environment, template = self._compiled
         try:
-            text = environment.render(template, {**self._special_tokens, **variables, **given})
-        except Exception as fault:  # a template can raise anything
-            raise ChatTemplateError(f"the chat template refuses this conversation: {_cause(fault)}") from fault
+            text = str(self._workers.call(variables={**self._special_tokens, **variables, **given}))
+        except CannotOpenError as fault:
+            raise ChatTemplateError(f"the chat template is not valid: {fault}") from fault
+        except ForeignCodeError as fault:
+            raise ChatTemplateError(f"the chat template refuses this conversation: {fault}") from fault
         return _cut_after(final, text) if continue_final_message else text
 
     def check(self) -> None:
         """Raise ChatTemplateError unless it is valid Jinja."""
-        _ = self._compiled
-
-    @cached_property
-    def _compiled(self) -> tuple[TemplateEnvironment, Template]:
-        from gptserve.weights.chat.sandbox import TemplateEnvironment
-
-        environment = TemplateEnvironment()
         try:
-            return environment, environment.compile_bounded(self.source)
-        except Exception as fault:
-            raise ChatTemplateError(f"the chat template is not valid: {_cause(fault)}") from fault
+            self._workers.open()
+        except ForeignCodeError as fault:
+            raise ChatTemplateError(f"the chat template is not valid: {fault}") from fault
+
+    def close(self) -> None:
+        """End its workers. Without this they end with the template itself."""
+        self._workers.close()
 
 
 def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate | None:
@@ -87,8 +81,8 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
     config = read_json_object(path, TokenizerError, required=False)
     source: object = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = entries[-1].get("template") if entries else None
     if (folder / "chat_template.jinja").is_file():
         source = read_text(folder / "chat_template.jinja", ChatTemplateError)
     if chosen is not None:
@@ -127,9 +121,3 @@ def _cut_after(final: str, text: str) -> str:
         raise ChatTemplateError("the chat template leaves out the final message, so that it cannot be continued")
     at = text.rindex(tag)
     return text[:at] if text.startswith(_FINAL, at) else text[:at].rstrip()
-
-
-def _cause(fault: Exception) -> str:
-    """Return the cause as text, with its type unless it is from Jinja or the template, whose errors are sentences."""
-    text = str(fault)
-    return text if type(fault).__module__.startswith("jinja2") else f"{type(fault).__name__}: {text}"

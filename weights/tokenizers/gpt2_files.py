@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError, shown
-from gptserve.weights.json_file import read_json_object, read_text
+from gptserve.weights.json_file import MAX_VOCABULARY_BYTES, read_json_object, read_text
 
 HOW_TO_CONVERT = "let transformers write tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 # Classes that split as GPT-2 does; GPT-Neo, GPT-J and OPT name GPT-2's, Phi CodeGen's.
@@ -30,8 +30,8 @@ def describe_gpt2_files(folder: Path) -> dict[str, object]:
     config = {**DEFAULTS, **_read(path)}
     if "added_tokens_decoder" not in config:
         config |= _read(folder / "special_tokens_map.json")
-    vocab = read_json_object(folder / "vocab.json", TokenizerError)
-    lines = read_text(folder / "merges.txt", TokenizerError).split("\n")
+    vocab = read_json_object(folder / "vocab.json", TokenizerError, max_bytes=MAX_VOCABULARY_BYTES)
+    lines = read_text(folder / "merges.txt", TokenizerError, max_bytes=MAX_VOCABULARY_BYTES).split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
     kind = config.get("tokenizer_class")
     if kind not in CLASSES or any(line.endswith("</w>") for line in merges):

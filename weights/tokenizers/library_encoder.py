@@ -1,18 +1,17 @@
 """Encodes by the library `tokenizers`, as transformers does, what tiktoken_encoder.py does not recognise.
 
 These are sentencepiece-style BPE and Unigram (Llama 1 and 2, Mistral, Gemma, XGLM), GPT-1, and byte-level BPE with
-other rules than tiktoken's (BLOOM, StarCoder). Knows nothing of files. Called by tokenizer.py. The library is imported
-with the first encoder.
+other rules than tiktoken's (BLOOM, StarCoder). Knows nothing of files. Called by tokenizer.py, and in workers, which
+worker_encoder.py has. The library is imported with the first encoder.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gptserve.weights.errors import TokenizerError, shown
+from gptserve.weights.errors import TokenizerError, foreign_code, shown
 from gptserve.weights.tokenizers.vocabulary import Vocabulary, byte_symbols, steps_of
 
 if TYPE_CHECKING:
@@ -27,46 +26,43 @@ SPLITTERS = ("ByteLevel", "Digits", "Split")
 class LibraryEncoder:
     """Holds the library's tokenizer twice: one finds special tokens, the other never does.
 
-    One instance would have to be switched between the two, and threads share it. At most `most_bytes_per_byte` bytes of
-    a text become one byte of a token.
+    One instance would have to be switched between the two, and threads share it. `describe` makes the descriptions.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        # Three: U+2581 in a text has three bytes and becomes a space; NFC makes one character of three. There is no
-        # bound where spaces are dropped, or where an unknown token stands for any text.
-        self.most_bytes_per_byte = 3 if _keeps_everything(vocabulary) else 2**31
-        self._finding = _open(vocabulary.description, vocabulary.file_name)
-        self._plain = _open(_without_special(vocabulary), vocabulary.file_name)
+    def __init__(self, finding: str, plain: str) -> None:
+        self._finding = _open(finding)
+        self._plain = _open(plain)
         self._plain.encode_special_tokens = True
 
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
         library = self._finding if special else self._plain
-        with _refusing("text has no tokens"):
+        with foreign_code(TokenizerError, "text has no tokens"):
             # Unlike `encode`, this lets other threads run. Without offsets it takes half the time.
             ids: list[int] = library.encode_batch_fast([text], add_special_tokens=template)[0].ids
         return ids
 
 
-def _open(description: Mapping[str, object], file_name: str) -> Library:
+def describe(vocabulary: Vocabulary) -> tuple[str, str]:
+    """Return the two descriptions of a LibraryEncoder. Raises TokenizerError."""
+    return json.dumps(vocabulary.description), json.dumps(_without_special(vocabulary))
+
+
+def most_bytes_per_byte(vocabulary: Vocabulary) -> int:
+    """Return how many bytes of a text may become one byte of a token."""
+    # Three: U+2581 in a text has three bytes and becomes a space; NFC makes one character of three. There is no
+    # bound where spaces are dropped, or where an unknown token stands for any text.
+    return 3 if _keeps_everything(vocabulary) else 2**31
+
+
+def _open(description: str) -> Library:
     from tokenizers import Tokenizer as Library
 
-    with _refusing(f"{file_name}: the library tokenizers cannot read it"):
-        library = Library.from_str(json.dumps(description))
+    with foreign_code(TokenizerError, "the library tokenizers cannot read it"):
+        library = Library.from_str(description)
     library.no_truncation()
     library.no_padding()
     return library
-
-
-@contextmanager
-def _refusing(reason: str) -> Iterator[None]:
-    """Raise TokenizerError for all that the library raises; a panic in Rust is a BaseException."""
-    try:
-        yield
-    except BaseException as fault:
-        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":
-            raise
-        raise TokenizerError(f"{reason}: {shown(str(fault))}") from fault
 
 
 def _keeps_everything(vocabulary: Vocabulary) -> bool:
@@ -108,10 +104,11 @@ def _without_special(vocabulary: Vocabulary) -> Mapping[str, object]:
         vocab = {hidden.get(text, text): token_id for text, token_id in vocabulary.ids.items()}
         merges = [pair for pair in vocabulary.merges if special.isdisjoint((*pair, "".join(pair)))]
         unknown = model.get("unk_token")
-        return raw | {"model": model | {"vocab": vocab, "merges": merges, "unk_token": hidden.get(unknown, unknown)}}
+        return raw | {
+            "model": model | {"vocab": vocab, "merges": merges, "unk_token": hidden.get(str(unknown), unknown)}
+        }
     if '"Metaspace"' not in json.dumps(raw.get("pre_tokenizer")):
         raise TokenizerError(
-            f"{vocabulary.file_name}: pre_tokenizer of a Unigram model must be Metaspace, "
-            f"got {shown(raw.get('pre_tokenizer'))}"
+            f"pre_tokenizer of a Unigram model must be Metaspace, got {shown(raw.get('pre_tokenizer'))}"
         )
     return raw | {"model": model | {"vocab": [[hidden.get(text, text), score] for text, score in model["vocab"]]}}

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import tiktoken
 
+from gptserve.weights.errors import TokenizerError, foreign_code
 from gptserve.weights.tokenizers.vocabulary import AddedToken, Vocabulary, byte_symbols
 
 # How tokenizer.json files split, up to their common end SPACES: GPT-2 (built into "ByteLevel"), Llama 3 and other heirs
@@ -33,6 +34,11 @@ SPACES = r"|\s+(?!\S)|\s+"
 STRIDES = r"|(?:\s{256})*\s+(?!\S)|\s+"
 PATTERNS = {head + SPACES: f"(?>{head}){STRIDES}" for head in (GPT2, LLAMA3, QWEN, O200K)}
 
+# A vocabulary beyond these takes long to recognise, or its added tokens to find. Published ones reach a tenth.
+MAX_ADDED = 10_000
+MAX_ADDED_LENGTH = 100
+MAX_SQUARES = 2**27
+
 OTHER_BPE = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 """Settings of a BPE that is not byte-level."""
 
@@ -45,9 +51,10 @@ class TiktokenEncoder:
 
     def __init__(self, vocabulary: Vocabulary, ranks: Mapping[str, int], pattern: str, template: list[int]) -> None:
         ranks_of_bytes = {vocabulary.token_bytes[rank]: rank for rank in ranks.values()}
-        self._bpe = tiktoken.Encoding(
-            vocabulary.file_name, pat_str=pattern, mergeable_ranks=ranks_of_bytes, special_tokens={}
-        )
+        with foreign_code(TokenizerError, f"{vocabulary.file_name}: the library tiktoken cannot use it"):
+            self._bpe = tiktoken.Encoding(
+                vocabulary.file_name, pat_str=pattern, mergeable_ranks=ranks_of_bytes, special_tokens={}
+            )
         self._template = template
         normalizes = vocabulary.description.get("normalizer") is not None
         self._normalize = _nfc() if normalizes else str
@@ -70,10 +77,13 @@ class TiktokenEncoder:
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Return the ids; with `special`, special tokens are found, with `template` a prompt's are added."""
         ids = [*self._template] if template else []
-        for part in self._raw_tokens.cut(text, special):
-            pieces = [part] if isinstance(part, int) else self._normalized_tokens.cut(self._normalize(part), special)
-            for piece in pieces:
-                ids += [piece] if isinstance(piece, int) else self._bpe.encode_ordinary(piece)
+        with foreign_code(TokenizerError, "text has no tokens"):
+            for part in self._raw_tokens.cut(text, special):
+                pieces = (
+                    [part] if isinstance(part, int) else self._normalized_tokens.cut(self._normalize(part), special)
+                )
+                for piece in pieces:
+                    ids += [piece] if isinstance(piece, int) else self._bpe.encode_ordinary(piece)
         return ids
 
 
@@ -83,8 +93,7 @@ class _AddedTokens:
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._tokens = {token.text: token for token in tokens}
         self._all_special = all(token.special for token in self._tokens.values())
-        alternatives = "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True)))
-        self._pattern = re.compile(alternatives or "(?!)")
+        self._pattern = re.compile(_any_of(list(self._tokens)) if self._tokens else "(?!)")
 
     def cut(self, text: str, special: bool) -> Iterator[int | str]:
         """Yield the tokens' ids and the texts between; a special token not asked for still hides what overlaps it."""
@@ -97,6 +106,16 @@ class _AddedTokens:
                     yield token.token_id
                     start = match.end()
         yield text[start:]
+
+
+def _any_of(texts: list[str]) -> str:
+    """Return a pattern for the longest of the texts, which reads each character once, however many texts there are."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[:1], []).append(text[1:])
+    may_end = "?" if rests.pop("", None) else ""
+    branches = [re.escape(first) + _any_of(those) for first, those in rests.items()]
+    return f"(?:{'|'.join(branches)}){may_end}" if branches else ""
 
 
 def _nfc() -> Callable[[str], str]:
@@ -143,6 +162,9 @@ def _template(post_processor: object) -> list[int] | None:
 
 def _is_byte_level(vocabulary: Vocabulary) -> bool:
     """Return whether nothing but splitting, merging, NFC and cutting out added tokens changes the ids."""
+    added = [token.text for token in vocabulary.added]
+    if len(added) > MAX_ADDED or max(map(len, added), default=0) > MAX_ADDED_LENGTH:
+        return False
     match vocabulary.description:
         case {"model": dict(model), "decoder": {"type": "ByteLevel"}, **rest}:
             return (
@@ -164,6 +186,8 @@ def _ranks(vocabulary: Vocabulary) -> dict[str, int] | None:
     ends is what happens to its bytes alone.
     """
     ids, alphabet = vocabulary.ids, set(byte_symbols())
+    if sum(len(token) ** 2 for token in ids) > MAX_SQUARES:  # which is what `_join` takes
+        return None
     made = [left + right for left, right in vocabulary.merges]
     order = [ids.get(token, -1) for token in made]
     if not alphabet <= ids.keys() or not alphabet.issuperset("".join(made)):

@@ -14,33 +14,45 @@ from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError, shown
 from gptserve.weights.families import load_config
-from gptserve.weights.tokenizers.library_encoder import LibraryEncoder
+from gptserve.weights.tokenizers.library_encoder import LibraryEncoder, describe, most_bytes_per_byte
 from gptserve.weights.tokenizers.tiktoken_encoder import TiktokenEncoder
 from gptserve.weights.tokenizers.vocabulary import Vocabulary, load_vocabulary
+from gptserve.weights.tokenizers.worker_encoder import WorkerEncoder, is_known
+
+Encoder = TiktokenEncoder | LibraryEncoder | WorkerEncoder
 
 
 class Tokenizer:
     """Encodes text, and gives the bytes of every token.
 
     vocab_size is one more than the largest id; the model's may be larger. No token stands for more than max_token_bytes
-    bytes of a text. The same token ids mean the same text to all tokenizers with one fingerprint.
+    bytes of a text. The same token ids mean the same text to all tokenizers with one fingerprint. If it
+    has_workers, a text has no tokens either when one of them passes its limits.
     """
 
-    def __init__(self, vocabulary: Vocabulary, encoder: TiktokenEncoder | LibraryEncoder) -> None:
+    def __init__(self, vocabulary: Vocabulary, encoder: Encoder, bytes_per_byte: int) -> None:
         self._encoder = encoder
+        self.has_workers = isinstance(encoder, WorkerEncoder)
         self._bytes = vocabulary.token_bytes
         self.vocab_size = max(self._bytes, default=-1) + 1
         self.special_ids = frozenset(token.token_id for token in vocabulary.added if token.special)
         tokens = (f"{token_id}:{data.hex()}" for token_id, data in sorted(self._bytes.items()))
         special = map(str, sorted(self.special_ids))
         self.fingerprint = hashlib.sha256(" ".join(chain(tokens, special)).encode()).hexdigest()[:32]
-        self.max_token_bytes = max(map(len, self._bytes.values()), default=0) * encoder.most_bytes_per_byte
+        self.max_token_bytes = max(map(len, self._bytes.values()), default=0) * bytes_per_byte
 
     @classmethod
     def open(cls, folder: Path) -> Tokenizer:
         """Open the tokenizer of a model folder; raise TokenizerError when its files are missing or broken."""
         vocabulary = load_vocabulary(folder)
-        return cls(vocabulary, TiktokenEncoder.recognise(vocabulary) or LibraryEncoder(vocabulary))
+        tiktoken = TiktokenEncoder.recognise(vocabulary)
+        if tiktoken is not None:
+            return cls(vocabulary, tiktoken, tiktoken.most_bytes_per_byte)
+        try:
+            encoder = LibraryEncoder(*describe(vocabulary)) if is_known(vocabulary) else WorkerEncoder(vocabulary)
+        except TokenizerError as fault:
+            raise TokenizerError(f"{vocabulary.file_name}: {fault}") from fault
+        return cls(vocabulary, encoder, most_bytes_per_byte(vocabulary))
 
     @classmethod
     def of_model(cls, folder: Path) -> Tokenizer:
@@ -53,6 +65,11 @@ class Tokenizer:
                 f"got {tokenizer.vocab_size - 1}: they belong to different models"
             )
         return tokenizer
+
+    def close(self) -> None:
+        """End its workers, if it has any. Without this they end with the tokenizer itself."""
+        if isinstance(self._encoder, WorkerEncoder):
+            self._encoder.close()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text, nothing added: special tokens never arise, their text is text.

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError, shown
-from gptserve.weights.json_file import read_json_object
+from gptserve.weights.json_file import MAX_VOCABULARY_BYTES, read_json_object
 from gptserve.weights.tokenizers.gpt2_files import HOW_TO_CONVERT, describe_gpt2_files
+
+MAX_STEPS = 16  # of a decoder, normalizer or pre-tokenizer; published ones have four at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def load_vocabulary(folder: Path) -> Vocabulary:
     """Read the folder's tokenizer; raise TokenizerError naming the file, the rule and what was found."""
     path = folder / "tokenizer.json"
     if path.is_file():
-        return _checked(read_json_object(path, TokenizerError), path)
+        return _checked(read_json_object(path, TokenizerError, max_bytes=MAX_VOCABULARY_BYTES), path)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return _checked(describe_gpt2_files(folder), folder / "vocab.json")
     raise TokenizerError(f"{folder} must hold tokenizer.json, or GPT-2's vocab.json and merges.txt; {HOW_TO_CONVERT}")
@@ -179,9 +181,14 @@ def _token_decoder(decoder: Mapping[str, object], path: Path) -> Callable[[str],
         return lambda text: _from_symbols(text, table)
     replaced: list[tuple[str, str]] = []
     has_bytes = False
-    for step in steps_of(decoder, "decoders"):
+    steps = steps_of(decoder, "decoders")
+    if len(steps) > MAX_STEPS:
+        raise TokenizerError(f"{path}: decoder must have at most {MAX_STEPS} steps, got {len(steps)}")
+    for step in steps:
         match step:
-            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old and not has_bytes:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if (
+                len(old) >= len(new) and old and not has_bytes
+            ):
                 replaced.append((old, new))
             case {"type": "Metaspace", "replacement": str(old)} | {"type": "BPEDecoder", "suffix": str(old)} if old:
                 replaced.append((old, " "))
@@ -191,8 +198,8 @@ def _token_decoder(decoder: Mapping[str, object], path: Path) -> Callable[[str],
                 pass
             case _:
                 raise TokenizerError(
-                    f"{path}: decoder must be ByteLevel, Metaspace, BPEDecoder, or a Sequence of Replace, "
-                    f"ByteFallback, Fuse and Strip of one leading space, got {shown(step)}"
+                    f"{path}: decoder must be ByteLevel, Metaspace, BPEDecoder, or a Sequence of Replace by no longer "
+                    f"text, ByteFallback, Fuse and Strip of one leading space, got {shown(step)}"
                 )
     return lambda text: _from_pieces(text, replaced, has_bytes)
 

@@ -168,7 +168,7 @@ def test_a_model_without_a_template_says_what_to_do(make_api: Callable[..., Api]
         ("{% for i in range(10 ** 6) %}{% endfor %}",
          "refuses this conversation: OverflowError: Range too big. "
          "The sandbox blocks ranges larger than MAX_RANGE (100000)."),
-        ("{{ 'x' * 10 ** 12 }}", "refuses this conversation: it makes more than 16777216 characters"),
+        ("{{ 'x' * 10 ** 9 }}", "refuses this conversation: it needed more than 512 MiB of memory"),
         ("{% if %}", "is not valid: Expected an expression, got 'end of statement block'"),
     ],
 )  # fmt: skip

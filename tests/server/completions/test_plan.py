@@ -158,9 +158,11 @@ def test_what_exceeds_the_context_is_told_so_first(make_api: Callable[..., Api])
     assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
 
 
-@pytest.mark.parametrize(("length", "in_thread"), [(100, False), (3000, True)])
-def test_a_long_text_is_tokenized_beside_the_event_loop(
-    make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch, length: int, in_thread: bool
+@pytest.mark.parametrize(
+    ("length", "has_workers", "in_thread"), [(100, False, False), (3000, False, True), (100, True, True)]
+)
+def test_what_takes_long_is_tokenized_beside_the_event_loop(
+    make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch, length: int, has_workers: bool, in_thread: bool
 ) -> None:
     threads = []
     encode = ByteTokenizer.encode_prompt
@@ -170,6 +172,7 @@ def test_a_long_text_is_tokenized_beside_the_event_loop(
         return encode(self, text)
 
     monkeypatch.setattr(ByteTokenizer, "encode_prompt", spy)
+    monkeypatch.setattr(ByteTokenizer, "has_workers", has_workers)
     api = make_api(FakeEngineClient(info=replace(INFO, max_model_len=10_000)))
     assert api.complete(prompt="x" * length).json()["usage"]["prompt_tokens"] == length
     assert threads == [in_thread]

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
 
+from gptserve.server.completions.service import Service
+from gptserve.server.operations.lifecycle import Lifecycle
+from gptserve.server.operations.metrics import Metrics
+from gptserve.weights.workers import NUM_WORKERS
+from tests.server.app_options import app_options
 from tests.server.conftest import Api
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(api: Api) -> None:
@@ -53,3 +60,26 @@ def test_without_an_engine_nothing_is_well(make_api: Callable[..., Api], path: s
         "code": "engine_unavailable",
     }
     assert api.complete(prompt="a").status_code == 503
+
+
+def test_calls_that_wait_for_workers_leave_threads_to_others() -> None:
+    engine = FakeEngineClient()
+    service = Service(engine, ByteTokenizer(), app_options("m"), Lifecycle(), Metrics(engine, "m"))
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def wait() -> None:
+        entered.release()
+        assert gate.wait(60)
+
+    async def call() -> None:
+        calls = [asyncio.create_task(service.in_worker(wait)) for _ in range(NUM_WORKERS + 20)]
+        try:
+            for _ in range(NUM_WORKERS):
+                assert await asyncio.to_thread(entered.acquire, timeout=60)
+            assert await service.in_thread(lambda: "done") == "done"
+            assert not entered.acquire(blocking=False)
+        finally:
+            gate.set()
+        await asyncio.gather(*calls)
+
+    asyncio.run(asyncio.wait_for(call(), 60))

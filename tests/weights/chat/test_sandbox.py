@@ -1,4 +1,4 @@
-"""What a template cannot do: reach out of its sandbox, go on for ever, make enormous texts."""
+"""A template cannot reach out of its sandbox. What it may not use up is held by tests/weights/test_workers.py."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
-import gptserve.weights.chat.sandbox
-from gptserve.weights.chat.sandbox import TemplateEnvironment
+from gptserve.weights.chat.sandbox import open_template
 
 
 def render(source: str, **variables: Any) -> str:
-    environment = TemplateEnvironment()
-    return environment.render(environment.compile_bounded(source), variables)
+    return open_template(source)(variables)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,7 @@ def render(source: str, **variables: Any) -> str:
         "{{ messages.clear() }}",
     ],
 )
-def test_a_template_reaches_nothing_of_the_server_and_changes_nothing(source: str) -> None:
+def test_a_template_reaches_nothing_of_its_process_and_changes_nothing(source: str) -> None:
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(SecurityError):
         render(source, messages=messages)
@@ -45,58 +43,6 @@ def test_a_template_reads_no_files(source: str) -> None:
         render(source)
 
 
-def test_there_is_no_filler_text() -> None:
-    with pytest.raises(TemplateError, match="'lipsum' is undefined"):
-        render("{{ lipsum(9) }}")
-
-
-TURNS = "{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}"
-ENDLESS = {
-    "loops": "{% set r = range(100000) %}" + TURNS,
-    "loops over a constant": TURNS.replace("in r", "in 'abcdefghijklmnopqrstuvwxyz' * 100"),
-    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a filtered loop": "{% set r = range(100000) %}" + TURNS.replace("in r %}", "in r if true %}"),
-    "an output without end": "{% set r = range(100000) %}" + TURNS.replace("k in r %}", "k in r %}{{ '' }}"),
-}
-
-
-@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_that_does_not_end_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gptserve.weights.chat.sandbox, "RENDER_LIMIT_S", 0.05)
-    with pytest.raises(SecurityError, match=r"^it took longer than 0\.05 s$"):
-        render(source)
-
-
-def test_each_rendering_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gptserve.weights.chat.sandbox, "RENDER_LIMIT_S", 0.05)
-    environment = TemplateEnvironment()
-    endless = environment.compile_bounded(ENDLESS["loops"])
-    short = environment.compile_bounded("{% for i in [1, 2] %}{{ i }}{% endfor %}")
-    with pytest.raises(SecurityError):
-        environment.render(endless, {})
-    monkeypatch.setattr(gptserve.weights.chat.sandbox, "RENDER_LIMIT_S", 60)
-    assert environment.render(short, {}) == "12"
-
-
-DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = OP %}{% endfor %}"
-ENORMOUS = {
-    "output": "{% for i in range(100000) %}{{ 'x' * 100000 }}{% endfor %}",
-    "a product": "{{ 'x' * 10 ** 12 }}",
-    "a product the other way": "{% set n = 10 ** 12 %}{{ n * 'x' }}",
-    "a list": "{{ ([0] * 99999999) | length }}",
-    "a sum of itself": DOUBLED.replace("OP", "ns.x + ns.x"),
-    "a join with itself": DOUBLED.replace("OP", "ns.x ~ ns.x"),
-    "a power": "{{ 9 ** 9 ** 9 }}",
-    "squares": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize("source", ENORMOUS.values(), ids=ENORMOUS)
-def test_a_template_makes_nothing_enormous(source: str) -> None:
-    with pytest.raises(SecurityError, match=r"^it makes more than 16777216 characters$"):
-        render(source)
-
-
 def test_a_range_is_limited() -> None:
     with pytest.raises(OverflowError, match="Range too big"):
         render("{% for i in range(10 ** 7) %}{% endfor %}")
@@ -105,15 +51,13 @@ def test_a_range_is_limited() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{{ '=' * 80 }}", "=" * 80),
         ("{{ 2 ** 10 - 24 * 3.5 }}", "940.0"),
         ("{{ [1] * 2 + [3] }}{{ 'a' ~ 1 ~ none ~ missing }}", "[1, 1, 3]a1None"),
-        ("{% for i in range(5) %}{{ loop.revindex }}{{ loop.length }}{% endfor %}", "5545352515"),
         ("{% for i in missing %}{{ i }}{% else %}none{% endfor %}", "none"),
         ("{% generation %}\n  a{% endgeneration %}b", "  ab"),
     ],
 )
-def test_what_is_of_common_size_passes(source: str, expected: str) -> None:
+def test_what_models_use_is_there(source: str, expected: str) -> None:
     assert render(source) == expected
 
 

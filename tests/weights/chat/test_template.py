@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gptserve.weights.chat.template
 from gptserve.weights.chat.template import PLAIN_TEMPLATE, ChatTemplate, load_chat_template
 from gptserve.weights.errors import ChatTemplateError, TokenizerError
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from gptserve.weights.workers import Limits
 
 SPECIAL_TOKENS = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]"),
@@ -150,7 +152,7 @@ MakeChat = Callable[[str], tuple[Any, ChatTemplate, Tokenizer]]
 
 
 @pytest.fixture(scope="module")
-def make_chat(storyteller: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeChat:
+def make_chat(storyteller: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeChat]:
     """Write a model folder with a template; return transformers' tokenizer, our template, our tokenizer."""
     from transformers import AutoTokenizer
 
@@ -171,7 +173,9 @@ def make_chat(storyteller: Path, tmp_path_factory: pytest.TempPathFactory) -> Ma
             made[template] = AutoTokenizer.from_pretrained(folder), ours, Tokenizer.open(folder)
         return made[template]
 
-    return make
+    yield make
+    for _, ours, _ in made.values():
+        ours.close()
 
 
 def render_both(
@@ -276,16 +280,66 @@ def test_a_conversation_is_not_changed() -> None:
     assert messages == [{"role": "user", "content": "Hi", "reasoning_content": "Hm"}]
 
 
-def test_jinja_is_imported_when_a_template_is_rendered_and_not_before() -> None:
+def test_the_server_needs_no_jinja() -> None:
     code = """
 import sys, gptserve.server.app, gptserve.weights.chat.template
 template = gptserve.weights.chat.template.ChatTemplate("{{ messages[0].content }}", {})
-assert "jinja2" not in sys.modules
 print(template.render([{"content": "Hi"}], {}), "jinja2" in sys.modules)
 """
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
-    assert (done.stdout, done.stderr) == ("Hi True\n", "")
+    assert (done.stdout, done.stderr) == ("Hi False\n", "")
+
+
+ENDLESS = "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% if BODY %}x{% endif %}{% endfor %}{% endfor %}"
+LONG = "{% set x = messages[0].content * 1000000 %}"
+TIME = "it took more than 1 s of CPU time"
+MEMORY = "it needed more than 256 MiB of memory"
+HOSTILE = {
+    "a loop": (ENDLESS.replace("BODY", "i < 0"), TIME),
+    "a macro": ("{% macro f(n) %}{% if n %}{% set x = f(n - 1), f(n - 1) %}{% endif %}{% endmacro %}{{ f(60) }}", TIME),
+    "sort": (LONG + ENDLESS.replace("BODY", "(r | sort | first) < 0"), TIME),
+    "groupby": (ENDLESS.replace("BODY", "(r | groupby('real') | first | first) < 0"), TIME),
+    "pprint": (ENDLESS.replace("BODY", "(r | list | pprint) is none"), TIME),
+    "wordwrap": (LONG + ENDLESS.replace("BODY", "(x | wordwrap(2)) is none"), TIME),
+    "a power": ("{% set n = 9 %}{{ n ** 99999999 }}", TIME),
+    "ljust": ("{{ 'a'.ljust(2000000000) }}", MEMORY),
+    "indent": ("{% set x = (messages[0].content ~ '\n') * 10000000 %}{% set y = x | indent(200) %}", MEMORY),
+    "format": ("{{ '%2000000000d' % 1 }}", MEMORY),
+    "a sum": ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", MEMORY),
+    "output": ("{{ 'x' * 17000000 }}", "it made more than 16 MiB"),
+}
+
+
+@pytest.fixture
+def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = Limits(cpu_s=1, memory_bytes=2**28, open_cpu_s=1, open_memory_bytes=2**28)
+    monkeypatch.setattr(gptserve.weights.chat.template, "LIMITS", low)
+
+
+@pytest.mark.usefixtures("low_limits")
+@pytest.mark.parametrize(("source", "cause"), HOSTILE.values(), ids=HOSTILE)
+def test_a_template_that_passes_a_limit_refuses_the_conversation(source: str, cause: str) -> None:
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(source, {}).render(say("Hi"), {})
+    assert str(caught.value) == f"the chat template refuses this conversation: {cause}"
+
+
+@pytest.mark.usefixtures("low_limits")
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("{{ 9 ** 99999999 }}", TIME),  # a constant, which Jinja computes while it compiles
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "RecursionError: maximum recursion depth exceeded"),
+    ],
+    ids=["a constant", "parentheses"],
+)
+def test_a_template_that_passes_a_limit_while_it_is_compiled_is_not_valid(source: str, cause: str) -> None:
+    template = ChatTemplate(source, {})
+    for attempt in (template.check, lambda: template.render(say("Hi"), {})):
+        with pytest.raises(ChatTemplateError) as caught:
+            attempt()
+        assert str(caught.value).startswith(f"the chat template is not valid: {cause}")
 
 
 def write_config(folder: Path, **fields: object) -> Path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import random
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptserve.weights.tokenizers.tiktoken_encoder import GPT2, SPACES, TiktokenEncoder
+from gptserve.weights.errors import TokenizerError
+from gptserve.weights.tokenizers.library_encoder import LibraryEncoder
+from gptserve.weights.tokenizers.tiktoken_encoder import GPT2, SPACES, TiktokenEncoder, _any_of
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from gptserve.weights.tokenizers.vocabulary import byte_symbols, load_vocabulary
 from tests.weights.tiny_tokenizers import BY_LIBRARY, FAMILIES
@@ -234,3 +239,60 @@ def test_special_token_that_text_could_give_is_left_to_the_library(tokenizer_jso
     raw = json.loads(tokenizer_json)
     raw["added_tokens"].append({**raw["added_tokens"][0], "content": "!", "id": raw["model"]["vocab"]["!"]})
     assert TiktokenEncoder.recognise(load_vocabulary(write(tmp_path, json.dumps(raw)))) is None
+
+
+class PanicException(BaseException):
+    """What pyo3 makes of a panic in Rust."""
+
+
+class Panicking:
+    def encode_ordinary(self, text: str) -> list[int]:
+        raise PanicException("index out of bounds")
+
+
+def test_a_text_on_which_the_library_panics_is_refused(tokenizer: Tokenizer) -> None:
+    encoder = copy.copy(tokenizer._encoder)
+    encoder._bpe = Panicking()  # type: ignore
+    with pytest.raises(TokenizerError, match=r"^text has no tokens: 'index out of bounds'$"):
+        encoder.encode("The cat")
+
+
+def test_of_added_tokens_the_leftmost_is_found_and_of_those_the_longest() -> None:
+    for seed in range(300):
+        draw = random.Random(seed)
+        texts = {"".join(draw.choices("ab|.", k=draw.randint(1, 5))) for _ in range(draw.randint(1, 8))}
+        text = "".join(draw.choices("ab|.", k=60))
+        found = re.findall(_any_of(list(texts)), text)
+        assert found == re.findall("|".join(map(re.escape, sorted(texts, key=len, reverse=True))), text)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        [f"<{number}>" for number in range(10_001)],
+        ["<" + "a" * 100 + ">"],
+    ],
+    ids=["many", "long"],
+)
+def test_added_tokens_beyond_all_published_are_found_by_the_library(
+    tokenizer_json: str, tmp_path: Path, added: list[str]
+) -> None:
+    library = tokenizers.Tokenizer.from_str(tokenizer_json)
+    library.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in added])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.open(tmp_path)
+    assert isinstance(tokenizer._encoder, LibraryEncoder)
+    assert tokenizer.encode("The " + added[-1]) == library.encode("The " + added[-1]).ids
+
+
+def test_tokens_that_take_long_to_recognise_are_left_to_the_library(tokenizer_json: str, tmp_path: Path) -> None:
+    raw = json.loads(tokenizer_json)
+    token, vocab = "a", raw["model"]["vocab"]
+    for _ in range(16):
+        raw["model"]["merges"].append([token, token])
+        token *= 2
+        vocab.setdefault(token, len(vocab))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = Tokenizer.open(tmp_path)
+    assert isinstance(tokenizer._encoder, LibraryEncoder)
+    assert tokenizer.encode(token) == [vocab[token]]

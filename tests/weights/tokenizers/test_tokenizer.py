@@ -191,6 +191,8 @@ def test_the_fingerprint_changes_with_what_a_token_stands_for_and_with_nothing_e
     exchanged = vocabulary.token_bytes | {first: other, second: data}
     backwards = dict(reversed(vocabulary.token_bytes.items()))
     fingerprint = Tokenizer.open(storyteller).fingerprint
-    assert Tokenizer(replace(vocabulary, token_bytes=backwards, merges=[]), encoder).fingerprint == fingerprint
-    assert Tokenizer(replace(vocabulary, token_bytes=exchanged), encoder).fingerprint != fingerprint
-    assert Tokenizer(replace(vocabulary, added=()), encoder).fingerprint != fingerprint, "special tokens have no text"
+    assert Tokenizer(replace(vocabulary, token_bytes=backwards, merges=[]), encoder, 1).fingerprint == fingerprint
+    assert Tokenizer(replace(vocabulary, token_bytes=exchanged), encoder, 1).fingerprint != fingerprint
+    assert Tokenizer(replace(vocabulary, added=()), encoder, 1).fingerprint != fingerprint, (
+        "special tokens have no text"
+    )

@@ -1,0 +1,262 @@
+"""Foreign code cannot last, grow or crash to anybody's harm but its own, and no worker is left behind.
+
+The foreign code is Python here: `eval` opens it, and what it opens evaluates the texts that tests call it with.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from ast import literal_eval
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gptserve.weights.workers import (
+    NUM_WORKERS,
+    CannotOpenError,
+    ForeignCodeError,
+    Limits,
+    WorkerDiedError,
+    Workers,
+)
+
+EVALUATE = "lambda code: str(eval(code))"
+PID = "__import__('os').getpid()"
+ENDLESS = "[0 for _ in iter(int, 1) if False]"
+MakeWorkers = Callable[..., Workers]
+
+
+@pytest.fixture
+def make() -> Iterator[MakeWorkers]:
+    made = []
+
+    def make(source: str = EVALUATE, **limits: float) -> Workers:
+        made.append(Workers("builtins:eval", source, Limits(**limits)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for workers in made:
+        workers.close()
+
+
+def pid_of(workers: Workers) -> int:
+    return int(str(workers.call(code=PID)))
+
+
+def wait_until_gone(pid: int) -> None:
+    if psutil.pid_exists(pid):
+        psutil.Process(pid).wait(60)
+
+
+@pytest.mark.parametrize(
+    ("source", "request_", "reply"),
+    [
+        ("lambda text: text[::-1]", {"text": "é\ud800\n"}, "\n\ud800é"),
+        ("lambda n: [n, 2**32 - 1]", {"n": 3}, [3, 2**32 - 1]),
+        ("lambda: []", {}, []),
+        ("lambda: ''", {}, ""),
+        ("lambda value: str(value)", {"value": {"a": [1.5, None, True]}}, "{'a': [1.5, None, True]}"),
+    ],
+)
+def test_a_reply_is_text_or_token_ids(
+    make: MakeWorkers, source: str, request_: dict[str, object], reply: object
+) -> None:
+    assert make(source).call(**request_) == reply
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (ENDLESS, "it took more than 1 s of CPU time"),
+        ("sum(range(10**13))", "it took more than 1 s of CPU time"),
+        ("'a' * 2**31", "it needed more than 512 MiB of memory"),
+        ("'a'.ljust(2000000000)", "it needed more than 512 MiB of memory"),
+        ("__import__('os').abort()", "it needed more than 512 MiB of memory"),  # as Rust does without memory
+    ],
+)
+def test_a_call_that_passes_a_limit_ends_with_its_worker(make: MakeWorkers, code: str, cause: str) -> None:
+    workers = make(cpu_s=1)
+    before = pid_of(workers)
+    with pytest.raises(ForeignCodeError) as caught:
+        workers.call(code=code)
+    assert str(caught.value) == cause
+    assert pid_of(workers) != before
+    assert not psutil.pid_exists(before)
+
+
+def test_each_call_has_its_own_time(make: MakeWorkers) -> None:
+    clock = "__import__('time').process_time()"
+    workers = make(
+        f"lambda: str(next({PID} for start in [{clock}] for _ in iter(int, 1) if {clock} > start + 0.7))", cpu_s=1
+    )
+    assert len({workers.call() for _ in range(4)}) == 1
+
+
+def test_a_reply_is_bounded(make: MakeWorkers) -> None:
+    workers = make(reply_bytes=2**20)
+    before = pid_of(workers)
+    assert len(str(workers.call(code="'a' * 2**20"))) == 2**20
+    with pytest.raises(ForeignCodeError, match=r"^it made more than 1 MiB$"):
+        workers.call(code="'a' * (2**20 + 1)")
+    assert pid_of(workers) == before
+
+
+def test_a_worker_that_does_nothing_is_ended(make: MakeWorkers) -> None:
+    workers = make(wait_s=0.2)
+    with pytest.raises(ForeignCodeError, match=r"^it took longer than 0\.2 s$"):
+        workers.call(code="__import__('time').sleep(3600)")
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("exec('raise SystemExit(3)')", "SystemExit: 3"),
+        ("exec('raise BaseException(\"panicked\")')", "BaseException: panicked"),
+        ("(_ for _ in ()).throw(KeyboardInterrupt())", "KeyboardInterrupt: "),
+    ],
+)
+def test_an_exception_of_any_kind_is_told_and_the_worker_lives(make: MakeWorkers, code: str, cause: str) -> None:
+    workers = make()
+    before = pid_of(workers)
+    with pytest.raises(ForeignCodeError) as caught:
+        workers.call(code=code)
+    assert str(caught.value) == cause
+    assert pid_of(workers) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("__import__('os')._exit(7)", "its process ended with status 7"),
+        ("__import__('ctypes').string_at(0)", "its process ended by signal 11 (Segmentation fault)"),
+    ],
+)
+def test_a_worker_that_dies_is_replaced(make: MakeWorkers, code: str, cause: str) -> None:
+    workers = make()
+    with pytest.raises(WorkerDiedError) as caught:
+        workers.call(code=code)
+    assert str(caught.value) == cause
+    assert workers.call(code="6 * 7") == "42"
+
+
+def test_a_worker_that_died_while_idle_is_noticed(make: MakeWorkers) -> None:
+    workers = make()
+    before = pid_of(workers)
+    os.kill(before, signal.SIGKILL)
+    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    assert pid_of(workers) != before
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [("1 / 0", "ZeroDivisionError: division by zero"), (ENDLESS, "it took more than 1 s of CPU time")],
+)
+def test_what_cannot_be_opened_is_tried_once(make: MakeWorkers, tmp_path: Path, source: str, cause: str) -> None:
+    workers = make(f"[open({str(tmp_path / 'tried')!r}, 'a').write('x'), {source}]", open_cpu_s=1)
+    for attempt in (workers.open, workers.call, workers.call):
+        with pytest.raises(CannotOpenError) as caught:
+            attempt()
+        assert str(caught.value) == cause
+    assert (tmp_path / "tried").read_text() == "x"
+
+
+def test_slow_calls_hold_up_no_other_until_all_workers_are_busy(make: MakeWorkers, tmp_path: Path) -> None:
+    workers, gates = make(), [tmp_path / str(number) for number in range(NUM_WORKERS)]
+    for gate in gates:
+        os.mkfifo(gate)
+    with ThreadPoolExecutor(NUM_WORKERS + 1) as pool:
+        slow = [pool.submit(workers.call, code=f"open({str(gate)!r}).read()") for gate in gates[1:]]
+        assert workers.call(code="6 * 7") == "42"
+        slow.append(pool.submit(workers.call, code=f"open({str(gates[0])!r}).read()"))
+        writers = [gate.open("w") for gate in gates]  # which waits for all of them to read
+        waiting = pool.submit(workers.call, code="6 * 7")
+        assert len(psutil.Process().children()) >= NUM_WORKERS
+        assert not waiting.done()
+        writers[0].close()
+        assert waiting.result(60) == "42"
+        for writer in writers:
+            writer.close()
+        assert [call.result(60) for call in slow] == [""] * NUM_WORKERS
+
+
+def test_few_calls_need_few_workers(make: MakeWorkers) -> None:
+    workers = make()
+    assert len({pid_of(workers) for _ in range(20)}) == 1
+
+
+def test_closing_ends_busy_and_idle_workers_and_refuses_calls(make: MakeWorkers, tmp_path: Path) -> None:
+    workers, gate = make(), tmp_path / "gate"
+    os.mkfifo(gate)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(workers.call, code=f"str({PID}) + open({str(gate)!r}).read()")
+        with gate.open("w"):
+            idle = pid_of(workers)
+            pids = {child.pid for child in psutil.Process().children() if "weights.workers" in str(child.cmdline())}
+            workers.close()
+            with pytest.raises(WorkerDiedError, match=r"signal 9"):
+                busy.result(60)
+    assert idle in pids
+    assert not any(map(psutil.pid_exists, pids))
+    with pytest.raises(ForeignCodeError, match="the server is shutting down"):
+        workers.call(code="1")
+
+
+def test_workers_end_with_their_last_user() -> None:
+    workers = Workers("builtins:eval", EVALUATE, Limits())
+    pid = pid_of(workers)
+    del workers
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("end", ["pass", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+def test_workers_end_with_their_caller(end: str) -> None:
+    code = (
+        "import sys; from gptserve.weights.workers import Limits, Workers\n"
+        f"workers = Workers('builtins:eval', {EVALUATE!r}, Limits())\n"
+        f"print(workers.call(code={PID!r}), flush=True)\n{end}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
+    wait_until_gone(int(done.stdout))
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    for name in ("json", "subprocess", "socket", "jinja2"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)")
+    code = (
+        "from gptserve.weights.chat.template import ChatTemplate\n"
+        "print(ChatTemplate('{{ messages[0].content }}', {}).render([{'content': 'Hi'}], {}))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("Hi\n", "")
+
+
+def test_signals_of_a_terminal_and_a_service_manager_are_for_the_server(make: MakeWorkers) -> None:
+    workers = make()
+    pid = pid_of(workers)
+    assert os.getpgid(pid) != os.getpgrp()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    assert pid_of(workers) == pid
+
+
+FILES = """[
+    os.readlink(link).partition(':')[0] for os in [__import__('os')] for number in os.listdir('/proc/self/fd')
+    for link in [f'/proc/self/fd/{number}'] if os.path.exists(link)
+]"""
+
+
+def test_a_worker_is_small_and_holds_nothing_of_its_caller(make: MakeWorkers, tmp_path: Path) -> None:
+    heavy = "[name for name in ('torch', 'numpy', 'jinja2', 'tokenizers') if name in __import__('sys').modules]"
+    first, second = make(), make()
+    with (tmp_path / "open").open("w"):
+        for workers in (first, second):
+            assert sorted(literal_eval(str(workers.call(code=FILES)))) == ["/dev/null"] * 3 + ["socket"]
+            assert workers.call(code=heavy) == "[]"

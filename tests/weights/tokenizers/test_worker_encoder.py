@@ -1,0 +1,126 @@
+"""A tokenizer's own rules run in workers, to the same ids; those of the families that are served run in the server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tokenizers
+
+from gptserve.weights.errors import TokenizerError
+from gptserve.weights.tokenizers import worker_encoder
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from gptserve.weights.workers import Limits
+from tests.weights.tiny_tokenizers import FAMILIES
+
+ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+LONG = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000_000}
+NAMED = {"type": "Split", "pattern": {"Regex": "[ab]+"}, "behavior": "Isolated", "invert": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
+TIME, MEMORY = "it took more than 1 s of CPU time", "it needed more than 256 MiB of memory"
+Open = Callable[..., Tokenizer]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Open a family's tokenizer with other values of its tokenizer.json."""
+    made = []
+
+    def make(name: str, **changes: object) -> Tokenizer:
+        raw = json.loads(FAMILIES[name]().to_str()) | changes
+        (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+        made.append(Tokenizer.open(tmp_path))
+        return made[-1]
+
+    yield make
+    for tokenizer in made:
+        tokenizer.close()
+
+
+@pytest.fixture
+def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = Limits(cpu_s=1, memory_bytes=2**28, open_memory_bytes=2**28, reply_bytes=2**16)
+    monkeypatch.setattr(worker_encoder, "LIMITS", low)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_families_that_are_served_need_no_worker(opened: Open, name: str) -> None:
+    assert not opened(name).has_workers
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": NAMED},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [NAMED, DIGITS]}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 17}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS] * 17}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "pair": [
+            {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 9000, "tokens": ["<s>"] * 9000}}}},
+    ],
+)  # fmt: skip
+def test_rules_of_its_own_give_the_ids_of_the_library(opened: Open, changes: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = opened("llama2", **changes)
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "Aab bAá 12</s>c"
+    assert tokenizer.has_workers
+    assert tokenizer.encode_with_special(text) == library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode_with_special(text, template=True) == library.encode(text).ids
+    library.encode_special_tokens = True
+    assert tokenizer.encode("Aab bAá 12") == library.encode("Aab bAá 12", add_special_tokens=False).ids
+    assert tokenizer.encode_prompt("Aab bAá 12") == library.encode("Aab bAá 12").ids
+    assert tokenizer.decode(tokenizer.encode("ab")).strip() == "ab"
+
+
+def test_a_unigram_model_with_long_pieces_has_workers(opened: Open) -> None:
+    model = json.loads(FAMILIES["xglm"]().to_str())["model"]
+    assert not opened("xglm", model={**model, "vocab": [*model["vocab"], ["a" * 256, -9.0]]}).has_workers
+    assert opened("xglm", model={**model, "vocab": [*model["vocab"], ["a" * 257, -9.0]]}).has_workers
+
+
+@pytest.mark.usefixtures("low_limits")
+@pytest.mark.parametrize(
+    ("changes", "text", "cause"),
+    [
+        ({"pre_tokenizer": ENDLESS}, "a" * 40 + "b", "text has no tokens: "),
+        ({"pre_tokenizer": ENDLESS}, ("a" * 21 + "b ") * 1000, f"{TIME}|text has no tokens: "),
+        ({"normalizer": LONG}, "a" * 2000, MEMORY),
+        ({"normalizer": {"type": "Sequence", "normalizers": [LONG] * 20}}, "a", MEMORY),
+        ({"normalizer": {"type": "Lowercase"}}, "ab" * 50_000, "it made more than 0 MiB"),
+    ],
+)  # fmt: skip
+def test_a_text_that_passes_a_limit_is_refused_and_the_next_is_not(
+    opened: Open, changes: dict[str, Any], text: str, cause: str
+) -> None:
+    tokenizer = opened("llama2", **changes)
+    with pytest.raises(TokenizerError, match=rf"^text cannot be encoded: ({cause})"):
+        tokenizer.encode(text)
+    assert tokenizer.encode("b")
+
+
+def test_a_tokenizer_that_does_not_open_is_refused(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = rf"^{tmp_path}/tokenizer\.json: the tokenizer does not open: "
+    with pytest.raises(TokenizerError, match=refusal + "the library tokenizers cannot read it: "):
+        opened("llama2", normalizer={"type": "Nonsense"})
+    monkeypatch.setattr(worker_encoder, "LIMITS", Limits(open_memory_bytes=2**26))
+    with pytest.raises(TokenizerError, match=refusal + "it needed more than 64 MiB of memory$"):
+        opened("llama2", normalizer={**LONG, "content": "a" * 40_000_000})
+
+
+def test_closing_ends_the_workers(opened: Open) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    tokenizer = opened("llama2", normalizer={"type": "Lowercase"})
+    assert {child.pid for child in psutil.Process().children()} > before
+    tokenizer.close()
+    assert {child.pid for child in psutil.Process().children()} == before
+    with pytest.raises(TokenizerError, match="the server is shutting down"):
+        tokenizer.encode("a")
