@@ -46,7 +46,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "torch": lambda patch: patch.setattr(torch, "__version__", "0.0"),
     "libraries and instructions": lambda patch: patch.setattr(torch.__config__, "show", lambda: "oneDNN 0.0"),
     "precision of products": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
-    "gptserve": lambda patch: patch.setattr(gptserve.engine.model.fingerprint, "_version", lambda: "0.0"),
+    "gptserve": lambda patch: patch.setattr(gptserve, "__version__", "0.0"),
 }
 
 

@@ -439,6 +439,6 @@ def test_head_is_get_without_the_body(serve: Callable[..., LiveServer], path: by
 
 def test_head_of_a_route_without_get_is_a_405(serve: Callable[..., LiveServer]) -> None:
     answer = exchange(
-        serve(FakeEngineClient()), [b"HEAD /v1/completions HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"]
+        serve(FakeEngineClient()), [b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"]
     )
     assert answer.startswith(b"HTTP/1.1 405 ")
