@@ -26,7 +26,6 @@ from gptserve.engine.request import (
 )
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
-from gptserve.engine.scheduling.prompt_pace import PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.stats import EngineStats
@@ -64,7 +63,6 @@ class Engine:
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
             drafter=drafter,
-            pace=PromptPace(),
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"

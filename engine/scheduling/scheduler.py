@@ -11,36 +11,16 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import attrgetter, eq
 
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
-from gptserve.engine.scheduling.prompt_pace import PromptPace
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 from gptserve.engine.stats import EngineStats
 
 _in_order_of_service = attrgetter("order")
-
-
-@dataclass(slots=True)
-class Budget:
-    """How many tokens a step may still compute, and how many of them in chunks: of sequences that lack several."""
-
-    tokens: int
-    chunk_tokens: int
-
-    def take(self, num_uncomputed: int) -> int:
-        """Return how many tokens of a sequence the step computes; there is room for one at least."""
-        if num_uncomputed == 1:
-            self.tokens -= 1
-            return 1
-        num_tokens = min(num_uncomputed, self.tokens, self.chunk_tokens)
-        self.tokens -= num_tokens
-        self.chunk_tokens -= num_tokens
-        return num_tokens
 
 
 class Scheduler:
@@ -52,8 +32,8 @@ class Scheduler:
     - A running sequence that lacks a block preempts the last one in order, or itself if it is the last. Then this step
       admits nobody. The preempted sequence gives up its blocks and waits, in its old place, to be recomputed. The last
       one in order is never already scheduled in this step.
-    - Priority orders admission, budget and preemption. But a waiting sequence never takes a running slot or a block
-      from a running one, and with a PromptPace each sequence that decodes has its token in every step.
+    - Priority orders admission, budget and preemption. A long prompt of higher priority can take whole steps from
+      sequences that decode. But a waiting sequence never takes a running slot or a block from a running one.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress, and every sequence ends with exactly one FinishReason.
     - After a failed step its sequences are recomputed from the start. While there are suspects (scheduling/blame.py),
@@ -75,7 +55,6 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         drafter: Drafter | None = None,
-        pace: PromptPace | None = None,
         max_queue_time_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +66,6 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._drafter = drafter
-        self._pace = pace
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
         self._waiting: list[SequenceState] = []  # both in order of service
@@ -95,7 +73,6 @@ class Scheduler:
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
-        self._scheduled_at = 0.0
         self.stats = EngineStats()
         """The totals so far; the gauges stay 0."""
 
@@ -141,23 +118,18 @@ class Scheduler:
 
         Call `update` or `abandon` before the next `schedule`.
         """
-        self._scheduled_at = self._clock()
         self._blocks.begin_step()
         items: list[ScheduledSequence] = []
         if self._suspects:
             self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
             return ScheduledBatch(tuple(items))
         num_preemptions = self.stats.num_preemptions
-        budget = self._new_budget()
-        self._schedule_running(items, budget)
-        if not items:  # those that decode lacked blocks and gave up theirs
-            budget.chunk_tokens = budget.tokens
-            self._schedule_running(items, budget)
+        budget = self._schedule_running(items, self._max_num_batched_tokens)
         if self.stats.num_preemptions == num_preemptions:
-            self._schedule_waiting(items, budget)
+            budget = self._schedule_waiting(items, budget)
         if self._drafter is not None:
-            num_scheduled = self._max_num_batched_tokens - budget.tokens
-            self._add_drafts(items, self._drafter, min(budget.tokens, self._drafter.max_step_tokens - num_scheduled))
+            num_scheduled = self._max_num_batched_tokens - budget
+            self._add_drafts(items, self._drafter, min(budget, self._drafter.max_step_tokens - num_scheduled))
         return ScheduledBatch(tuple(items))
 
     def expire_waiting(self) -> list[SequenceState]:
@@ -181,8 +153,6 @@ class Scheduler:
         if a sequence needs that token, it fails and its blocks are no longer shared. Sequences that were aborted during
         the step are skipped.
         """
-        if self._pace is not None:
-            self._pace.observe(batch, self._clock() - self._scheduled_at)
         sampling = [item for item in batch.items if item.needs_sampling]
         for item in batch.items:
             item.sequence.num_computed += item.num_tokens - len(item.draft)
@@ -208,26 +178,13 @@ class Scheduler:
                 self._suspects.add(sequence)
         return None
 
-    def _new_budget(self) -> Budget:
-        """Return what a step may compute; with a pace, its chunks leave room for each sequence that decodes."""
-        budget = Budget(self._max_num_batched_tokens, self._max_num_batched_tokens)
-        num_decoding = sum(sequence.num_uncomputed == 1 for sequence in self._running)
-        if self._pace is not None and num_decoding > 0:
-            num_slots = min(self._max_num_seqs, len(self._running) + len(self._waiting))
-            budget.chunk_tokens = min(
-                self._pace.max_chunk_tokens(num_decoding, num_slots - num_decoding), budget.tokens - num_decoding
-            )
-        return budget
-
-    def _schedule_running(self, items: list[ScheduledSequence], budget: Budget) -> None:
+    def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Schedule the running sequences and return the budget left."""
         for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end
-            if budget.tokens == 0:
+            if budget == 0 or not self._make_room(sequence):
                 break
-            if budget.chunk_tokens == 0 and sequence.num_uncomputed > 1:
-                continue
-            if not self._make_room(sequence):
-                break
-            self._schedule_tokens(sequence, items, budget)
+            budget -= self._schedule_tokens(sequence, items, budget)
+        return budget
 
     def _make_room(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks, preempting others if needed; False if it preempted itself."""
@@ -251,14 +208,16 @@ class Scheduler:
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
             self._running.remove(last)
             self._preempt(last)
-        self._schedule_tokens(suspect, items, Budget(self._max_num_batched_tokens, self._max_num_batched_tokens))
+        self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
 
-    def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget) -> None:
-        while self._waiting and budget.tokens > 0 and budget.chunk_tokens > 0:
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: int) -> int:
+        """Admit and schedule waiting sequences and return the budget left."""
+        while self._waiting and budget > 0:
             sequence = self._waiting[0]
             if not self._admit(sequence):
                 break
-            self._schedule_tokens(sequence, items, budget)
+            budget -= self._schedule_tokens(sequence, items, budget)
+        return budget
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a running slot and blocks for all its tokens; False if either is lacking."""
@@ -280,11 +239,12 @@ class Scheduler:
         wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
         return self._pool.enable_prefix_caching and not wants_prompt_logits
 
-    def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: Budget) -> None:
-        """Schedule tokens of a sequence that has its blocks, within the budget."""
-        num_tokens = budget.take(sequence.num_uncomputed)
+    def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: int) -> int:
+        """Schedule tokens of a sequence that has its blocks, within the budget; return how many."""
+        num_tokens = min(sequence.num_uncomputed, budget)
         items.append(ScheduledSequence(sequence, num_tokens))
         self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
+        return num_tokens
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
