@@ -16,7 +16,7 @@ from tests.weights.tiny_tokenizers import FAMILIES
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{{ eos_token }}"
 BY_HAND = dict(by_hand())
-BATCH = 40
+BATCH = 20
 """Folders that one test opens: a test for each would double what they take."""
 
 
@@ -94,10 +94,7 @@ def test_there_are_many_hostile_folders() -> None:
 
 @pytest.mark.parametrize(
     "first",
-    [
-        pytest.param(first, marks=pytest.mark.slow if first + BATCH > len(BY_HAND) else ())  # the last meet limits
-        for first in range(0, len(BY_HAND), BATCH)
-    ],
+    [pytest.param(first, marks=pytest.mark.slow if first > 0 else ()) for first in range(0, len(BY_HAND), BATCH)],
 )
 def test_a_hostile_folder_is_refused_or_served(workers: Workers, good: Path, tmp_path: Path, first: int) -> None:
     check(workers, good, tmp_path, dict(list(BY_HAND.items())[first : first + BATCH]))
@@ -107,7 +104,7 @@ def test_a_hostile_folder_is_refused_or_served(workers: Workers, good: Path, tmp
 def test_a_mutated_folder_is_refused_or_served(
     workers: Workers, goods: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    told = check(workers, goods[name], tmp_path, dict(map(mutated, range(40))))
+    told = check(workers, goods[name], tmp_path, dict(map(mutated, range(20))))
     assert {text.partition(":")[0] for text in told.values()} == {"refused", "served"}
 
 
