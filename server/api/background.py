@@ -160,6 +160,8 @@ async def _follow(
     service: Service, store: BackgroundStore, job: BackgroundJob, after: LastEvent | None, *, stream: bool
 ) -> Response:
     plan, whole = await store.plan(job), job.whole if job.status == "completed" else None
+    if job.is_unreadable:
+        after = None  # nothing is sent but the error
     if after is not None:
         after.check(plan, whole)
     return BackgroundResponse(service, plan, store.reader(job), stream=stream, after=after, whole=whole)

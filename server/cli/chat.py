@@ -146,15 +146,18 @@ def _run_command(chat: Chat, message: str) -> None:
         case "/save", "":
             raise CommandError("/save needs a file, such as /save chat.json")
         case "/save", name:
-            _save(chat, Path(name).expanduser())
+            _save(chat, name)
         case _:
             raise CommandError(f"there is no command {message!r}; /help lists the commands")
 
 
-def _save(chat: Chat, path: Path) -> None:
+def _save(chat: Chat, name: str) -> None:
     try:
+        path = Path(name).expanduser()
         with path.open("x", encoding="utf-8") as file:
             json.dump({"messages": chat.messages}, file, ensure_ascii=False, indent=2)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    except (RuntimeError, ValueError) as error:  # no such home, or a null character
+        raise CommandError(f"cannot write {name}: {error}") from error
     print(f"(saved {len(chat.messages)} messages to {path})")

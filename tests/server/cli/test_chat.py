@@ -102,6 +102,7 @@ def test_commands_change_the_conversation_and_are_not_sent(open_chat: Any, serve
         ("/save", "gptserve: /save needs a file, such as /save chat.json\n"),
         ("/save {folder}", "gptserve: cannot write {folder}: File exists\n"),
         ("/save {folder}/no/such", "gptserve: cannot write {folder}/no/such: No such file or directory\n"),
+        ("/save ~no-such-user/chat", "gptserve: cannot write ~no-such-user/chat: Could not determine home directory."),
     ],
 )
 def test_a_wrong_command_is_one_sentence(command: str, expected: str, open_chat: Any, tmp_path: Path) -> None:
