@@ -47,6 +47,7 @@ def process(hostile: Path) -> Iterator[Process]:
     process.kill()
 
 
+@pytest.mark.slow
 def test_what_a_model_does_is_told_and_harms_nobody_else(process: Process) -> None:
     with process.wait_until_ready() as client, ThreadPoolExecutor(8) as pool:
 

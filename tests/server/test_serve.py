@@ -211,7 +211,8 @@ def background_completion(client: httpx.Client) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("moment", [pytest.param("while loading", marks=pytest.mark.slow), "while serving"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["while loading", "while serving"])
 def test_a_second_signal_ends_a_server_whose_disk_hangs(launch: Any, tmp_path: Path, moment: str) -> None:
     gate, flags = tmp_path / "gate", ("--state-dir", str(tmp_path), "--shutdown-timeout", "3600")
     if moment == "while loading":

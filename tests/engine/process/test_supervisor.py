@@ -533,7 +533,7 @@ def supervise_real(
             {1: ("kill", 20), 2: ("kill", 0)}, {DeathKind.KILLED: 1, DeathKind.LOAD: 1}, marks=pytest.mark.slow
         ),
         pytest.param({1: ("no memory", 20)}, {DeathKind.RAISED: 1}, marks=pytest.mark.slow),
-        ({1: ("hang", 20)}, {DeathKind.STALLED: 1}),
+        pytest.param({1: ("hang", 20)}, {DeathKind.STALLED: 1}, marks=pytest.mark.slow),
     ],
     ids=["killed", "crashed", "twice", "again at once", "in the load", "out of memory", "hung"],
 )
@@ -555,6 +555,7 @@ def test_32_live_streams_get_what_they_would_have_got(
     run_hurried(test())
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_within_a_prompt_costs_none_of_its_logprobs_and_repeats_none(
     storyteller: Path, tmp_path: Path
 ) -> None:
@@ -594,6 +595,7 @@ def test_31_live_streams_finish_beside_a_poison(
     run(test())
 
 
+@pytest.mark.slow
 def test_what_only_waited_while_engines_died_is_no_suspect_and_goes_on_waiting(
     storyteller: Path, tmp_path: Path, undisturbed: dict[str, Result]
 ) -> None:
