@@ -1,12 +1,13 @@
 """The index of background jobs in memory: by id, by owner with idempotency key, and in the order of their ends.
 
-It says which jobs must go: those whose time is over, and those that ended first where there are too many. `store.py`
-calls it, and deletes them in the journal. Knows neither the journal nor the engine.
+It says which jobs must go: those whose time is over, and those that ended first where there are too many. Owners share
+the limits fairly: each is sure of the limit divided by the number of owners that have jobs, and what some leave is free
+for the others. `store.py` calls it, and deletes jobs in the journal. Knows neither the journal nor the engine.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 
 from gptserve.server.background.job import BackgroundJob, OwnerAndKey
@@ -18,7 +19,11 @@ class JobIndex:
     """All jobs. Invariants: a key leads to one job that has not failed; a job whose time is over is not found."""
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float]) -> None:
-        self._settings = settings
+        self._result_ttl_s = settings.result_ttl_s
+        self._limits: tuple[tuple[int, Callable[[BackgroundJob], int], str], ...] = (
+            (settings.max_results, lambda job: 1, "of your background or keyed completions are running"),
+            (settings.max_results_bytes, lambda job: job.num_bytes, "bytes of your running completions are kept"),
+        )
         self._clock = clock
         self._jobs: dict[str, BackgroundJob] = {}
         self._ended: dict[str, BackgroundJob] = {}
@@ -41,16 +46,17 @@ class JobIndex:
         job = self._keys.get(owner_and_key)
         return None if job is None or self._is_over(job) else job
 
-    def check_room(self) -> None:
-        """Raise ServiceError if the jobs that have not ended, which nothing replaces, are as many as may be kept."""
+    def check_room(self, owner: str | None) -> None:
+        """Raise ServiceError if this owner may not begin a job now.
+
+        That is: the jobs that run, which nothing replaces, reach a limit, and those of the owner reach its share.
+        """
         running = [job for job in self if job.completion_id not in self._ended]
-        num_bytes = sum(job.num_bytes for job in running)
-        for number, limit, unit in (
-            (len(running), self._settings.max_results, "background or keyed completions are running"),
-            (num_bytes, self._settings.max_results_bytes, "bytes of background or keyed completions that run are kept"),
-        ):
-            if number >= limit:
-                message = f"{number} {unit}, and the limit is {limit}"
+        num_owners = len(self._owners() | {owner})
+        for limit, size_of, unit in self._limits:
+            own = sum(size_of(job) for job in running if job.record.owner == owner)
+            if sum(map(size_of, running)) >= limit and own * num_owners >= limit:
+                message = f"{own} {unit}, and the limit for all owners is {limit}"
                 raise ServiceError("too_many_kept", message, retry_after_s=1)
 
     def add(self, job: BackgroundJob) -> None:
@@ -89,19 +95,31 @@ class JobIndex:
         """Return the jobs whose time is over."""
         return [job for job in self if self._is_over(job)]
 
-    def surplus(self, spared: BackgroundJob) -> list[BackgroundJob]:
-        """Return the jobs that must make room for the others: those that ended first, but not the one `spared`."""
-        num_over = len(self._jobs) - self._settings.max_results
-        num_bytes_over = sum(job.num_bytes for job in self) - self._settings.max_results_bytes
-        surplus = []
+    def surplus(self, spared: BackgroundJob | None = None) -> list[BackgroundJob]:
+        """Return the jobs that must make room for the others, but not the one `spared`.
+
+        Each is the one that ended first of the owner that holds the most, as long as that is more than its share.
+        """
+        ended: dict[str | None, deque[BackgroundJob]] = defaultdict(deque)
         for job in self._ended.values():
-            if num_over <= 0 and num_bytes_over <= 0:
-                break
             if job is not spared:
-                surplus.append(job)
-                num_over -= 1
-                num_bytes_over -= job.num_bytes
-        return surplus
+                ended[job.record.owner].append(job)
+        num_owners, surplus = len(self._owners()), dict[str, BackgroundJob]()
+        for limit, size_of, _ in self._limits:
+            held = Counter[str | None]()
+            for job in self:
+                held[job.record.owner] += 0 if job.completion_id in surplus else size_of(job)
+            while held.total() > limit:
+                over = [owner for owner, jobs in ended.items() if jobs and held[owner] * num_owners > limit]
+                if not over:
+                    break
+                job = ended[max(over, key=held.__getitem__)].popleft()
+                surplus[job.completion_id] = job
+                held[job.record.owner] -= size_of(job)
+        return list(surplus.values())
+
+    def _owners(self) -> set[str | None]:
+        return {job.record.owner for job in self}
 
     def _is_over(self, job: BackgroundJob) -> bool:
         """Return whether the time of a job is over. A job that ended in the future, by a wrong clock, ended now."""
@@ -109,7 +127,7 @@ class JobIndex:
             return False
         now = self._clock()
         job.finished_at = min(job.finished_at, now)
-        return job.finished_at <= now - self._settings.result_ttl_s
+        return job.finished_at <= now - self._result_ttl_s
 
     def _release_key(self, job: BackgroundJob) -> None:
         if job.owner_and_key is not None and self._keys.get(job.owner_and_key) is job:

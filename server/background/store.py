@@ -152,12 +152,13 @@ class BackgroundStore:
         rows = await self._journal.load()
         for row in rows:
             self._index.add_stored(self._to_job(row))
+        self._expire_regularly()
+        self._drop(self._index.surplus())  # the limits may be lower now
         unfinished = [row for row in rows if row.end is None]
         for row in sorted(unfinished, key=lambda row: row.num_vain_attempts, reverse=True):  # suspects come first
             await self._resume(row)
         if unfinished:
             logger.info("resuming %d background completion%s", len(unfinished), "" if len(unfinished) == 1 else "s")
-        self._expire_regularly()
 
     async def suspend(self) -> None:
         """Stop all jobs, for the next start to resume; does nothing when the journal is in memory."""
@@ -183,7 +184,7 @@ class BackgroundStore:
         """Plan, submit and journal a new job, and run it."""
         plan = await make_plan()
         with self._service.counting_rejections():
-            self._index.check_room()
+            self._index.check_room(request.owner)
         remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests)

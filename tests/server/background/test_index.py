@@ -1,17 +1,23 @@
-"""How long jobs are kept and how many bytes: those whose time is over and those that ended first go."""
+"""How long jobs are kept, how many and how many bytes: which go, and how owners share the limits."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gptserve.server.api.errors import status_of
+from gptserve.server.background.index import JobIndex
 from gptserve.server.background.job import BackgroundJob
 from gptserve.server.background.journal import Journal
+from gptserve.server.background.records import CompletionRecord
 from gptserve.server.errors import ServiceError
+from tests.server.app_options import app_options
 from tests.server.background.server import Clock, Server, found, run, started
 
 
@@ -76,7 +82,7 @@ def test_results_that_ended_first_make_room_for_bytes_and_what_runs_never_does(t
             assert [found(server, job) for job in (second, third)] == [False, True], "it is larger than the others"
             while running.num_bytes < 2.5 * size:
                 await server.advance(running, 10)
-            refusal = "bytes of background or keyed completions that run are kept, and the limit is"
+            refusal = "bytes of your running completions are kept, and the limit for all owners is"
             with pytest.raises(ServiceError, match=refusal) as refused:
                 await server.begin()
             assert (status_of(refused.value), refused.value.code) == (429, "too_many_kept")
@@ -100,3 +106,92 @@ def test_what_is_kept_counts_the_same_after_a_restart(tmp_path: Path) -> None:
             assert 0 <= job.num_bytes - again.num_bytes < 50
 
     run(test())
+
+
+def test_owners_leave_each_other_their_share_of_the_limit() -> None:
+    async def test() -> None:
+        async with started(Server(max_results=4)) as server:
+            greedy = [await server.begin(owner="a", max_tokens=50) for _ in range(4)]
+            with pytest.raises(ServiceError) as refused:
+                await server.begin(owner="a")
+            rule = "4 of your background or keyed completions are running, and the limit for all owners is 4"
+            assert (status_of(refused.value), str(refused.value)) == (429, rule)
+            of_b = [await server.begin(owner="b", max_tokens=1)]
+            for _ in range(2):
+                server.engine.step()
+                await server.read(of_b[-1])
+                of_b.append(await server.begin(owner="b", max_tokens=1))
+            server.engine.step()
+            await server.read(of_b[-1])
+            assert [found(server, job) for job in of_b] == [False, True, True], "it has its half, and no more"
+            running = [await server.begin(owner="b", max_tokens=100) for _ in range(2)]
+            with pytest.raises(ServiceError, match="2 of your background") as refused:
+                await server.begin(owner="b")
+            for job in greedy:
+                await server.finish(job)
+            assert sum(found(server, job) for job in greedy) == 2
+            assert all(found(server, job) for job in running)
+            assert [found(server, job) for job in of_b] == [False, False, False]
+
+    run(test())
+
+
+def job_of(owner: str, number: int, num_bytes: int) -> BackgroundJob:
+    record = CompletionRecord(
+        f"cmpl-{number}", "text_completion", 0, "m", "f", True, 0, owner, "t", "", (), 1, None, None, ""
+    )
+    return BackgroundJob(record, 1, num_bytes)
+
+
+MAX_RESULTS, MAX_BYTES = 6, 40
+CHANGES = st.tuples(st.sampled_from(["begin", "grow", "end"]), st.sampled_from("abc"), st.integers(1, 20))
+
+
+def excess(jobs: Iterable[BackgroundJob], num_parts: int = 1) -> tuple[int, int]:
+    """Return by how much jobs pass each limit, or reach further than one of `num_parts` of it."""
+    sizes = [job.num_bytes for job in jobs]
+    return len(sizes) * num_parts - MAX_RESULTS, sum(sizes) * num_parts - MAX_BYTES
+
+
+def check_and_make_room(index: JobIndex, spared: BackgroundJob) -> None:
+    """Remove what must go: all that an owner keeps beyond its share where there is too much, and nothing else."""
+    owners = {job.record.owner for job in index}
+    for gone in index.surplus(spared):
+        own = [job for job in index if job.record.owner == gone.record.owner]
+        assert max(excess(index)) > 0, "there is too much"
+        assert max(excess(own, len(owners))) > 0, "an owner within its share loses nothing"
+        assert gone is next(job for job in own if job.has_ended and job is not spared), "the first to have ended"
+        index.remove(gone)
+    for owner in owners:
+        own = [job for job in index if job.record.owner == owner]
+        if any(job.has_ended and job is not spared for job in own):
+            assert not any(
+                total > 0 and part > 0 for total, part in zip(excess(index), excess(own, len(owners)), strict=True)
+            )
+
+
+@given(st.lists(CHANGES, max_size=60))
+def test_whatever_owners_do_none_takes_the_share_of_another(changes: list[tuple[str, str, int]]) -> None:
+    index = JobIndex(app_options("m", max_results=MAX_RESULTS, max_results_bytes=MAX_BYTES).settings, Clock())
+    for number, (change, owner, size) in enumerate(changes):
+        running = [job for job in index if not job.has_ended]
+        own = [job for job in running if job.record.owner == owner]
+        if change == "begin":
+            num_owners = len({job.record.owner for job in index} | {owner})
+            is_refused = any(
+                total >= 0 and part >= 0 for total, part in zip(excess(running), excess(own, num_owners), strict=True)
+            )
+            with pytest.raises(ServiceError) if is_refused else contextlib.nullcontext():
+                index.check_room(owner)
+            assert own or not is_refused, "who has none may begin one"
+            if not is_refused:
+                job = job_of(owner, number, size)
+                index.add(job)
+                check_and_make_room(index, job)
+                assert len(running) < MAX_RESULTS * (1 + 1 / 2 + 1 / 3)
+        elif own and change == "grow":
+            own[0].num_bytes += size
+        elif own:
+            own[0].status = "completed"
+            index.note_end(own[0])
+            check_and_make_room(index, own[0])
