@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ from gptserve.server.background.job import (
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.background.position import Position
 from gptserve.server.background.recorder import Recorder
-from gptserve.server.background.records import IndexRow
+from gptserve.server.background.records import IndexRow, OutputBatch
 from gptserve.server.background.resumption import (
     MAX_ATTEMPTS,
     Replay,
@@ -42,7 +42,7 @@ from gptserve.server.background.resumption import (
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun, render_outputs
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ServiceError
+from gptserve.server.errors import ServiceError, shutting_down
 
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a result may take space
 
@@ -196,9 +196,13 @@ class BackgroundStore:
         with self._service.lifecycle.active():
             try:
                 job.num_bytes = await self._journal.add(record)
-            except BaseException:
+            except BaseException as raised:
                 stream.abort()
                 self._index.remove(job)
+                # Its owner may have found it in the list meanwhile, and wait for it.
+                job.error = raised.fresh() if isinstance(raised, ServiceError) else shutting_down()
+                job.status, job.running = "failed", None
+                running.wake_readers()
                 raise
             self._index.give_key(job)
             # Those that ended first make room, but only after admission: a refused request evicts nothing.
@@ -230,6 +234,8 @@ class BackgroundStore:
         assert job is not None, "it has not ended"
         is_foreign = row.record.fingerprint != self._service.engine.info.fingerprint
         if is_foreign or row.num_vain_attempts >= MAX_ATTEMPTS:
+            async for batches in self._stored_batches(row):
+                job.num_tokens += sum(len(output.token_ids) for batch in batches for output in batch)
             await self._recorder.end(job, model_changed() if is_foreign else too_many_attempts())
             logger.warning("background completion %s: %s: %s", job.completion_id, job.status, job.error)
             return
@@ -239,14 +245,19 @@ class BackgroundStore:
         began = time.perf_counter() - (self._clock() - record.created)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
         replay = Replay(plan, run.output)
-        for first in range(0, row.num_batches, READ_LIMIT):  # not all at once: those of many jobs may not fit
-            replay.add(await self._journal.batches(job.completion_id, first, READ_LIMIT))
+        async for batches in self._stored_batches(row):
+            replay.add(batches)
         resumption = Resumption(row, replay.requests())
         # Until it is the job's turn and the engine has room.
         stream = TokenStream((request.request_id for request in resumption.requests), lambda _: None)
         job.running = running = RunningJob(plan, run, record.deadline, stream, num_stored=row.num_batches)
         job.status = "in_progress" if row.num_batches else "queued"
         self._spawn(self._recorder.run(job, running, resumption))
+
+    async def _stored_batches(self, row: IndexRow) -> AsyncIterator[list[OutputBatch]]:
+        """Yield the journaled outputs of a job, page by page: those of many jobs may not fit into memory."""
+        for first in range(0, row.num_batches, READ_LIMIT):
+            yield await self._journal.batches(row.record.completion_id, first, READ_LIMIT)
 
     def _check_kept(self, job: BackgroundJob) -> None:
         """Raise ServiceError if a job has been dropped meanwhile."""

@@ -136,6 +136,7 @@ def test_a_model_that_computes_otherwise_ends_what_was_under_way_and_reads_what_
                 MODEL_CHANGED,
                 "fake-1",
             )
+            assert find(second, cut).num_tokens == 2
             again = await second.begin("a", max_tokens=2)
             if same_tokenizer:
                 assert of_done == whole

@@ -101,6 +101,34 @@ def test_a_request_that_is_refused_costs_nobody_a_result(tmp_path: Path, monkeyp
     run(test())
 
 
+def test_whoever_waits_for_a_completion_that_cannot_be_journaled_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with started(Server()) as server:
+            reached, hold = asyncio.Event(), asyncio.Event()
+
+            async def add_late(*_: Any) -> int:
+                reached.set()
+                await hold.wait()
+                raise JournalError("the disk is full")
+
+            monkeypatch.setattr(Journal, "add", add_late)
+            beginning = asyncio.create_task(server.begin())
+            await reached.wait()
+            [listed] = server.store.list_jobs(None, is_operator=False)
+            waiting = [asyncio.create_task(wait) for wait in (server.read(listed), server.store.cancel(listed))]
+            await asyncio.sleep(0)
+            hold.set()
+            with pytest.raises(JournalError, match="the disk is full"):
+                await beginning
+            with pytest.raises(ServiceError, match="the disk is full"):
+                await waiting[0]
+            await waiting[1]
+            with pytest.raises(ServiceError, match="does not exist"):
+                await server.store.result(listed)
+
+    run(test())
+
+
 def test_a_lower_limit_holds_from_the_start_on(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
