@@ -9,7 +9,8 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from gptserve.server.cli.errors import CommandError
-from gptserve.server.cli.remote import Remote
+from gptserve.server.cli.remote import Piece, Remote
+from gptserve.server.cli.terminal import visible
 
 HELP = """\
 A message is a line. A backslash at its end continues it on the next line.
@@ -23,8 +24,6 @@ Ctrl-C stops an answer; the conversation keeps its text so far.
 To begin a message with a slash, put a blank before it."""
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# Control characters of a model could move the cursor or give commands to the terminal.
-_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"} | {0x0D: ""}
 
 
 class Chat:
@@ -43,8 +42,8 @@ class Chat:
         """The system prompt and the turns."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
-    def ask(self, question: str) -> Generator[dict[str, str]]:
-        """Yield the deltas of the answer, with text in `content` or `reasoning_content`.
+    def ask(self, question: str) -> Generator[Piece]:
+        """Yield the pieces of the answer.
 
         An answer that fails is forgotten with its question, and so is one that is interrupted before it has text.
         """
@@ -54,22 +53,14 @@ class Chat:
         self.turns.append(answer)
         self.is_cut_off = False
         try:
-            for event in self._remote.stream("/v1/chat/completions", body):
-                for choice in event["choices"]:
-                    answer["content"] += choice["delta"].get("content") or ""
-                    self.is_cut_off = choice["finish_reason"] == "length"  # that of the last event counts
-                    yield choice["delta"]
+            for piece in self._remote.stream("/v1/chat/completions", body):
+                answer["content"] += piece.text
+                self.is_cut_off = piece.finish_reason == "length"  # that of the last event counts
+                yield piece
         except (CommandError, KeyboardInterrupt, GeneratorExit) as error:
             if isinstance(error, CommandError) or not answer["content"]:
                 del self.turns[-2:]
             raise
-
-
-def answer_once(chat: Chat, question: str) -> None:
-    """Print the answer to one question."""
-    for delta in chat.ask(question):
-        print(delta.get("content") or "", end="", flush=True)
-    print()
 
 
 def converse(chat: Chat) -> None:
@@ -86,7 +77,7 @@ def converse(chat: Chat) -> None:
             elif message.strip():
                 _print_answer(chat, message)
         except CommandError as error:
-            print(f"gptserve: {error}", file=sys.stderr)
+            print(f"gptserve: {visible(str(error))}", file=sys.stderr)
         except KeyboardInterrupt:
             print("\n(Ctrl-D or /exit leaves)")
         except EOFError:
@@ -113,13 +104,13 @@ def _print_answer(chat: Chat, question: str) -> None:
     """Print the answer as it streams, its reasoning dim. Raises CommandError; Ctrl-C only ends the answer."""
     is_reasoning = False
     try:
-        with contextlib.closing(chat.ask(question)) as deltas:
-            for delta in deltas:
-                if reasoning := delta.get("reasoning_content"):
-                    print(_DIM + reasoning.translate(_SHOWN) + _PLAIN, end="", flush=True)
+        with contextlib.closing(chat.ask(question)) as pieces:
+            for piece in pieces:
+                if piece.reasoning:
+                    print(_DIM + visible(piece.reasoning) + _PLAIN, end="", flush=True)
                     is_reasoning = True
-                if text := delta.get("content"):
-                    print("\n\n" * is_reasoning + text.translate(_SHOWN), end="", flush=True)
+                if piece.text:
+                    print("\n\n" * is_reasoning + visible(piece.text), end="", flush=True)
                     is_reasoning = False
     except KeyboardInterrupt:
         print("\n(stopped)", end="")

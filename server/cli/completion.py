@@ -8,17 +8,18 @@ from typing import Any
 
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.remote import Remote
+from gptserve.server.cli.terminal import ctrl_c_kills
 
 
 def ask_server(remote: Remote, prompt: str, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the text of a completion from a running server; `asked` are fields of the request."""
-    for event in remote.stream("/v1/completions", {"prompt": prompt, **asked}):
-        yield from (choice["text"] for choice in event["choices"])
+    """Return the text of a completion, as it comes, from a running server; `asked` are fields of the request."""
+    return (piece.text for piece in remote.stream("/v1/completions", {"prompt": prompt, **asked}))
 
 
 def compute_here(model: str, prompt: str, asked: Mapping[str, Any]) -> Iterator[str]:
     """Load a model, "" for the embedded one, and yield the text of its completion; a server would give the same."""
-    from gptserve.engine.llm import LLM
+    with ctrl_c_kills():
+        from gptserve.engine.llm import LLM
     from gptserve.engine.request import SEED_LIMIT, Request, SamplingParams
     from gptserve.server.completions.output import ChoiceOutput, compile_stop
     from gptserve.weights.generation import load_sampling_defaults

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from gptserve.engine.errors import EngineError
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, add_flags
 from gptserve.server.cli.remote import Remote
+from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.operations.keys import KEY_RULE, is_key
 from gptserve.server.settings import (
     SettingsError,
@@ -45,6 +47,22 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its status."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and is_terminal(sys.stdout):
+        sys.stdout.reconfigure(errors="backslashreplace")  # shows what the terminal's encoding lacks
+    try:
+        status = _run(arguments)
+    except (CommandError, EngineError, WeightsError) as error:
+        print(f"gptserve: {visible(str(error))}", file=sys.stderr)
+        status = EXIT_FAILURE
+    except BrokenPipeError:
+        status = EXIT_FAILURE
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+    sys.exit(status)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run the command line and return its status. Exits by itself if the command line or a setting is wrong."""
     options, unknown = _build_parser().parse_known_args(arguments)
     command: CommandParser = options.parser
     if unknown:
@@ -52,16 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         name = unknown[0].partition("=")[0]  # the rest may be a key, which no log may hold
         command.error(f"unknown argument {name}{suggestion(name, flags)}")
     try:
-        sys.exit(options.run(options))
+        status: int = options.run(options)
     except SettingsError as error:
         command.error(str(error))
-    except (CommandError, EngineError, WeightsError) as error:
-        command.exit(EXIT_FAILURE, f"gptserve: {error}\n")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes into the pipe again
-        sys.exit(EXIT_FAILURE)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+    return status
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -163,7 +175,7 @@ def _convert(options: argparse.Namespace) -> int:
         raise CommandError(
             f"{options.TARGET} is written, but cannot be served: {error}; copy the right tokenizer's files into it"
         ) from error
-    print(f"{options.TARGET} can be served: gptserve serve {options.TARGET}")
+    print_text([f"{options.TARGET} can be served: gptserve serve {options.TARGET}"])
     return 0
 
 
@@ -201,22 +213,20 @@ def _complete(options: argparse.Namespace) -> int:
         raise SettingsError("--url and --api-key are for a server, and --local asks none")
     prompt, asked = _read_stdin() if options.text == "-" else options.text, _given(options)
     here = options.local is not None
-    for text in compute_here(options.local, prompt, asked) if here else ask_server(_remote(options), prompt, asked):
-        print(text, end="", flush=True)
-    print()
+    print_text(compute_here(options.local, prompt, asked) if here else ask_server(_remote(options), prompt, asked))
     return 0
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from gptserve.server.cli.chat import Chat, answer_once, converse
+    from gptserve.server.cli.chat import Chat, converse
 
     remote = _remote(options)
     chat = Chat(remote, _given(options), options.system)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        print(f"{remote.model_name()} at {remote.url}; /help lists the commands, Ctrl-D leaves")
+    if is_terminal(sys.stdin) and is_terminal(sys.stdout):
+        print(f"{visible(remote.model_name())} at {remote.url}; /help lists the commands, Ctrl-D leaves")
         converse(chat)
     else:
-        answer_once(chat, _read_stdin().rstrip("\r\n"))
+        print_text(piece.text for piece in chat.ask(_read_stdin().rstrip("\r\n")))
     return 0
 
 
@@ -225,7 +235,10 @@ def _remote(options: argparse.Namespace) -> Remote:
     key = os.environ.get("GPTSERVE_API_KEY") or None if options.api_key is None else options.api_key
     if key is not None and not is_key(key):
         raise SettingsError(f"the API key must be {KEY_RULE}, got ***")
-    return Remote(client_url(os.environ) if options.url is None else options.url, key)
+    url = client_url(os.environ) if options.url is None else options.url
+    if not re.match("https?://[^/]", url):
+        raise SettingsError(f"the URL of the server must begin with http:// or https:// and a host, got {url!r}")
+    return Remote(url, key)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -235,6 +248,8 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise CommandError("stdin is closed")
     try:  # its bytes, so that line ends stay as they are
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -250,7 +265,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
     config = load_config(resolve_config(options.MODEL, options.revision))
     report = inspect_model(model_name(options.MODEL), config, options.memory, options.block_size)
-    print(json.dumps(asdict(report), indent=2) if options.json else render(report))
+    print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])
     return 0
 
 

@@ -1,16 +1,31 @@
-"""A running server, asked over HTTP by `gptserve complete` and `gptserve chat`."""
+"""A running server, asked over HTTP by `gptserve complete` and `gptserve chat`.
+
+The server may be another than gptserve, and broken: what it sends is checked here.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gptserve.server.cli.errors import CommandError
 
 if TYPE_CHECKING:
     import httpx
+
+MAX_LINE_BYTES = 2**20  # an event has a few tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an event adds to an answer."""
+
+    text: str
+    reasoning: str
+    finish_reason: object
 
 
 class Remote:
@@ -25,20 +40,21 @@ class Remote:
         with self._send("GET", "/v1/models", None) as response:
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise CommandError(f"{self.url} has no models, so it is not gptserve") from error
 
-    def stream(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-        """Yield the events of an answer until its end."""
+    def stream(self, path: str, body: Mapping[str, object]) -> Iterator[Piece]:
+        """Yield the pieces of an answer until its end."""
         with self._send("POST", path, {**body, "stream": True}) as response:
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise CommandError(event["error"]["message"])
-                    yield event
+            for line in _lines(response):
+                if line.startswith(b"data:"):
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    yield from _pieces_of(data)
+            kind = response.headers.get("content-type", "")
+        if not kind.startswith("text/event-stream"):
+            raise CommandError(f"{self.url} answered with {kind or 'nothing known'} instead of events")
         raise CommandError("the stream ended in the middle of the answer")
 
     @contextmanager
@@ -47,21 +63,87 @@ class Remote:
         import httpx
 
         has_begun = False
-        timeout = httpx.Timeout(10.0, read=None)  # a queued request may wait long for its first token
         try:
-            with httpx.stream(method, self.url + path, json=body, headers=self._headers, timeout=timeout) as response:
+            with (
+                _open_client() as client,
+                client.stream(method, self.url + path, json=body, headers=self._headers) as response,
+            ):
                 if response.status_code != httpx.codes.OK:
-                    raise CommandError(_error_message(response.status_code, response.read()))
+                    raise CommandError(_error_message(response.read()) or _describe_status(response))
                 has_begun = True
                 yield response
         except (httpx.RequestError, httpx.InvalidURL) as error:
             if has_begun:
                 raise CommandError(f"the connection to {self.url} was lost: {error}") from error
-            raise CommandError(f"no answer from {self.url}: {error}; is `gptserve serve` running there?") from error
+            hint = "is `gptserve serve` running there?"
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                hint = "SSL_CERT_FILE may name another file of certificates to trust"
+            raise CommandError(f"no answer from {self.url}: {error}; {hint}") from error
 
 
-def _error_message(status: int, body: bytes) -> str:
+def _open_client() -> httpx.Client:
+    """Return a client that reaches this machine without the proxy of the environment."""
+    import httpx
+
+    direct = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
+    timeout = httpx.Timeout(10.0, read=None)  # a queued request may wait long for its first token
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {status} and no message"
+        return httpx.Client(timeout=timeout, mounts=direct)
+    except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
+        raise CommandError(f"a variable such as HTTPS_PROXY or SSL_CERT_FILE is wrong: {error}") from error
+
+
+def _describe_status(response: httpx.Response) -> str:
+    if response.has_redirect_location:
+        return f"the server redirects to {response.headers['location']}"
+    return f"the server answered with status {response.status_code} and no message"
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Yield the lines. httpx would also end them at characters such as U+2028, which JSON may have as they are."""
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+        if len(rest) > MAX_LINE_BYTES:
+            raise CommandError(f"the server sent a line of more than {MAX_LINE_BYTES} bytes")
+
+
+def _pieces_of(data: bytes) -> list[Piece]:
+    """Return the pieces, one for each choice. Raises CommandError for an error of the server and for odd events."""
+    try:
+        event = json.loads(data)
+        if not event.get("error") and "choices" in event:
+            return [_piece_of(choice) for choice in event["choices"]]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass  # one sentence for all that is odd
+    odd = f"the server sent an event that is no part of an answer: {data[:100].decode(errors='replace')!r}"
+    raise CommandError(_error_message(data) or odd)
+
+
+def _piece_of(choice: Any) -> Piece:
+    added = choice.get("delta") or {"content": choice.get("text")}
+    return Piece(_text(added.get("content")), _text(added.get("reasoning_content")), choice.get("finish_reason"))
+
+
+def _text(value: Any) -> str:
+    """Return a text, "" for null; half a surrogate pair, which no encoding has, becomes a question mark."""
+    text: str = (value or "").encode(errors="replace").decode()
+    return text
+
+
+def _error_message(body: bytes) -> str:
+    """Return the message of an error in one line, or "" if it has none."""
+    try:
+        return _find_message(json.loads(body))
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _find_message(payload: Any) -> str:
+    """Find it where servers put it: {"error": {"message": it}}, {"error": it}, {"message": it}, {"detail": it}."""
+    for key in ("error", "message", "detail") if isinstance(payload, dict) else ():
+        value = payload.get(key)
+        if found := " ".join(_text(value).split()) if isinstance(value, str) else _find_message(value):
+            return found
+    return ""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from gptserve.server.cli.main import main
+from tests.server.cli.events import events
+from tests.server.serving import LIMIT_S
 
 
 @pytest.fixture
@@ -39,15 +41,15 @@ class Answers(BaseHTTPRequestHandler):
         self.server.path = self.path
         self.server.authorization = self.headers["authorization"]
         status, body = self.server.answer
-        self._answer(status, [body] if isinstance(body, str) else body)
+        self._answer(status, [body] if isinstance(body, str | bytes) else body)
 
     def _answer(self, status: int, parts: Any) -> None:
         self.send_response(status)
-        if self.server.length is not None:
-            self.send_header("content-length", str(self.server.length))
+        for header in self.server.headers.items():
+            self.send_header(*header)
         self.end_headers()
         for part in parts:
-            self.wfile.write(part.encode())
+            self.wfile.write(part.encode() if isinstance(part, str) else part)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -60,8 +62,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.answer: tuple[int, Any] = (200, "")
         self.models = '{"data": [{"id": "teller"}]}'
-        self.length: int | None = None
-        """The content-length that answers claim to have."""
+        self.headers = {"content-type": "text/event-stream; charset=utf-8"}
         self.asked: list[dict[str, Any]] = []
         self.path = ""
         self.authorization: str | None = None
@@ -76,3 +77,21 @@ def server() -> Iterator[StandIn]:
         yield http
         http.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def hold(server: StandIn) -> Iterator[Callable[..., threading.Event]]:
+    """Let the stand-in send these events, and then no more until the test has ended; the result is set when it does."""
+    asked, over = threading.Event(), threading.Event()
+
+    def parts(*payloads: object) -> Iterator[str]:
+        asked.set()
+        yield events(*payloads)
+        over.wait(LIMIT_S)
+
+    def hold(*payloads: object) -> threading.Event:
+        server.answer = (200, parts(*payloads))
+        return asked
+
+    yield hold
+    over.set()

@@ -12,7 +12,7 @@ from tests.server.serving import LIMIT_S, ROOT
 
 MAIN = """
 import fcntl, signal, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is a signal
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # so that Ctrl-C is a signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
 from gptserve.server.cli.main import main
 main(sys.argv[1:])
@@ -22,20 +22,24 @@ PATIENCE_S = 5.0  # until a key is pressed again
 
 
 class Terminal:
-    """`gptserve` with these arguments in a terminal of its own."""
+    """`gptserve` with these arguments in a terminal of its own; stdin is a pipe if `given` is to come from one."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, given: str | None = None, **environment: str) -> None:
         self._master, slave = pty.openpty()
         self._popen = subprocess.Popen(
             [sys.executable, "-c", MAIN, *arguments],
             cwd=ROOT,
-            env=os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8", "INPUTRC": os.devnull},
-            stdin=slave,
+            env=os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8", "INPUTRC": os.devnull} | environment,
+            stdin=slave if given is None else subprocess.PIPE,
             stdout=slave,
             stderr=slave,
             start_new_session=True,
         )
         os.close(slave)
+        if given is not None:
+            assert self._popen.stdin is not None
+            with self._popen.stdin as pipe:
+                pipe.write(given.encode())
         self._unread = b""
 
     def type(self, text: str | bytes) -> None:

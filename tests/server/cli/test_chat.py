@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,27 +141,9 @@ def test_pasted_lines_are_one_message(open_chat: Any, server: StandIn) -> None:
     assert server.asked[0]["messages"] == [user("one\ntwo")]
 
 
-@pytest.fixture
-def hold(server: StandIn) -> Iterator[Callable[..., threading.Event]]:
-    """Let the stand-in send these events, and then no more until the test has ended; the result is set when it does."""
-    asked, over = threading.Event(), threading.Event()
-
-    def parts(*pieces: str) -> Iterator[str]:
-        asked.set()
-        yield events(*map(chat_event, pieces))
-        over.wait(LIMIT_S)
-
-    def hold(*pieces: str) -> threading.Event:
-        server.answer = (200, parts(*pieces))
-        return asked
-
-    yield hold
-    over.set()
-
-
 def test_ctrl_c_stops_the_answer_and_keeps_its_text(open_chat: Any, hold: Any, server: StandIn) -> None:
     chat = open_chat()
-    hold("Once", " upon")
+    hold(chat_event("Once"), chat_event(" upon"))
     chat.type("Tell me.\n")
     chat.wait_for("Once upon")
     chat.press_ctrl_c(then="\n(stopped)\n")
@@ -199,24 +180,29 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_does_not_leave(open_chat: Any, 
 
 
 @pytest.mark.parametrize(
-    ("answer", "length", "expected"),
+    ("answer", "headers", "expected"),
     [
-        ((400, '{"error": {"message": "this model has no chat template"}}'), None, "this model has no chat template\n"),
-        ((502, "<html>"), None, "the server answered with status 502 and no message\n"),
-        ((200, events(chat_event("On"), {"error": {"message": "it died"}})), None, "On\ngptserve: it died\n"),
-        ((200, events(chat_event("On"))), None, "On\ngptserve: the stream ended in the middle of the answer\n"),
-        ((200, events(chat_event("On"))), 1000, "On\ngptserve: the connection to {url} was lost: "),
+        ((400, '{"error": {"message": "this model has no chat template"}}'), {}, "this model has no chat template\n"),
+        ((502, "<html>"), {}, "the server answered with status 502 and no message\n"),
+        ((200, events(chat_event("On"), {"error": {"message": "it died"}})), {}, "On\ngptserve: it died\n"),
+        ((200, events(chat_event("On"))), {}, "On\ngptserve: the stream ended in the middle of the answer\n"),
+        (
+            (200, events(chat_event("On"))),
+            {"content-length": "1000"},
+            "On\ngptserve: the connection to {url} was lost: ",
+        ),
     ],
 )
 def test_an_answer_that_fails_is_one_sentence_and_the_conversation_goes_on(
-    answer: tuple[int, str], length: int | None, expected: str, open_chat: Any, server: StandIn
+    answer: tuple[int, str], headers: dict[str, str], expected: str, open_chat: Any, server: StandIn
 ) -> None:
     chat = open_chat()
     server.answer = says("Theo.")
     enter(chat, "Who?", "Theo.\n")
-    server.answer, server.length = answer, length
+    usual = server.headers
+    server.answer, server.headers = answer, {**usual, **headers}
     enter(chat, "lost", expected.format(url=server.url))
-    server.answer, server.length = says("Well."), None
+    server.answer, server.headers = says("Well."), usual
     enter(chat, "How?", "Well.\n")
 
     assert server.asked[2]["messages"] == [user("Who?"), assistant("Theo."), user("How?")]

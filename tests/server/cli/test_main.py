@@ -52,6 +52,11 @@ def test_version(run: Any) -> None:
         (("complete", "\udcff"), r"argument TEXT: must be UTF-8, got '\udcff'"),
         (("complete", "x", "--stop", "\udcff"), r"argument --stop: must be UTF-8, got '\udcff'"),
         (("complete", "x", "--url", "http://h/\udcff"), r"argument --url: must be UTF-8, got 'http://h/\udcff'"),
+        (
+            ("complete", "x", "--url", "localhost:9000"),
+            "the URL of the server must begin with http:// or https:// and a host, got 'localhost:9000'",
+        ),
+        (("chat", "--url", "http://"), "must begin with http:// or https:// and a host, got 'http://'"),
         (("complete", "x", "--local", "--url", "u"), "--url and --api-key are for a server, and --local asks none"),
         (("complete", "x", "--local", "m", "--api-key", "k"), "--url and --api-key are for a server"),
         (("inspect", "--block-size", "0"), "argument --block-size: must be a whole number of at least 1, got '0'"),
@@ -214,11 +219,11 @@ def test_a_completion_that_fails_is_one_sentence_and_status_1(
 
 
 def test_a_connection_that_is_lost_is_one_sentence_and_status_1(run: Any, server: StandIn) -> None:
-    server.answer, server.length = (200, events(text_event("there"))), 1000
+    server.answer, server.headers["content-length"] = (200, events(text_event("there"))), "1000"
 
     status, out, err = run("complete", "x", "--url", server.url)
 
-    assert (status, out, err.count("\n")) == (1, "there", 1)
+    assert (status, out, err.count("\n")) == (1, "there\n", 1)
     assert err.startswith(f"gptserve: the connection to {server.url} was lost: ")
 
 
