@@ -24,7 +24,7 @@ from gptserve.server.api.schemas import (
     KeptList,
 )
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
-from gptserve.server.background.position import PATTERN, LastEvent
+from gptserve.server.background.position import PATTERN, LastEvent, Position
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
 from gptserve.server.completions.answer import json_response
@@ -44,13 +44,15 @@ _LIST_PATH = "/v1/completions"
 _PATHS = ((f"{_LIST_PATH}/{{id}}", "completion"), ("/v1/chat/completions/{id}", "chat_completion"))
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _EVENT_ID = {"type": "string", "pattern": f"^{PATTERN}$", "examples": ["17", "17.16.18"]}
-_AFTER = {
-    "name": "starting_after",
-    "in": "query",
-    "schema": _EVENT_ID,
-    "description": "the id of the last event to leave out: the number of tokens of each choice",
-}
-_LAST = {"name": "Last-Event-ID", "in": "header", "schema": _EVENT_ID, "description": "the same, as browsers send it"}
+LAST_EVENT = (
+    {
+        "name": "starting_after",
+        "in": "query",
+        "schema": _EVENT_ID,
+        "description": "the id of the last event to leave out of a stream: the number of tokens of each choice",
+    },
+    {"name": "Last-Event-ID", "in": "header", "schema": _EVENT_ID, "description": "the same, as browsers send it"},
+)
 _STATUSES = get_args(BackgroundStatus)
 _STATUS = {"name": "status", "in": "query", "schema": {"type": "string", "enum": list(_STATUSES)}}
 _RESULT: dict[int | str, dict[str, Any]] = {
@@ -62,7 +64,7 @@ _RETRIEVE = {"summary": "Return a background completion so far", **_BY_ID}
 _CANCEL = {"summary": "Cancel a background completion; one that has ended stays as it is", **_BY_ID}
 _FOLLOW: dict[str, Any] = {
     "summary": "Stream the events of a background completion, from any of them on",
-    "openapi_extra": {"parameters": [_ID, _AFTER, _LAST]},
+    "openapi_extra": {"parameters": [_ID, *LAST_EVENT]},
     "response_class": Response,
     "responses": {
         200: event_stream(Completion, ChatCompletionChunk),
@@ -91,7 +93,7 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         return await retrieve(request)
 
     async def events(request: Request) -> Response:
-        after = _last_event_seen(request)
+        after = last_event_seen(request)
         job = found(request)
         return await _follow(service, store, job, after, stream=True)
 
@@ -132,21 +134,31 @@ def idempotency_key(request: Request) -> str | None:
     return key
 
 
+def last_event_seen(request: Request) -> LastEvent | None:
+    """Return the last event that the client has: `starting_after`, else `Last-Event-ID`. Raises ServiceError."""
+    sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
+    given = ((name, source.get(name)) for name, source in sources)
+    seen = [LastEvent.parse(name, value) for name, value in given if value is not None]
+    return seen[0] if seen else None
+
+
 async def answer_in_background(
-    request: Request,
     service: Service,
     store: BackgroundStore,
     background: BackgroundRequest,
     body: GenerationRequest,
     make_plan: MakePlan,
+    after: LastEvent | None,
 ) -> Response:
-    """Begin a background completion, or find the one that has its key, and answer as `body` asks."""
-    after = _last_event_seen(request)
+    """Begin a background completion, or find the one that has its key, and answer as `body` asks.
+
+    The client has the events of the stream up to `after`.
+    """
 
     async def make_new_plan() -> CompletionPlan:
         plan = await make_plan()
         if after is not None:
-            after.check_new(plan)
+            after.check_new(plan, store.fingerprints(background))
         return plan
 
     job = await store.begin_or_find(background, make_new_plan)
@@ -163,16 +175,10 @@ async def _follow(
     if job.is_unreadable:
         after = None  # nothing is sent but the error
     if after is not None:
-        after.check(plan, whole)
+        # After a power cut a client may have tokens that the journal has not, and only some models make the same again.
+        running = None if job.record.batch_invariant else job.running
+        after.check(plan, whole, so_far=None if running is None else Position.of(running.run.output))
     return BackgroundResponse(service, plan, store.reader(job), stream=stream, after=after, whole=whole)
-
-
-def _last_event_seen(request: Request) -> LastEvent | None:
-    """Return the last event that the client has: `starting_after`, else `Last-Event-ID`. Raises ServiceError."""
-    sources = (("starting_after", request.query_params), ("Last-Event-ID", request.headers))
-    given = ((name, source.get(name)) for name, source in sources)
-    seen = [LastEvent.parse(name, value) for name, value in given if value is not None]
-    return seen[0] if seen else None
 
 
 def _list_response(jobs: list[BackgroundJob]) -> Response:

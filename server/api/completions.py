@@ -19,7 +19,14 @@ from starlette.responses import Response
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api import schemas
-from gptserve.server.api.background import IDEMPOTENCY_KEY, answer_in_background, idempotency_key, owner_of
+from gptserve.server.api.background import (
+    IDEMPOTENCY_KEY,
+    LAST_EVENT,
+    answer_in_background,
+    idempotency_key,
+    last_event_seen,
+    owner_of,
+)
 from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.fields import ignored_names, take_fields
 from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
@@ -69,7 +76,7 @@ def _router(
         path,
         name=f"create_{made}",
         summary=summary,
-        openapi_extra={**json_body(body_model), "parameters": [IDEMPOTENCY_KEY]},
+        openapi_extra={**json_body(body_model), "parameters": [IDEMPOTENCY_KEY, *LAST_EVENT]},
         responses={
             200: {**answered, **event_stream(chunk_model)},
             202: {
@@ -84,13 +91,16 @@ def _router(
     async def create_completion(request: Request) -> Response:
         started_at = time.perf_counter()
         service.admit()  # refuse before reading megabytes
-        key, owner = idempotency_key(request), owner_of(request)
+        key, owner, after = idempotency_key(request), owner_of(request), last_event_seen(request)
         fields, body = await read_body(request, service, lambda _: body_model)
-        if body.background or key is not None:
+        is_kept = body.background or key is not None
+        if after is not None and not (is_kept and body.stream):
+            raise after.error("may be given only with stream true, and with background or an Idempotency-Key")
+        if is_kept:
             _check_id(body)
-            background = BackgroundRequest.of(path, fields, owner, key, started_at)
-            make_plan = partial(plan, body, service, owner)
-            return await answer_in_background(request, service, store, background, body, make_plan)
+            background = await service.in_thread(BackgroundRequest.of, path, fields, owner, key, started_at)
+            make_plan = partial(plan, background.seeded(body), service, owner)
+            return await answer_in_background(service, store, background, body, make_plan, after)
         return CompletionResponse(service, await plan(body, service, owner), started_at)
 
     return router

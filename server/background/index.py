@@ -46,6 +46,10 @@ class JobIndex:
         job = self._keys.get(owner_and_key)
         return None if job is None or self._is_over(job) else job
 
+    def fingerprints(self, owner_and_key: OwnerAndKey) -> set[str]:
+        """Return the fingerprints of the models of all jobs that began with this key, of those that failed, too."""
+        return {job.record.fingerprint for job in self if job.owner_and_key == owner_and_key}
+
     def check_room(self, owner: str | None) -> None:
         """Raise ServiceError if this owner may not begin a job now.
 

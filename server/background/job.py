@@ -11,13 +11,14 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 from gptserve.engine.process.client import TokenStream
-from gptserve.server.api.schemas import BackgroundStatus
+from gptserve.server.api.schemas import BackgroundStatus, GenerationRequest
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.position import Position
 from gptserve.server.background.records import CompletionRecord, OutputBatch
-from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.plan import DRAWN_SEED_LIMIT, CompletionPlan
 from gptserve.server.completions.run import CompletionRun
 from gptserve.server.errors import ServiceError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
@@ -25,6 +26,7 @@ from gptserve.weights.generation import SAMPLING_DEFAULTS
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering
 # In the place of what went into the prompt's tokens, which are kept.
 STAND_INS = {"prompt": "", "messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {}}
+Body = TypeVar("Body", bound=GenerationRequest)
 OwnerAndKey = tuple[str | None, str]
 
 
@@ -110,10 +112,21 @@ class BackgroundRequest:
     def of(
         cls, path: str, fields: dict[str, object], owner: str | None, key: str | None, started_at: float
     ) -> BackgroundRequest:
-        """Return the request for a body with these fields; takes long for a large body."""
-        whole = json.dumps(fields, sort_keys=True, separators=(",", ":"))  # one spelling, however it was sent
+        """Return the request for a body with these fields; takes long for a large body, so call it in a thread."""
+        # One spelling, however it was sent. In small steps, unlike json.dumps, so that other threads have their turn.
+        whole = "".join(json.JSONEncoder(sort_keys=True, separators=(",", ":")).iterencode(fields))
         digest = hashlib.sha256(f"{path}\n{whole}".encode()).hexdigest()
         return cls({name: STAND_INS.get(name, value) for name, value in fields.items()}, digest, owner, key, started_at)
+
+    def seeded(self, body: Body) -> Body:
+        """Return a body with the seed that the key stands for where it has none; without a key as it is.
+
+        So a retry whose completion is lost begins the same one again, and an event id leads on in it.
+        """
+        if self.key is None or body.seed not in (None, -1):
+            return body
+        drawn = hashlib.sha256(json.dumps([self.owner, self.key, self.digest]).encode()).digest()
+        return body.model_copy(update={"seed": int.from_bytes(drawn) % DRAWN_SEED_LIMIT})
 
     def check_same(self, digest: str) -> None:
         """Raise ServiceError unless the key came with the same request before."""

@@ -8,7 +8,7 @@ completion can go on from it. Knows no HTTP; `api/background.py` parses ids and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gptserve.engine.request import TokenOutput
@@ -69,23 +69,49 @@ class LastEvent:
         except ValueError:
             raise ServiceError("invalid_value", f"{name} must be {RULE}, got {show(text)}", param=name) from None
 
-    def check(self, plan: CompletionPlan, whole: Position | None = None) -> None:
-        """Raise ServiceError unless the completion can have this position; `whole` is that of its end, if known."""
+    def check(self, plan: CompletionPlan, whole: Position | None = None, so_far: Position | None = None) -> None:
+        """Raise ServiceError unless the completion can have this position; `whole` is that of its end, if known.
+
+        `so_far` is that of one that runs and would not compute again what the client has beyond it.
+        """
         num_choices, shown = len(plan.requests), show(str(self.position))
         if len(self.position.counts) != num_choices:
             rule = "one number" if num_choices == 1 else f"{num_choices} numbers, one for each choice"
-            raise ServiceError("invalid_value", f"{self.name} must have {rule}, got {shown}", param=self.name)
+            raise self.error(f"must have {rule}, got {shown}")
         limit = whole or Position(tuple(request.params.max_tokens for request in plan.requests))
         if not self.position.is_within(limit):
-            message = f"{self.name} may be at most {limit}, as the completion has no more tokens, got {shown}"
-            raise ServiceError("invalid_value", message, param=self.name)
+            raise self.error(f"may be at most {limit}, as the completion has no more tokens, got {shown}")
+        if so_far is not None and not self.position.is_within(so_far):
+            why = "as the completion has no more tokens so far and batch_invariant is false"
+            raise self.error(f"may be at most {so_far}, {why}, got {shown}")
+        if self.position.has_usage and not plan.includes_usage:
+            raise self.error(f"may not have {END_SUFFIX}, as the stream has no event with the usage, got {shown}")
+        if self.position.has_usage and whole is not None and self.position.counts != whole.counts:
+            raise self.error(f"may have {END_SUFFIX} only after all tokens, {whole}, got {shown}")
 
-    def check_new(self, plan: CompletionPlan) -> None:
-        """Raise ServiceError unless a completion that begins now has the same tokens as the one this client knows."""
+    def check_new(self, plan: CompletionPlan, fingerprints: Collection[str]) -> None:
+        """Raise ServiceError unless a completion that begins now has the same tokens as the one this client knows.
+
+        `fingerprints` are those of the models of earlier completions with the same key, as far as they are known.
+        """
         self.check(plan)
-        if any(self.position.counts) and plan.body.seed in (None, -1):
-            message = f"the completion of {self.name} {self.position} is not known, and without a seed another begins"
-            raise ServiceError("completion_not_found", f"{message}; leave {self.name} out for it", param=self.name)
+        if not any(self.position.counts):
+            return
+        code = "completion_not_found"
+        if any(fingerprint != plan.identity.fingerprint for fingerprint in fingerprints):
+            code, why = "model_changed", "was begun with another model, and another begins"
+        elif plan.body.seed in (None, -1):
+            why = "is not known, and without a seed another begins"
+        elif not plan.identity.batch_invariant:
+            why = "is not known, and another may begin, as batch_invariant is false"
+        else:
+            return
+        message = f"the completion of {self.name} {self.position} {why}; leave {self.name} out for it"
+        raise ServiceError(code, message, param=self.name)
+
+    def error(self, rule: str) -> ServiceError:
+        """Return the error for a parameter that breaks a rule."""
+        return ServiceError("invalid_value", f"{self.name} {rule}", param=self.name)
 
 
 class ResumedOutput(CompletionOutput):

@@ -7,7 +7,7 @@ The bytes are those of a plain completion, which `completions/answer.py` writes,
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from starlette.responses import Response
@@ -51,15 +51,17 @@ class BackgroundResponse(Response):
             return
         is_open = self.after is not None and any(self.after.position.counts)
         encoder = encoder_of(self.plan, lambda: output.event_id, is_open=is_open)
-        if self._has_all(encoder.include_usage):
+        if self.after is not None and self.after.position.has_usage:
+            encoder.include_usage = False
+        if self._has_all():
             await Response(status_code=204)(scope, receive, send)
         else:
             await answer.send_events(scope, receive, send, encoder)
 
-    def _has_all(self, include_usage: bool) -> bool:
-        if self.after is None:
+    def _has_all(self) -> bool:
+        if self.after is None or self.whole is None:
             return False
-        return self.after.position.has_usage or (self.after.position == self.whole and not include_usage)
+        return self.after.position == replace(self.whole, has_usage=self.plan.includes_usage)
 
     async def _outputs(self, output: ResumedOutput) -> AsyncIterator[OutputBatch]:
         async for outputs in self.reader:

@@ -86,6 +86,10 @@ class BackgroundStore:
             raise not_found(completion_id)
         return job
 
+    def fingerprints(self, request: BackgroundRequest) -> set[str]:
+        """Return the fingerprints of the models of all completions with the key of a request, of failed ones, too."""
+        return set() if request.key is None else self._index.fingerprints((request.owner, request.key))
+
     def reader(self, job: BackgroundJob) -> Reader:
         """Return a new reader from the first output on."""
         return Reader(job, self._journal)

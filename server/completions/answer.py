@@ -70,10 +70,9 @@ def encoder_of(
     plan: CompletionPlan, event_id: Callable[[], str] | None = None, *, is_open: bool = False
 ) -> sse.EventEncoder:
     """Return the encoder for the events of a plan's stream."""
-    include_usage = plan.body.stream_options is not None and bool(plan.body.stream_options.include_usage)
     head, num_choices = plan.head(of_chunk=True), len(plan.requests)
     return sse.EventEncoder(
-        head, plan.shape, num_choices, include_usage=include_usage, event_id=event_id, is_open=is_open
+        head, plan.shape, num_choices, include_usage=plan.includes_usage, event_id=event_id, is_open=is_open
     )
 
 

@@ -62,6 +62,11 @@ class CompletionPlan:
         return isinstance(self.body, CompletionRequest) and bool(self.body.echo)
 
     @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event that has the usage."""
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
+    @property
     def answer_id(self) -> str:
         """The id of the answer. A client that chooses it may choose the same again, so it is nothing's key."""
         chosen = self.body.request_id

@@ -19,7 +19,7 @@ from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.api.schemas import BackgroundCompletion, KeptChatCompletion, KeptCompletion
 from tests.server.api.test_completions import TEXT, Events, send_raw, stream
 from tests.server.conftest import MODEL, LiveServer
-from tests.server.fake_engine import INFO, FakeEngineClient, say
+from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
 
 Serve = Callable[..., LiveServer]
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -378,6 +378,120 @@ def test_an_event_id_that_the_completion_cannot_have_is_refused(
     refused = get(server, completion_id, f"/events?starting_after={value}")
     message = f"starting_after {rule}, got '{value}'"
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_the_id_of_a_usage_that_the_stream_does_not_have_is_refused(serve: Serve, is_running: bool) -> None:
+    server = serve(FakeEngineClient(auto=not is_running))
+    refused = get(server, begin(server, max_tokens=5), "/events?starting_after=5.end")
+    message = "starting_after may not have .end, as the stream has no event with the usage, got '5.end'"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+
+
+def test_the_id_of_a_usage_before_the_last_token_is_refused(serve: Serve) -> None:
+    server = serve(FakeEngineClient())
+    begun = post(server, background=True, stream=True, stream_options={"include_usage": True}, n=2, max_tokens=5)
+    path = f"/v1/completions/{json.loads(split(begun.text)[0].partition('data: ')[2])['id']}/events"
+    for event_id in ("0.0.end", "5.4.end"):
+        refused = httpx.get(f"{server.url}{path}?starting_after={event_id}", timeout=20)
+        message = f"starting_after may have .end only after all tokens, 5.5, got '{event_id}'"
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+    assert httpx.get(f"{server.url}{path}?starting_after=5.5.end", timeout=20).status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("event_id", "message"),
+    [("3.end", None), ("2.end", "starting_after may have .end only after all tokens, 3, got '2.end'")],
+)
+def test_who_has_the_usage_of_a_completion_that_runs_again_gets_no_second_one(
+    serve: Serve, event_id: str, message: str | None
+) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine)
+    with stream(server, background=True, stream_options={"include_usage": True}, max_tokens=3) as events:
+        engine.from_outside(engine.step)
+        completion_id = json.loads(events.next_data())["id"]
+    path = f"{server.url}/v1/completions/{completion_id}/events?starting_after={event_id}"
+    with httpx.stream("GET", path, timeout=20) as response:
+        for _ in range(2):
+            engine.from_outside(engine.step)
+        *others, end = split(response.read().decode())
+    if message is None:
+        assert (others, end) == ([], "data: [DONE]")
+    else:
+        assert error_of(end)["message"] == message
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_tokens_that_were_lost_are_computed_again_only_if_they_are_the_same(
+    serve: Serve, batch_invariant: bool
+) -> None:
+    engine = FakeEngineClient(auto=False, info=replace(INFO, batch_invariant=batch_invariant))
+    server = serve(engine)
+    completion_id = begin(server, max_tokens=3)
+    path = f"{server.url}/v1/completions/{completion_id}/events"
+    with httpx.stream("GET", path, timeout=20) as response:
+        events = Events(response)
+        engine.from_outside(engine.step)
+        assert events.next_text() == "a"
+    with httpx.stream("GET", f"{path}?starting_after=2", timeout=20) as response:
+        if batch_invariant:
+            for _ in range(2):
+                engine.from_outside(engine.step)
+            assert list(map(id_of, split(response.read().decode()))) == ["3", None]
+            return
+        assert response.status_code == 400
+        refused = json.loads(response.read())["error"]
+    why = "as the completion has no more tokens so far and batch_invariant is false"
+    assert refused["message"] == f"starting_after may be at most 1, {why}, got '2'"
+    with httpx.stream("GET", f"{path}?starting_after=1", timeout=20) as response:
+        for _ in range(2):
+            engine.from_outside(engine.step)
+        assert list(map(id_of, split(response.read().decode()))) == ["2", "3", None]
+
+
+def test_an_event_id_of_another_tokenizer_is_no_hindrance_to_the_error(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = LiveServer(FakeEngineClient(), state_dir=tmp_path)
+    with first.running():
+        completion_id = begin(first, n=2, max_tokens=3)
+        finished(first, completion_id)
+    monkeypatch.setattr(ByteTokenizer, "fingerprint", "other")
+    second = serve(FakeEngineClient(), state_dir=tmp_path)
+    for event_id in ("2.2", "3.3", "9"):
+        answer = get(second, completion_id, "/events", headers={"last-event-id": event_id})
+        [error] = split(answer.text)
+        assert error_of(error)["code"] == "model_changed"
+
+
+@pytest.mark.parametrize("name", ["starting_after", "Last-Event-ID"])
+@pytest.mark.parametrize(
+    ("key", "body"),
+    [
+        ({}, {}),
+        ({}, {"stream": True}),
+        ({}, {"background": True}),
+        ({"idempotency-key": "k"}, {}),
+        ({}, CHAT | {"stream": True}),
+    ],
+)
+def test_an_event_id_without_a_stream_that_has_them_is_refused(
+    serve: Serve, name: str, key: dict[str, str], body: dict[str, Any]
+) -> None:
+    server = serve(FakeEngineClient())
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    body = {**({} if "messages" in body else {"prompt": "x"}), "seed": 1, **body}
+    given = {"params": {name: "1"}} if name == "starting_after" else {"headers": {name: "1"}}
+    headers = key | given.pop("headers", {})
+    refused = httpx.post(server.url + path, json=body, headers=headers, timeout=20, **given)
+    assert refused.json()["error"] == {
+        "message": f"{name} may be given only with stream true, and with background or an Idempotency-Key",
+        "type": "invalid_request_error",
+        "param": name,
+        "code": "invalid_value",
+    }
+    assert (refused.status_code, server.engine.submitted) == (400, [])
 
 
 def test_an_ended_completion_has_no_more_tokens_than_it_made(serve: Serve) -> None:

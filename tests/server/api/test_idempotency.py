@@ -14,8 +14,9 @@ import pytest
 
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.completions.plan import DRAWN_SEED_LIMIT
 from tests.server.api.test_background import CHAT, cancel, get, num, post, split, step
-from tests.server.api.test_completions import send_raw
+from tests.server.api.test_completions import Events, send_raw
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
 
@@ -63,27 +64,83 @@ def test_a_retry_of_a_stream_gets_its_events_from_the_start_or_from_where_it_was
     assert len(server.engine.submitted) == 1
 
 
-def test_a_retry_that_has_events_of_a_completion_nobody_knows_any_more_goes_on_only_with_its_seed(
-    serve: Serve,
-) -> None:
+def test_a_retry_that_has_events_of_a_completion_nobody_knows_any_more_goes_on_where_it_was(serve: Serve) -> None:
     server = serve(FakeEngineClient())
-    headers = KEY | {"last-event-id": "2"}
-    refused = post(server, headers, stream=True, max_tokens=5)
+    headers, body = KEY | {"last-event-id": "2"}, {"stream": True, "max_tokens": 5}
+    rest = split(post(server, headers, **body).text)
+    assert [event.partition("\n")[0] for event in rest] == ["id: 3", "id: 4", "id: 5", "data: [DONE]"]
+    refused = post(server, {"idempotency-key": "b", "last-event-id": "6"}, **body)
+    assert (refused.status_code, len(server.engine.submitted)) == (400, 1)
+
+
+@pytest.mark.parametrize("seedless", [{}, {"seed": -1}])
+def test_a_lost_completion_begins_again_with_the_seed_that_its_key_stands_for(
+    serve: Serve, seedless: dict[str, Any]
+) -> None:
+    def seeds(*headers: dict[str, str], **body: Any) -> list[int]:
+        server = serve(FakeEngineClient(), api_keys=("of-a", "of-b"))
+        return [post(server, h, **seedless | body).json()["seed"] for h in headers]
+
+    of_a, of_b = ({"authorization": f"Bearer {key}"} for key in ("of-a", "of-b"))
+    [seed] = seeds(KEY | of_a)
+    assert seeds(KEY | of_a) == [seed], "another server has the same"
+    assert 0 <= seed < DRAWN_SEED_LIMIT
+    others = seeds({"idempotency-key": "another"} | of_a, KEY | of_b, of_a, of_a) + seeds(KEY | of_a, max_tokens=5)
+    assert len({seed, *others}) == 6, "the seed is of the key, its owner and the request"
+    assert seeds(KEY | of_a, seed=7) == [7]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "batch_invariant", "why"),
+    [("seed", True, "without a seed another begins"), ("", False, "another may begin, as batch_invariant is false")],
+)
+def test_a_stream_does_not_go_on_in_a_completion_that_may_be_another(
+    serve: Serve, lacks: str, batch_invariant: bool, why: str
+) -> None:
+    engine = FakeEngineClient(info=replace(INFO, batch_invariant=batch_invariant))
+    server = serve(engine)
+    body = {"stream": True, "background": True, "seed": 7}
+    body.pop(lacks, None)
+    refused = post(server, {"last-event-id": "2"}, **body)
     assert (refused.status_code, refused.json()["error"]) == (
         404,
         {
-            "message": "the completion of Last-Event-ID 2 is not known, and without a seed another begins; "
-            "leave Last-Event-ID out for it",
+            "message": f"the completion of Last-Event-ID 2 is not known, and {why}; leave Last-Event-ID out for it",
             "type": "invalid_request_error",
             "param": "Last-Event-ID",
             "code": "completion_not_found",
         },
     )
-    assert server.engine.submitted == []
-    rest = split(post(server, headers, stream=True, max_tokens=5, seed=7).text)
-    assert [event.partition("\n")[0] for event in rest] == ["id: 3", "id: 4", "id: 5", "data: [DONE]"]
-    refused = post(server, {"idempotency-key": "b", "last-event-id": "6"}, stream=True, max_tokens=5, seed=7)
-    assert (refused.status_code, len(server.engine.submitted)) == (400, 1)
+    assert engine.submitted == []
+    assert post(server, {"last-event-id": "0"}, **body).status_code == 200, "who has nothing may have any"
+
+
+def test_a_retry_does_not_go_on_in_the_text_of_another_model(serve: Serve, tmp_path: Path) -> None:
+    engine, body = FakeEngineClient(auto=False), {"prompt": "x", "stream": True, "max_tokens": 5}
+    first = LiveServer(engine, state_dir=tmp_path)
+    with (
+        first.running(),
+        httpx.stream("POST", f"{first.url}/v1/completions", json=body, headers=KEY, timeout=20) as response,
+    ):
+        events = Events(response)
+        engine.from_outside(engine.step)
+        assert events.next_text() == "a"
+    other = FakeEngineClient(info=replace(INFO, fingerprint="other"))
+    second = serve(other, state_dir=tmp_path)
+    refused = post(second, KEY | {"last-event-id": "1"}, **body)
+    assert (refused.status_code, refused.headers["x-should-retry"], refused.json()["error"]) == (
+        500,
+        "false",
+        {
+            "message": "the completion of Last-Event-ID 1 was begun with another model, and another begins; "
+            "leave Last-Event-ID out for it",
+            "type": "server_error",
+            "param": "Last-Event-ID",
+            "code": "model_changed",
+        },
+    )
+    assert other.submitted == []
+    assert num(post(second, KEY, **body).text) == 5
 
 
 def test_a_retry_of_a_background_completion_is_told_where_it_is(serve: Serve) -> None:
@@ -149,6 +206,22 @@ def test_requests_of_the_same_instant_make_one_completion(serve: Serve, monkeypa
     assert len(server.engine.submitted) == 1
     assert sorted(statuses) in ([200] * num_requests + [409], [200] + [409] * num_requests)
     assert len({answer.json()["id"] for answer in answers if answer.status_code == 200}) == 1
+
+
+def test_a_request_is_compared_beside_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, make = [], BackgroundRequest.of
+
+    def spy(*arguments: Any) -> BackgroundRequest:
+        threads.append(threading.get_ident())
+        return make(*arguments)
+
+    monkeypatch.setattr(BackgroundRequest, "of", spy)
+    server = serve(FakeEngineClient())
+    assert post(server, KEY).status_code == 200
+    server.engine.from_outside(lambda: threads.append(threading.get_ident()))
+    step(server.engine)
+    comparing, loop = threads
+    assert comparing != loop
 
 
 def test_a_keyed_completion_goes_on_when_its_client_hangs_up_and_the_retry_finds_it(serve: Serve) -> None:

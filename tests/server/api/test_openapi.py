@@ -31,7 +31,8 @@ def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) 
     assert operation["requestBody"]["required"] is True
     errors = {"400", "401", "404", "408", "409", "413", "415", "429", "500", "503"}
     assert set(operation["responses"]) == {"200", "202", "204"} | errors
-    assert [parameter["name"] for parameter in operation["parameters"]] == ["Idempotency-Key"]
+    names = [parameter["name"] for parameter in operation["parameters"]]
+    assert names == ["Idempotency-Key", "starting_after", "Last-Event-ID"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     event = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
     [chunk, end] = event["properties"]["data"]["anyOf"]

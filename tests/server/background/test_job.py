@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gptserve.engine.request import FinishReason, Request, TokenOutput
-from gptserve.server.background.job import READ_LIMIT
+from gptserve.server.background.job import READ_LIMIT, BackgroundRequest
 from gptserve.server.errors import ServiceError
 from tests.server.background.server import Server, found, run, started
 from tests.server.fake_engine import FakeEngineClient
@@ -48,6 +49,14 @@ def test_many_choices_in_memory_are_read_in_small_pieces_between_which_others_ha
             assert turns == [0, 1, 2]
 
     run(test())
+
+
+def test_the_digest_of_a_request_is_the_same_however_it_was_sent_and_in_every_version() -> None:
+    fields: dict[str, object] = {"prompt": ["é", [1, 2.5]], "n": 1, "logit_bias": {"2": -1, "10": None}, "echo": True}
+    turned = {"echo": True, "logit_bias": {"10": None, "2": -1}, "n": 1, "prompt": ["é", [1, 2.5]]}
+    digests = {BackgroundRequest.of("/v1/completions", f, None, "k", 0.0).digest for f in (fields, turned)}
+    spelled = '{"echo":true,"logit_bias":{"10":null,"2":-1},"n":1,"prompt":["\\u00e9",[1,2.5]]}'
+    assert digests == {hashlib.sha256(f"/v1/completions\n{spelled}".encode()).hexdigest()}
 
 
 def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
