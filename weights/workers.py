@@ -5,17 +5,20 @@ caller gets a ForeignCodeError, and the next call starts another worker. Knows n
 `chat/template.py` and `tokenizers/worker_encoder.py` call it.
 
 A worker is a Python without torch that calls `main` with its end of a socket. It gets an opener and its argument, then
-requests, one at a time, all as JSON. Each has one reply: a byte for its kind, then text or token ids. A worker ends
-when its socket does, so none outlives its caller for longer than a call may take.
+requests, one at a time, all as JSON. Each has one reply: a byte for its kind, then text or token ids. Its stdin is a
+pipe that is never written to: when the caller closes it or dies, the kernel kills the worker.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
 import resource
+import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,15 +28,23 @@ from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socketpair
 from typing import Any
 
 NUM_WORKERS = 4  # so many slow calls must come at once to hold up another
 
 TEXT, TOKEN_IDS, FAULT = b"t", b"i", b"f"
 OUT_OF_MEMORY = 3  # the exit status of a worker that has passed its limit
+LIFELINE = 0  # the descriptor of stdin
 MAX_CAUSE = 1000  # characters of a fault
+
+# All that a worker sees of the server's environment, which may hold keys: where Python's own parts are, and what
+# decides how text and the local time are written.
+ENVIRONMENT = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
+# What a worker may have of each.
+RESOURCES = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NOFILE: 64}
 
 Reply = str | list[int]
 
@@ -47,7 +58,7 @@ class CannotOpenError(ForeignCodeError):
 
 
 class WorkerDiedError(ForeignCodeError):
-    """A worker died of something else than a limit."""
+    """A worker died, or stood still, of something else than a limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,8 @@ class Limits:
     open_cpu_s: int = 5
     open_memory_bytes: int = 2**29
     reply_bytes: int = 2**24  # eight times the largest request body
-    wait_s: float = 120.0  # by the clock, for a worker that waits and uses no CPU time
+    wait_s: float = 120.0  # by the clock, for a worker that neither uses CPU time nor reads or writes
+    starts_threads: bool = False  # or processes
 
 
 class Workers:
@@ -144,17 +156,21 @@ class _Worker:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._asking = threading.RLock()
-        self._socket, theirs = Pipe()
+        ours, theirs = socketpair()
         with theirs:
+            for option in (SO_SNDTIMEO, SO_RCVTIMEO):
+                ours.setsockopt(SOL_SOCKET, option, _timeval(limits.wait_s))
+            self._socket = Connection(ours.detach())
             # With this process's path, as Python's own may begin with the current folder, which may be the model's.
             code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main({theirs.fileno()})"
             command = [sys.executable, "-P", "-c", code]
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 process_group=0,
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             )
 
     @property
@@ -166,9 +182,10 @@ class _Worker:
         with self._asking:
             try:
                 self._socket.send_bytes(data)
-                if not self._socket.poll(self._limits.wait_s):
-                    raise ForeignCodeError(f"it took longer than {self._limits.wait_s:g} s")
                 reply = self._socket.recv_bytes(self._limits.reply_bytes + 1)
+            except BlockingIOError as fault:
+                self.end()
+                raise WorkerDiedError(f"it took longer than {self._limits.wait_s:g} s") from fault
             except (EOFError, OSError) as fault:
                 raise self._why_dead(cpu_s, memory_bytes) from fault
             except BaseException:
@@ -188,6 +205,8 @@ class _Worker:
         self._process.wait()
         with self._asking:
             self._socket.close()
+            assert self._process.stdin is not None, "stdin is a pipe"
+            self._process.stdin.close()
 
     def _why_dead(self, cpu_s: int, memory_bytes: int) -> ForeignCodeError:
         self.end()  # a process that is ending already keeps its status
@@ -203,20 +222,34 @@ class _Worker:
 def main(descriptor: int) -> None:
     """Be a worker at this end of a socket until it ends."""
     with Connection(descriptor) as socket, suppress(EOFError, ConnectionError):  # the caller is gone
+        _obey_signals()
         _work(socket)
 
 
-def _work(socket: Connection) -> None:
+def _obey_signals() -> None:
+    """Let the caller's end and the limit of CPU time kill this process, and nothing that the caller outlives."""
     # The server decides when its workers end; a service manager may send this to all processes of a service.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # the caller may have ignored or blocked it
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG would kill the worker as soon as the thread that started it ends.
+        fcntl.fcntl(LIFELINE, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(LIFELINE, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(LIFELINE, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([LIFELINE], (), (), 0)[0]:
+        raise EOFError  # before the kernel was asked
+
+
+def _work(socket: Connection) -> None:
     with suppress(OSError):  # where memory runs out, a worker is to die and not the server
         Path("/proc/self/oom_score_adj").write_text("1000")
     opener, argument, values = json.loads(socket.recv_bytes())
     limits = Limits(**values)
     module_name, _, name = opener.partition(":")
     open_it = getattr(importlib.import_module(module_name), name)
+    _give_up_rights(limits)
     answer: list[Callable[..., Any]] = []
 
     def opening() -> str:
@@ -226,11 +259,17 @@ def _work(socket: Connection) -> None:
     _limit_memory(limits.open_memory_bytes)
     _reply(socket, opening, {}, limits.open_cpu_s, limits.reply_bytes)
     _limit_memory(limits.memory_bytes)
-    with open(os.devnull, "wb") as nowhere:  # what libraries print of their faults, any client could have them print
-        os.dup2(nowhere.fileno(), 2)
     while True:
         request = json.loads(socket.recv_bytes())
         _reply(socket, answer[0], request, limits.cpu_s, limits.reply_bytes)
+
+
+def _give_up_rights(limits: Limits) -> None:
+    """Keep what escapes from a sandbox from the log, from files, and from processes where this is not root."""
+    with open(os.devnull, "wb") as nowhere:  # what libraries print of their faults, any client could have them print
+        os.dup2(nowhere.fileno(), 2)
+    for kind, value in (RESOURCES if limits.starts_threads else {**RESOURCES, resource.RLIMIT_NPROC: 0}).items():
+        _limit(kind, value, for_good=True)
 
 
 def _reply(
@@ -267,7 +306,13 @@ def _limit_memory(more_bytes: int) -> None:
         _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + more_bytes)
 
 
-def _limit(kind: int, value: int) -> None:
-    """Set the soft limit; the hard one, which may be lower, stays."""
+def _timeval(duration_s: float) -> bytes:
+    """Return the duration as the time-outs of a socket want it."""
+    return struct.pack("@ll", int(duration_s), int(duration_s % 1 * 1e6))
+
+
+def _limit(kind: int, value: int, *, for_good: bool = False) -> None:
+    """Set the soft limit; the hard one, which may be lower, stays unless it is `for_good`."""
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value if for_good else hard))

@@ -21,7 +21,9 @@ from gptserve.weights.workers import Limits, Workers
 
 ROOT = Path(__file__).parents[2]
 # Of all that a server does with a folder before it says that it is ready, and with the first request.
-LIMITS = Limits(cpu_s=30, memory_bytes=3 * 2**29, open_cpu_s=120, open_memory_bytes=2**40, wait_s=500)
+LIMITS = Limits(
+    cpu_s=30, memory_bytes=3 * 2**29, open_cpu_s=120, open_memory_bytes=2**40, wait_s=500, starts_threads=True
+)
 
 Harm = Callable[[Path], object]
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from gptserve.weights.workers import (
+    ENVIRONMENT,
     NUM_WORKERS,
     CannotOpenError,
     ForeignCodeError,
@@ -159,12 +160,12 @@ def test_a_worker_that_died_while_idle_is_noticed(make: MakeWorkers) -> None:
     [("1 / 0", "ZeroDivisionError: division by zero"), (ENDLESS, "it took more than 1 s of CPU time")],
 )
 def test_what_cannot_be_opened_is_tried_once(make: MakeWorkers, tmp_path: Path, source: str, cause: str) -> None:
-    workers = make(f"[open({str(tmp_path / 'tried')!r}, 'a').write('x'), {source}]", open_cpu_s=1)
+    workers = make(f"[__import__('tempfile').mkstemp(dir={str(tmp_path)!r}), {source}]", open_cpu_s=1)
     for attempt in (workers.open, workers.call, workers.call):
         with pytest.raises(CannotOpenError) as caught:
             attempt()
         assert str(caught.value) == cause
-    assert (tmp_path / "tried").read_text() == "x"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_slow_calls_hold_up_no_other_until_all_workers_are_busy(make: MakeWorkers, tmp_path: Path) -> None:
@@ -215,12 +216,11 @@ def test_workers_end_with_their_last_user() -> None:
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("end", ["pass", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
-def test_workers_end_with_their_caller(end: str) -> None:
+def test_workers_end_with_their_caller() -> None:
     code = (
         "import sys; from gptserve.weights.workers import Limits, Workers\n"
         f"workers = Workers('builtins:eval', {EVALUATE!r}, Limits())\n"
-        f"print(workers.call(code={PID!r}), flush=True)\n{end}"
+        f"print(workers.call(code={PID!r}), flush=True)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.stderr == ""
@@ -247,10 +247,94 @@ def test_signals_of_a_terminal_and_a_service_manager_are_for_the_server(make: Ma
     assert pid_of(workers) == pid
 
 
-FILES = """[
-    os.readlink(link).partition(':')[0] for os in [__import__('os')] for number in os.listdir('/proc/self/fd')
-    for link in [f'/proc/self/fd/{number}'] if os.path.exists(link)
-]"""
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_workers_end_with_a_killed_caller(is_busy: bool, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    busy = f"open({str(gate)!r}, 'w').close() or sum(range(10**13))"
+    code = (
+        "import sys; from gptserve.weights.workers import Limits, Workers\n"
+        f"workers = Workers('builtins:eval', {EVALUATE!r}, Limits(cpu_s=10**6))\n"
+        f"print(workers.call(code={PID!r}), flush=True)\n"
+        + (f"workers.call(code={busy!r})" if is_busy else "sys.stdin.read()")
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as caller:
+        assert caller.stdout is not None
+        pid = int(caller.stdout.readline())
+        if is_busy:
+            gate.read_bytes()
+        caller.kill()
+    wait_until_gone(pid)
+
+
+def test_a_worker_outlives_the_thread_that_started_it(make: MakeWorkers) -> None:
+    workers = make()
+    with ThreadPoolExecutor(1) as pool:
+        pid = pool.submit(pid_of, workers).result(60)
+    assert pid_of(workers) == pid
+
+
+def test_a_worker_has_its_limits_whatever_signals_its_caller_ignores_or_blocks(make: MakeWorkers) -> None:
+    workers, ignored = make(cpu_s=1), signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXCPU})
+    try:
+        workers.open()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGXCPU, ignored)
+    with pytest.raises(ForeignCodeError, match="CPU time"):
+        workers.call(code=ENDLESS)
+
+
+def test_a_worker_sees_no_keys_and_the_time_zone_of_its_caller(
+    make: MakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GPTSERVE_API_KEY", "HF_TOKEN", "TZ"):
+        monkeypatch.setenv(name, "Asia/Kathmandu")
+    workers = make()
+    entries = str(workers.call(code="open('/proc/self/environ').read()")).split("\0")
+    assert "TZ=Asia/Kathmandu" in entries
+    assert {entry.partition("=")[0] for entry in entries if entry} <= set(ENVIRONMENT)
+    assert workers.call(code="__import__('time').strftime('%z')") == "+0545"
+
+
+def test_a_worker_writes_no_files_and_opens_few(make: MakeWorkers, tmp_path: Path) -> None:
+    workers, path = make(), tmp_path / "file"
+    with pytest.raises(ForeignCodeError, match="File too large"):
+        workers.call(code=f"open({str(path)!r}, 'w', buffering=1).write('a\\n')")
+    assert path.read_bytes() == b""
+    with pytest.raises(ForeignCodeError, match="Too many open files"):
+        workers.call(code="[open('/dev/null') for _ in range(64)]")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="this limit holds for all but root")
+@pytest.mark.parametrize("code", ["os.fork()", "threading.Thread(target=print).start()"])
+def test_a_worker_starts_no_processes_or_threads(make: MakeWorkers, code: str) -> None:
+    with pytest.raises(ForeignCodeError, match=r"temporarily unavailable|can't start new thread"):
+        make().call(code=f"[{code} for os, threading in [(__import__('os'), __import__('threading'))]]")
+
+
+FILES = """{
+    os.readlink(link).partition(':')[0]: int(number) for os in [__import__('os')]
+    for number in os.listdir('/proc/self/fd') for link in [f'/proc/self/fd/{number}'] if os.path.exists(link)
+}"""
+STOP = "__import__('os').kill(__import__('os').getpid(), __import__('signal').SIGSTOP)"
+
+
+@pytest.mark.parametrize("code", [STOP, f"__import__('os').write({{}}, b'\\0\\0') and {STOP}"])
+def test_a_worker_that_stops_in_a_call_or_a_reply_is_ended(make: MakeWorkers, code: str) -> None:
+    workers = make(wait_s=1.0)
+    files = literal_eval(str(workers.call(code=FILES)))
+    with pytest.raises(WorkerDiedError, match=r"^it took longer than 1 s$"):
+        workers.call(code=code.format(files["socket"]))
+
+
+def test_a_worker_that_reads_no_request_is_ended(make: MakeWorkers) -> None:
+    workers = make(wait_s=1.0)
+    os.kill(pid_of(workers), signal.SIGSTOP)
+    with pytest.raises(WorkerDiedError, match=r"^it took longer than 1 s$"):
+        workers.call(code=" " * 2**22)
+    assert workers.call(code="6 * 7") == "42"
 
 
 def test_a_worker_is_small_and_holds_nothing_of_its_caller(make: MakeWorkers, tmp_path: Path) -> None:
@@ -258,5 +342,5 @@ def test_a_worker_is_small_and_holds_nothing_of_its_caller(make: MakeWorkers, tm
     first, second = make(), make()
     with (tmp_path / "open").open("w"):
         for workers in (first, second):
-            assert sorted(literal_eval(str(workers.call(code=FILES)))) == ["/dev/null"] * 3 + ["socket"]
+            assert literal_eval(str(workers.call(code=FILES))).keys() == {"pipe", "/dev/null", "socket"}
             assert workers.call(code=heavy) == "[]"
