@@ -1,10 +1,14 @@
-"""The flags of `gptserve serve`, in groups, from the options that server/settings.py reads. `main.py` calls it."""
+"""The flags of `gptserve serve`, in groups, from the options that server/settings.py reads, and those of its clients.
+
+`main.py` calls it.
+"""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from gptserve.server.cli.arguments import TEXT
 from gptserve.server.settings import as_text, server_options
 
 GROUPS = {
@@ -51,3 +55,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             keywords["action"] = "append" if isinstance(option.default, tuple) else "store"
             keywords["metavar"] = "|".join(option.choices) or option.name.split("-")[-1].upper()
         group.add_argument(f"--{option.name}", **keywords)
+
+
+def add_server_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of all commands that ask a server."""
+    parser.add_argument("--url", type=TEXT, help="URL of the server (default: GPTSERVE_URL, or here at GPTSERVE_PORT)")
+    parser.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")

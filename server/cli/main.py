@@ -1,4 +1,4 @@
-"""The command `gptserve`: serve a model, complete a text, chat, inspect or convert a model.
+"""The command `gptserve`: serve a model, complete a text, chat, measure a server, inspect or convert a model.
 
 A wrong command line or setting ends with status 2, any other failure with 1, and one sentence on stderr. The engine's
 process imports this file again, so each command imports its heavy modules itself.
@@ -11,18 +11,19 @@ import contextlib
 import io
 import json
 import logging
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import gptserve
 from gptserve.engine.errors import EngineError
+from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT
+from gptserve.server.cli.bench.flags import DESCRIPTION, add_bench_flags
 from gptserve.server.cli.errors import CommandError
-from gptserve.server.cli.flags import EPILOG, add_flags
+from gptserve.server.cli.flags import EPILOG, add_flags, add_server_flags
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.operations.keys import KEY_RULE, is_key
@@ -31,7 +32,6 @@ from gptserve.server.settings import (
     client_url,
     injected_variables,
     load_settings,
-    parse_size,
     suggestion,
 )
 from gptserve.weights.errors import TokenizerError, WeightsError
@@ -39,8 +39,6 @@ from gptserve.weights.errors import TokenizerError, WeightsError
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
-Parsed = TypeVar("Parsed")
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +107,7 @@ def _build_parser() -> CommandParser:
     serve.set_defaults(parser=serve, run=_serve)
 
     complete = commands.add_parser("complete", help="complete a text, printing tokens as they come")
-    complete.add_argument("text", type=_TEXT, metavar="TEXT", help="text to complete; - reads it from stdin")
+    complete.add_argument("text", type=TEXT, metavar="TEXT", help="text to complete; - reads it from stdin")
     complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
     _add_request_flags(complete)
     complete.add_argument(
@@ -123,13 +121,26 @@ def _build_parser() -> CommandParser:
         description="Talk with a served model: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves. If "
         "input or output is no terminal, all of stdin is one message, and only the answer is printed.",
     )
-    chat.add_argument("--system", type=_TEXT, help="system prompt")
+    chat.add_argument("--system", type=TEXT, help="system prompt")
     _add_request_flags(chat)
     chat.add_argument("--max-tokens", type=int, help="tokens of an answer (default: what the context has left)")
     chat.set_defaults(parser=chat, run=_chat)
 
+    _add_bench(commands)
     _add_model_commands(commands)
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure how long the clients of a server wait",
+        usage="gptserve bench [MODEL] [options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_bench_flags(bench)
+    bench.set_defaults(parser=bench, run=_bench)
 
 
 def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -137,8 +148,8 @@ def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> 
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
-    inspect.add_argument("--memory", type=_SIZE, help="memory to fit it into, such as 8GiB (default: the free memory)")
-    inspect.add_argument("--block-size", type=_COUNT, default=16, help="tokens in a block (default: %(default)s)")
+    inspect.add_argument("--memory", type=SIZE, help="memory to fit it into, such as 8GiB (default: the free memory)")
+    inspect.add_argument("--block-size", type=COUNT, default=16, help="tokens in a block (default: %(default)s)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(parser=inspect, run=_inspect)
 
@@ -155,13 +166,12 @@ def _help(options: argparse.Namespace) -> int:
 
 
 def _add_request_flags(parser: CommandParser) -> None:
-    """Add the flags of the commands that ask a server; a field that is not given is not sent."""
-    parser.add_argument("--url", type=_TEXT, help="URL of the server (default: GPTSERVE_URL, or here at GPTSERVE_PORT)")
-    parser.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")
-    parser.add_argument("--temperature", type=_NUMBER, help="0 is greedy (default: the model's own)")
-    parser.add_argument("--top-p", type=_NUMBER, help="nucleus sampling; 1 is off (default: the model's own)")
+    """Add the flags of the commands that ask for one answer; a field that is not given is not sent."""
+    add_server_flags(parser)
+    parser.add_argument("--temperature", type=NUMBER, help="0 is greedy (default: the model's own)")
+    parser.add_argument("--top-p", type=NUMBER, help="nucleus sampling; 1 is off (default: the model's own)")
     parser.add_argument("--seed", type=int, help="seed; the same seed repeats an answer")
-    parser.add_argument("--stop", type=_TEXT, action="append", help="text at which to stop; repeatable")
+    parser.add_argument("--stop", type=TEXT, action="append", help="text at which to stop; repeatable")
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -230,12 +240,35 @@ def _chat(options: argparse.Namespace) -> int:
     return 0
 
 
-def _remote(options: argparse.Namespace) -> Remote:
-    """Return the server that the flags or the environment name."""
+def _bench(options: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from gptserve.server.cli.bench.command import Bench
+    from gptserve.server.cli.bench.launch import started_server
+    from gptserve.server.cli.bench.report import Objective
+    from gptserve.server.cli.bench.workload import Workload
+
+    if options.MODEL is not None and options.url is not None:
+        raise SettingsError("--url is for a server that runs, and MODEL starts one")
+    if options.shared_prefix >= options.prompt_tokens:
+        rule = f"below --prompt-tokens {options.prompt_tokens}"
+        raise SettingsError(f"--shared-prefix must be {rule}, got {options.shared_prefix}")
+    workload = Workload(**{field.name: getattr(options, field.name) for field in fields(Workload)})
+    clients = options.concurrency or (() if options.rate else (1, 8, 32))
+    slo = Objective(options.slo_ttft_ms, options.slo_itl_ms)
+    bench = Bench(workload, clients, options.rate, options.num_requests, slo)
+    with contextlib.nullcontext() if options.MODEL is None else started_server(options.MODEL) as url:
+        bench.run(_remote(options, url), as_json=options.json)
+    return 0
+
+
+def _remote(options: argparse.Namespace, url: str | None = None) -> Remote:
+    """Return the server at `url`, else the one that the flags or the environment name."""
+    url = options.url if url is None else url
     key = os.environ.get("GPTSERVE_API_KEY") or None if options.api_key is None else options.api_key
     if key is not None and not is_key(key):
         raise SettingsError(f"the API key must be {KEY_RULE}, got ***")
-    url = client_url(os.environ) if options.url is None else options.url
+    url = client_url(os.environ) if url is None else url
     if not re.match("https?://[^/]", url):
         raise SettingsError(f"the URL of the server must begin with http:// or https:// and a host, got {url!r}")
     return Remote(url, key)
@@ -267,23 +300,3 @@ def _inspect(options: argparse.Namespace) -> int:
     report = inspect_model(model_name(options.MODEL), config, options.memory, options.block_size)
     print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])
     return 0
-
-
-def _argument(
-    rule: str, parse: Callable[[str], Parsed], holds: Callable[[Parsed], bool] = lambda _: True
-) -> Callable[[str], Parsed]:
-    """Return a converter for argparse; its error has the `rule` that a text breaks where `parse` or `holds` fails."""
-
-    def convert(text: str) -> Parsed:
-        with contextlib.suppress(ValueError):
-            if holds(value := parse(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-
-    return convert
-
-
-_TEXT = _argument("UTF-8", lambda text: text.encode().decode())  # surrogates stand for bytes that are not UTF-8
-_NUMBER = _argument("a finite number", float, math.isfinite)
-_COUNT = _argument("a whole number of at least 1", int, lambda number: number >= 1)
-_SIZE = _argument("a number of bytes such as 8GiB", parse_size)

@@ -1,4 +1,4 @@
-"""A running server, asked over HTTP by `gptserve complete` and `gptserve chat`.
+"""A running server, asked over HTTP by `gptserve complete`, `chat` and `bench`.
 
 The server may be another than gptserve, and broken: what it sends is checked here.
 """
@@ -33,7 +33,7 @@ class Remote:
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def model_name(self) -> str:
         """Return the name of the model that is served."""
@@ -42,6 +42,14 @@ class Remote:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise CommandError(f"{self.url} has no models, so it is not gptserve") from error
+
+    def version(self) -> str | None:
+        """Return the version at /version, which not every server has."""
+        try:
+            with self._send("GET", "/version", None) as response:
+                return str(json.loads(response.read())["version"])
+        except (CommandError, ValueError, LookupError, TypeError, RecursionError):
+            return None
 
     def stream(self, path: str, body: Mapping[str, object]) -> Iterator[Piece]:
         """Yield the pieces of an answer until its end."""
@@ -66,7 +74,7 @@ class Remote:
         try:
             with (
                 _open_client() as client,
-                client.stream(method, self.url + path, json=body, headers=self._headers) as response,
+                client.stream(method, self.url + path, json=body, headers=self.headers) as response,
             ):
                 if response.status_code != httpx.codes.OK:
                     raise CommandError(_error_message(response.read()) or _describe_status(response))

@@ -1,4 +1,4 @@
-"""What commands print: text of models and servers, which a terminal must not obey. `main.py` and `chat.py` call it."""
+"""What commands print: text of models and servers, which a terminal must not obey. The commands call it."""
 
 from __future__ import annotations
 

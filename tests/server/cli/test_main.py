@@ -25,7 +25,7 @@ def test_the_command_alone_prints_its_help(run: Any) -> None:
 
     assert (status, err) == (0, "")
     assert out == run("--help")[1]
-    assert all(f"\n    {command} " in out for command in ("serve", "complete", "chat", "inspect", "convert"))
+    assert all(f"\n    {command} " in out for command in ("serve", "complete", "chat", "bench", "inspect", "convert"))
 
 
 def test_version(run: Any) -> None:

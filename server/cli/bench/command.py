@@ -1,0 +1,90 @@
+"""`gptserve bench`: measure how long the clients of a server wait under load. Any server of OpenAI's API will do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import time
+from collections.abc import Awaitable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+import gptserve
+from gptserve.server.cli.bench.load import Load
+from gptserve.server.cli.bench.report import HEADING, Objective, Report, render, summarize
+from gptserve.server.cli.bench.stream import Outcome
+from gptserve.server.cli.bench.workload import Workload
+from gptserve.server.cli.errors import CommandError
+from gptserve.server.cli.remote import Remote
+from gptserve.server.cli.terminal import print_text
+
+REQUESTS_A_CLIENT = 4
+REQUESTS_AT_A_RATE = 64
+WARM_UP_TOKENS = 8
+WARM_UP_REQUESTS = 4  # before a rate, which does not say how many requests will be answered at once
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What to measure: a load for each number of clients in a closed loop, then one for each rate a second."""
+
+    workload: Workload
+    concurrency: tuple[int, ...]
+    rate: tuple[float, ...]
+    num_requests: int | None
+    """In each load; None is REQUESTS_A_CLIENT or REQUESTS_AT_A_RATE."""
+    slo: Objective
+
+    def run(self, remote: Remote, *, as_json: bool) -> None:
+        """Print a row a load, or all as one line of JSON. Raises CommandError if the server completes nothing."""
+        model, version = remote.model_name(), remote.version()
+        started, reports = datetime.now(UTC), []
+        if not as_json:
+            print_text([f"{model} at {remote.url}\n\n{HEADING}"])
+        for report in self._reports(Load(remote.url, remote.headers, model)):
+            reports.append(asdict(report))
+            if not as_json:
+                print_text([render(report)])
+        if as_json:
+            server = {"url": remote.url, "model": model, "version": version}
+            client = {
+                "gptserve": gptserve.__version__,
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "cpus": os.cpu_count(),
+            }
+            about = {"started": started.isoformat(timespec="seconds"), "server": server, "client": client}
+            print_text([json.dumps({"benchmark": "bench", **about, "asked": asdict(self), "loads": reports})])
+
+    def _reports(self, load: Load) -> Iterator[Report]:
+        for clients in self.concurrency:
+            yield asyncio.run(self._closed(load, clients))
+        for rate in self.rate:
+            yield asyncio.run(self._open(load, rate))
+
+    async def _closed(self, load: Load, clients: int) -> Report:
+        await self._warm_up(load, clients)
+        bodies = self.workload.bodies(self.num_requests or REQUESTS_A_CLIENT * clients)
+        return await self._measure(f"{clients} at a time", load.closed_loop(bodies, clients))
+
+    async def _open(self, load: Load, rate: float) -> Report:
+        await self._warm_up(load, WARM_UP_REQUESTS)
+        bodies = self.workload.bodies(self.num_requests or REQUESTS_AT_A_RATE)
+        return await self._measure(f"{rate:g} a second", load.open_loop(bodies, self.workload.arrivals(rate)))
+
+    async def _warm_up(self, load: Load, number: int) -> None:
+        """Send prompts of the same kind, which are not measured."""
+        short = replace(self.workload, max_tokens=min(WARM_UP_TOKENS, self.workload.max_tokens))
+        outcomes = await load.closed_loop(short.bodies(number), number)
+        if all(outcome.failure for outcome in outcomes):
+            first = outcomes[0]
+            raise CommandError(
+                f"the server completes no prompt: {': '.join(filter(None, (first.failure, first.message)))}"
+            )
+
+    async def _measure(self, name: str, outcomes: Awaitable[list[Outcome]]) -> Report:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        ended = await outcomes
+        return summarize(name, ended, time.perf_counter() - start, time.process_time() - cpu_start, self.slo)

@@ -1,0 +1,57 @@
+"""A server of one's own for a benchmark: `gptserve serve` as a child process on a free port. `command.py` calls it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, cast
+
+from gptserve.server.cli.errors import CommandError
+
+_MAIN = "from gptserve.server.cli.main import main; main()"
+_READY = " ready on "  # as the log says it
+_FLAGS = ("--host", "127.0.0.1", "--port", "0", "--log-format", "text", "--log-level", "info")
+
+
+@contextmanager
+def started_server(model: str) -> Iterator[str]:
+    """Serve a model; give the URL once it answers. What it warns of goes to stderr. Raises CommandError.
+
+    SIGTERM ends the block as Ctrl-C does, so that the server ends, too.
+    """
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    command = [sys.executable, "-P", "-c", _MAIN, "serve", model, *_FLAGS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        stderr = cast(IO[str], process.stderr)
+        reader = threading.Thread(target=_pass_on, args=(stderr,))  # a full pipe would stop the server
+        try:
+            url = _wait_until_ready(stderr)
+            reader.start()
+            yield url
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            process.terminate()
+            if reader.is_alive():
+                reader.join()
+
+
+def _wait_until_ready(stderr: IO[str]) -> str:
+    for line in stderr:
+        if _READY in line:
+            return line.partition(_READY)[2].split()[0]
+        _show(line)
+    raise CommandError("the server did not start")
+
+
+def _pass_on(stderr: IO[str]) -> None:
+    for line in stderr:
+        _show(line)
+
+
+def _show(line: str) -> None:
+    if " INFO " not in line:
+        print(line, end="", file=sys.stderr)

@@ -1,0 +1,55 @@
+"""A server that `gptserve bench` starts for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+
+from tests.server.serving import LIMIT_S, MAIN, ROOT
+
+
+def left_of(session: int) -> list[psutil.Process]:
+    """Return the processes of a session that do not end."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            left += [process] if os.getsid(process.pid) == session else []
+    return psutil.wait_procs(left, timeout=LIMIT_S)[1]
+
+
+def test_a_model_is_served_for_the_time_of_the_command() -> None:
+    # The second request of the second load is due after hours: the command is still at it when it is told to end.
+    loads = ("--concurrency", "1", "--rate", "0.0001", "--num-requests", "2")
+    flags = ("--prompt-tokens", "8", "--max-tokens", "4")
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN, "bench", "storyteller", *loads, *flags],
+        cwd=ROOT,
+        env=os.environ | {"GPTSERVE_NUM_THREADS": "1", "GPTSERVE_DEVICE": "cpu", "GPTSERVE_API_KEY": "secret"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        title, _, _, row = (process.stdout.readline() for _ in range(4))
+        process.send_signal(signal.SIGTERM)
+        err = process.communicate(timeout=LIMIT_S)[1]
+
+    assert title.startswith("storyteller at http://127.0.0.1:")
+    assert row.startswith("1 at a time           2      0")
+    assert (process.returncode, err) == (130, "")
+    assert left_of(process.pid) == []
+
+
+def test_a_model_that_cannot_be_served_is_said_and_status_1(run: Any) -> None:
+    status, out, err = run("bench", "/no/such/model")
+
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "gptserve: the server did not start"
+    assert "/no/such/model" in err
