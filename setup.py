@@ -35,7 +35,7 @@ setup(
         library(
             "gptserve.engine.native._native",
             ["engine/native/draw.cpp", "engine/native/linear.cpp", "engine/native/team.cpp"],
-            ["engine/native/team.h", "engine/native/vectors.h"],
+            ["engine/native/activation.h", "engine/native/team.h", "engine/native/vectors.h"],
         ),
     ]
 )
