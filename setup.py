@@ -34,8 +34,8 @@ setup(
         ),
         library(
             "gptserve.engine.native._native",
-            ["engine/native/draw.cpp", "engine/native/linear.cpp", "engine/native/team.cpp"],
-            ["engine/native/activation.h", "engine/native/team.h", "engine/native/vectors.h"],
+            [f"engine/native/{name}.cpp" for name in ("draw", "linear", "program", "rows", "team")],
+            [f"engine/native/{name}.h" for name in ("activation", "linear", "program", "team", "vectors")],
         ),
     ]
 )

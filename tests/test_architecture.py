@@ -44,6 +44,8 @@ WITH_TORCH = {
     "gptserve.engine.model.kv_cache",
     "gptserve.engine.model.layers",
     "gptserve.engine.model.linear",
+    "gptserve.engine.model.native_decoder",
+    "gptserve.engine.model.norm",
     "gptserve.engine.llm",
     "gptserve.engine.model.runner",
     "gptserve.engine.model.rotary",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, addressof, c_float, c_int, c_int64, c_void_p
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.native.program import Attend
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class CpuAttention:
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None
         self._batch = _Batch()
+        self._layers: list[Tensor] = []
+        self._caches: list[_Cache] = []
+        self._addresses = (c_void_p * 0)()
 
     @staticmethod
     def is_available() -> bool:
@@ -105,6 +109,24 @@ class CpuAttention:
             self._instructions,
         )
         return out_THD
+
+    def operation(self, spec: AttentionSpec, layer: int) -> Attend:
+        """Return `write` and `attend` of a layer as data of a program, which gets `step_data` at each run."""
+        functions = (self._library.paged_write, self._library.paged_attend)
+        key = spec.num_heads * spec.head_size
+        return Attend(
+            *(ctypes.cast(function, c_void_p).value for function in functions),
+            *(_per_head(spec.alibi_slopes, spec), _per_head(spec.sinks, spec)),
+            *(layer, key, key + spec.num_kv_heads * spec.head_size, spec.num_heads, spec.window or 0),
+            *(spec.scale, spec.softcap or 0, self._instructions),
+        )
+
+    def step_data(self, metadata: AttentionMetadata, layers: list[Tensor]) -> tuple[Structure, Array[c_void_p]]:
+        """Return the step's Batch and the addresses of all layers' Caches; both are valid until the next call."""
+        if layers is not self._layers:
+            self._layers, self._caches = layers, [_describe(cache_2NGBD) for cache_2NGBD in layers]
+            self._addresses = (c_void_p * len(layers))(*map(addressof, self._caches))
+        return self._pack(metadata, self._caches[0]), self._addresses
 
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
         """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""

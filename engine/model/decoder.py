@@ -15,6 +15,7 @@ from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.linear import make_linear
+from gptserve.engine.model.native_decoder import NativeDecoder, native_decoder
 from gptserve.engine.model.rotary import rotary_table, sinusoids
 from gptserve.weights.config import ModelConfig
 
@@ -27,7 +28,8 @@ class Decoder:
     """
 
     def __init__(self, config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], backend: AttentionBackend) -> None:
-        self._config, source = config, StreamedTensors(tensors)
+        self._config, self._backend = config, backend
+        source = self._source = StreamedTensors(tensors)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
         scale = config.embed_scale  # in the model's dtype, as it was trained with
@@ -40,11 +42,12 @@ class Decoder:
         of_layers = config.rotaries or (None,) * config.num_layers
         self._table_of = [rotaries.index(rotary) if rotary else None for rotary in of_layers]
         self._tables: list[Tensor] = []
+        self._native: NativeDecoder | None = None
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         if config.tied_head:
-            self._head = make_linear(self._embedding, None, out_dtype=torch.float32)
+            self._head = source.linears["head"] = make_linear(self._embedding, None, out_dtype=torch.float32)
         else:
             self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)
 
@@ -55,6 +58,8 @@ class Decoder:
         if config.position == "sinusoidal":
             table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
             self._positions = table.to(self._embedding)
+        tables = [None if index is None else self._tables[index] for index in self._table_of]
+        self._native = native_decoder(config, self._source, self._embedding, self._positions, tables, self._backend)
 
     def hidden_states(
         self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata
@@ -63,6 +68,8 @@ class Decoder:
 
         token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
+        if self._native is not None:
+            return self._native.hidden_states(token_ids_T, positions_T, cache, metadata)
         x = self._embed(token_ids_T, positions_T)
         rotations = [table[positions_T].unbind(1) for table in self._tables]
         for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
@@ -71,9 +78,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab_size] for rows of the hidden states, at least linear.MIN_ROWS of them."""
-        x = hidden if self._final_norm is None else self._final_norm(hidden)
-        x = x if self._embed_out is None else self._embed_out(x)
-        logits = self._head(x).to(torch.float32)
+        if self._native is not None:
+            logits = self._native.logits(hidden)
+        else:
+            x = hidden if self._final_norm is None else self._final_norm(hidden)
+            x = x if self._embed_out is None else self._embed_out(x)
+            logits = self._head(x).to(torch.float32)
         cap = self._config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import MixtureOfExperts
 from gptserve.engine.model.linear import Linear, activate, make_linear
+from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.weights.config import Activation, ModelConfig
 
-Norm = Callable[[Tensor], Tensor]
-"""A normalisation over the last dimension, in and out in the model's dtype, computed in fp32."""
-
 
 class StreamedTensors:
-    """Gives tensors by name from a stream; keeps those that come before they are taken."""
+    """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made."""
 
     def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._tensors = tensors
         self._waiting: dict[str, Tensor] = {}
+        self.linears: dict[str, Linear] = {}
+        self.norms: dict[str, Norm] = {}
+        self.attentions: list[AttentionSpec] = []
 
     def take(self, name: str) -> Tensor:
         """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
@@ -60,6 +60,7 @@ class Attention:
             sinks=source.take(f"{name}.sinks").float() if config.attention_sinks else None,
             softcap=config.attention_softcap,
         )
+        source.attentions.append(self._spec)
 
     def __call__(
         self,
@@ -179,24 +180,13 @@ def _take_feed_forward(config: ModelConfig, source: StreamedTensors, name: str) 
 
 
 def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
-    """Return the norm of this name, with the weight and the bias that it has.
-
-    - layernorm: layer normalisation (Ba et al. 2016, equation 4)
-    - rmsnorm: root mean square normalisation (Zhang and Sennrich 2019, equation 4); weights are in fp32
-    """
+    """Return the norm of this name."""
     weight = source.take(f"{name}.weight") if config.norm_weight else None
     bias = source.take(f"{name}.bias") if config.norm_bias else None
-    eps = config.norm_eps
-    if config.norm == "layernorm":
-        return lambda x: functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    scale = None if weight is None else weight.float() + config.norm_weight_offset
-
-    def normalise(x: Tensor) -> Tensor:
-        wide = x.float()
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (y if scale is None else y * scale).to(x.dtype)
-
-    return normalise
+    if weight is not None and config.norm == "rmsnorm":
+        weight = weight.float() + config.norm_weight_offset
+    norm = source.norms[name] = Norm(config.norm, weight, bias, config.norm_eps)
+    return norm
 
 
 def take_linear(
@@ -209,4 +199,6 @@ def take_linear(
 ) -> Linear:
     """Return the linear of this name."""
     weight = source.take(f"{name}.weight")
-    return make_linear(weight, source.take(f"{name}.bias") if bias else None, activation, out_dtype)
+    linear = make_linear(weight, source.take(f"{name}.bias") if bias else None, activation, out_dtype)
+    source.linears[name] = linear
+    return linear

@@ -160,7 +160,7 @@ class NativeLinear:
         if bias is not None:  # the library reads whole vectors of it
             self._bias = torch.zeros(size // (self._num_in + self._padding))
             self._bias[: self._num_out] = bias
-        self._weight = native.PackedWeight(
+        self.weight = native.PackedWeight(
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             *(self._num_in, self._num_out, native.ACTIVATIONS.index(activation)),
@@ -177,7 +177,7 @@ class NativeLinear:
         if self._padding:
             x = functional.pad(x, (0, self._padding))
         wide = self._out_dtype is torch.float32
-        self._library.native_multiply(self._weight, x.data_ptr(), address, out.data_ptr(), len(x), wide)
+        self._library.native_multiply(self.weight, x.data_ptr(), address, out.data_ptr(), len(x), wide)
         return out
 
 

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["avx512_bf16", "amx"]
 
-ABI = 2
-"""native_abi() of the version of linear.cpp that `PackedWeight` mirrors."""
+ABI = 3
+"""native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: tuple[Variant, ...] = ("avx512_bf16", "amx")
 """The library's number of a variant is its index plus 1. A CPU that has one has those before it."""
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh")
@@ -50,6 +50,7 @@ FUNCTIONS: Functions = {
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
     "native_draw_scratch": (c_int64, c_int64),
     "native_draw": (None, c_void_p),
+    "native_run": (None, c_void_p, c_void_p),
     "native_stop": (c_bool,),
 }
 

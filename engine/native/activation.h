@@ -1,6 +1,6 @@
 // Activations of 16 floats, elementwise, with AVX-512. The formulas are those of `activate` in engine/model/linear.py.
 //
-// linear.cpp includes this file where it has chosen the instructions.
+// linear.cpp and rows.cpp include this file where they have chosen the instructions.
 
 #pragma once
 

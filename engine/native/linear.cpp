@@ -14,6 +14,8 @@
 // Call nothing from std between the pragmas: the linker might keep the copy of an inline function that was compiled
 // here, with wide instructions, for all callers.
 
+#include "linear.h"
+
 #include <stdint.h>
 
 #include "team.h"
@@ -295,8 +297,8 @@ static void pack_panel(void* job, int64_t panel) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Raise it with every change of the exported functions or of Linear, so that a stale library is refused.
-EXPORT int native_abi() { return 2; }
+// Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
+EXPORT int native_abi() { return 3; }
 
 EXPORT int native_best_variant() { return best_variant(); }
 

@@ -1,0 +1,244 @@
+"""The decoder as two programs of engine/native: the layers, and the head, each run in one call.
+
+They compute what decoder.py and layers.py define, with the same weights and roundings to bf16, without Python between
+the operations. Where no program can compute a model, `native_decoder` returns None, and those two files compute it.
+Decoder calls it. Shape letters as in engine/attention/__init__.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from ctypes import c_float, c_int32
+
+import torch
+from torch import Tensor
+
+from gptserve.engine import native
+from gptserve.engine.attention import AttentionBackend, AttentionMetadata
+from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.model.kv_cache import KVCache
+from gptserve.engine.model.layers import StreamedTensors
+from gptserve.engine.model.linear import NativeLinear
+from gptserve.engine.native.program import Norm, Program, Rotation, Table
+from gptserve.weights.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+Part = Callable[[str, str, str], None]
+"""Appends attention or a feed-forward: it reads one buffer and writes another, plus a residual; "" is none."""
+
+
+def native_decoder(
+    config: ModelConfig,
+    parts: StreamedTensors,
+    embedding: Tensor,
+    positions: Tensor | None,
+    tables: list[Tensor | None],
+    backend: AttentionBackend,
+) -> NativeDecoder | None:
+    """Return a decoder that runs programs, or None if none can compute this model.
+
+    `parts` has made all linears and norms. `positions` is the table that is added to the embedding; `tables` has the
+    rotary table of each layer.
+    """
+    obstacle = _obstacle(config, parts, backend)
+    if obstacle is not None:
+        logger.debug("decoder: torch runs the operations of a step, not a program: %s", obstacle)
+        return None
+    assert isinstance(backend, CpuAttention)
+    widths = _widths(config)
+    layers = _Writer(config, parts, Program(widths))
+    layers.embed(embedding, positions)
+    for layer, table in enumerate(tables):
+        layers.block(layer, table, backend)
+    head = _Writer(config, parts, Program({**widths, "logits": config.vocab_size}))
+    head.head()
+    return NativeDecoder(widths, config.vocab_size, layers.program, head.program, backend)
+
+
+def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
+    """Return why no program can compute this model; None if one can."""
+    if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
+        return "its products are not those of engine/native"
+    if not isinstance(backend, CpuAttention):
+        return f"attention is {backend.name!r}"
+    if config.experts is not None:
+        return "it has experts"
+    if config.ffn_limit is not None:
+        return "its feed-forward is limited"
+    if config.parallel_residual and config.norm_placement != "input":
+        return f"its residual is parallel, its norms are at {config.norm_placement!r}"
+    widths = (config.hidden_size, config.num_heads * config.head_size, config.ffn_size, config.embed_size or 0)
+    if any(width % native.ROW_MULTIPLE for width in widths):
+        return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"
+    return None
+
+
+def _widths(config: ModelConfig) -> dict[str, int]:
+    """Return the buffers of both programs: by name, the elements of a row."""
+    return {
+        **dict.fromkeys(("x", "h", "h2"), config.hidden_size),
+        "embedded": config.embed_size or config.hidden_size,
+        "qkv": config.qkv_size,
+        "heads": config.num_heads * config.head_size,
+        "up": config.ffn_size * (2 if config.gated_ffn else 1),
+        "gated": config.ffn_size,
+    }
+
+
+class NativeDecoder:
+    """The programs of one model, with their buffers; only one thread at a time may use it."""
+
+    def __init__(
+        self, widths: dict[str, int], vocab_size: int, layers: Program, head: Program, backend: CpuAttention
+    ) -> None:
+        self._widths, self._vocab_size = widths, vocab_size
+        self._layers, self._head, self._backend = layers, head, backend
+        self._buffers: dict[str, Tensor] = {}
+
+    def hidden_states(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Decoder.hidden_states; the result is valid until the next call."""
+        num_rows = len(token_ids_T)
+        for ids_T in (token_ids_T, positions_T, metadata.slots_T):
+            assert ids_T.dtype is torch.int64 and ids_T.is_contiguous() and len(ids_T) == num_rows
+        self._reserve(num_rows)
+        batch, caches = self._backend.step_data(metadata, cache.layers)
+        self._layers.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches)
+        return self._buffers["x"][:num_rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's fp32 logits [rows, vocab_size], without the soft cap."""
+        num_rows, hidden = len(hidden), hidden.contiguous()
+        assert hidden.dtype is torch.bfloat16 and hidden.shape[1] == self._widths["x"]
+        self._reserve(num_rows)
+        logits = torch.empty(num_rows, self._vocab_size)
+        self._head.place("x", hidden.data_ptr())
+        self._head.place("logits", logits.data_ptr())
+        self._head.run(num_rows)
+        return logits
+
+    def _reserve(self, num_rows: int) -> None:
+        """Make the buffers at least this many rows long; to the next power of two, so that they seldom grow."""
+        if self._buffers and len(self._buffers["x"]) >= num_rows:
+            return
+        self._buffers = {}  # frees the old ones before the new ones are allocated
+        for name, width in self._widths.items():
+            buffer = torch.empty(1 << (num_rows - 1).bit_length(), width, dtype=torch.bfloat16)
+            self._buffers[name] = buffer
+            self._layers.place(name, buffer.data_ptr())
+            self._head.place(name, buffer.data_ptr())
+
+
+class _Writer:
+    """Writes a program: what is called here is appended, in the order of the calls."""
+
+    def __init__(self, config: ModelConfig, parts: StreamedTensors, program: Program) -> None:
+        self.program = program
+        self._config, self._parts, self._widths = config, parts, _widths(config)
+
+    def embed(self, embedding: Tensor, positions: Tensor | None) -> None:
+        """Write the embedded tokens to x."""
+        config, target = self._config, "embedded" if self._config.embed_size else "x"
+        scale = torch.tensor(config.embed_scale).to(embedding).item()  # rounded as in Decoder
+        self.program.add("embed", target, target, Table(self._address(embedding), scale))
+        if config.embed_norm:
+            self._norm("embed_norm", target, target)
+        if config.embed_size:
+            self._linear("embed_in", target, "x")
+        if positions is not None:
+            self.program.add("add_position", "x", "x", Table(self._address(positions), 1.0))
+
+    def block(self, layer: int, table: Tensor | None, backend: CpuAttention) -> None:
+        """Put x through a layer, as `Block` in layers.py defines it."""
+        name, shared = f"blocks.{layer}", self._config.shared_norm
+        attention, ffn = self._attention(layer, table, backend), self._feed_forward(name)
+        if not self._config.parallel_residual:
+            self._residual(f"{name}.attn", attention)
+            self._residual(f"{name}.ffn", ffn)
+            return
+        self._norm(f"{name}.attn_norm", "x", "h")
+        if not shared:  # before attention is added to x
+            self._norm(f"{name}.ffn_norm", "x", "h2")
+        attention("h", "x", "x")
+        ffn("h" if shared else "h2", "x", "x")
+
+    def head(self) -> None:
+        """Write the logits of x."""
+        source = "x"
+        if self._config.norm_placement != "sum":
+            self._norm("final_norm", source, "h")
+            source = "h"
+        if self._config.embed_size:
+            self._linear("embed_out", source, "embedded")
+            source = "embedded"
+        self._linear("head", source, "logits", wide=True)
+
+    def _residual(self, name: str, part: Part) -> None:
+        """Add a part to x, as `Residual` in layers.py defines it."""
+        placement, source = self._config.norm_placement, "x"
+        if placement in ("input", "both"):
+            self._norm(f"{name}_norm", "x", "h")
+            source = "h"
+        if placement in ("output", "both"):
+            part(source, "h", "")
+            self._norm(f"{name}_output_norm", "h", "h")
+            self.program.add("add", "x", "x", residual="h")
+        else:
+            part(source, "x", "x")
+        if placement == "sum":
+            self._norm(f"{name}_norm", "x", "x")
+
+    def _attention(self, layer: int, table: Tensor | None, backend: CpuAttention) -> Part:
+        name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
+        num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+
+        def append(source: str, target: str, residual: str) -> None:
+            self._linear(f"{name}.qkv", source, "qkv")
+            if config.qkv_clip is not None:
+                self.program.add("clamp", "qkv", "qkv", c_float(config.qkv_clip))
+            if config.qk_norm is not None:
+                for part, first, count in (("q", 0, num_heads), ("k", num_heads, num_kv_heads)):
+                    vectors = (count, size) if config.qk_norm == "head" else (1, count * size)
+                    self._norm(f"{name}.{part}_norm", "qkv", "qkv", (first * size, *vectors))
+            if table is not None:
+                rotation = Rotation(self._address(table), num_heads + num_kv_heads, size, table.shape[-1])
+                self.program.add("rotate", "qkv", "qkv", rotation)
+            self.program.add("attend", "qkv", "heads", backend.operation(spec, layer))
+            self._linear(f"{name}.attn_out", "heads", target, residual)
+
+        return append
+
+    def _feed_forward(self, name: str) -> Part:
+        def append(source: str, target: str, residual: str) -> None:
+            self._linear(f"{name}.ffn_up", source, "up")
+            hidden = "up"
+            if self._config.gated_ffn:
+                hidden = "gated"
+                self.program.add("gate", "up", hidden, c_int32(native.ACTIVATIONS.index(self._config.activation)))
+            self._linear(f"{name}.ffn_down", hidden, target, residual)
+
+        return append
+
+    def _linear(self, name: str, source: str, target: str, residual: str = "", wide: bool = False) -> None:
+        linear = self._parts.linears[name]
+        assert isinstance(linear, NativeLinear)
+        self.program.add("linear", source, target, linear.weight, residual=residual, wide=wide)
+        self.program.keep(linear)
+
+    def _norm(self, name: str, source: str, target: str, vectors: tuple[int, int, int] | None = None) -> None:
+        """Normalise whole rows, or vectors of a row: (where the first begins, how many, their width)."""
+        norm = self._parts.norms[name]
+        weight, bias = (
+            None if vector is None else self._address(vector.float()) for vector in (norm.weight, norm.bias)
+        )
+        place = vectors or (0, 1, self._widths[source])
+        self.program.add("norm", source, target, Norm(weight, bias, *place, norm.eps, norm.kind == "layernorm"))
+
+    def _address(self, tensor: Tensor) -> int:
+        """Return the address of a tensor, which the program keeps alive."""
+        assert tensor.is_contiguous() and tensor.device.type == "cpu"
+        self.program.keep(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,87 @@
+// A program: the operations of a step, as data, in the order in which they run. engine/native/program.py mirrors it.
+//
+// An operation reads one buffer and writes one; a buffer has a row for each token of the step. The rows of an operation
+// are independent and each is computed in one order, so a row's bits depend neither on the other rows nor on how the
+// team shares them. Python builds programs from a model's configuration; nothing here knows a model or a family.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "vectors.h"
+
+enum Kind {
+    LINEAR,  // data: a Linear of linear.cpp
+    ATTEND,  // data: Attend
+    // From here on an operation computes row by row: a RowOperation of rows.cpp.
+    EMBED,         // data: Table; out is the row of the token
+    ADD_POSITION,  // data: Table; out is in plus the row of the position
+    NORM,          // data: Norm
+    CLAMP,         // data: const float*; to [-limit, limit]
+    ROTATE,        // data: Rotation; in place
+    GATE,          // data: const int32_t*, an Activation; out is act(first half of in) * second half
+    ADD,           // out is in plus residual
+    NUM_KINDS,
+};
+
+struct Buffer {
+    void* data;     // [rows][width], bf16; fp32 for a linear that is wide
+    int64_t width;
+};
+
+struct Operation {
+    int32_t kind;
+    int32_t in, out, residual;  // indices of buffers; residual is -1 for none
+    int32_t wide;
+    const void* data;
+};
+
+struct Program {
+    const Operation* operations;
+    int64_t num_operations;
+    const Buffer* buffers;
+};
+
+// One call of a program.
+struct Step {
+    int64_t num_rows;
+    const int64_t *token_ids, *positions;  // [num_rows]
+    const void* batch;                     // the Batch of cpu_paged.cpp
+    const void* const* caches;             // the Cache of cpu_paged.cpp of each layer
+};
+
+struct Table {
+    const bf16* rows;
+    float scale;
+};
+
+// Of each row, `count` vectors of `width` elements from `first` on are normalised. The mean is taken off if `centred`.
+struct Norm {
+    const float *weight, *bias;  // [width], or null
+    int64_t first, count, width;
+    float eps;
+    int32_t centred;
+};
+
+// The pair (x[i], x[i + num_pairs]) of each of the first num_heads heads turns by the angle of the row's position.
+struct Rotation {
+    const float* waves;  // [positions][cosines, sines][num_pairs]
+    int64_t num_heads, head_size, num_pairs;
+};
+
+// in is the fused queries, keys and values. Attention is a library of its own: these are its functions.
+struct Attend {
+    void (*write)(const void* batch, const void* cache, const void* key, const void* value, int64_t token_stride);
+    void (*attend)(const void* batch, const void* cache, const void* query, int64_t query_stride, void* out,
+                   int64_t num_heads, float scale, int64_t window, const float* slopes, const float* sinks,
+                   float softcap, int instructions);
+    const float *slopes, *sinks;
+    int64_t layer, key, value, num_heads, window;  // key and value: where they begin in a row
+    float scale, softcap;
+    int32_t instructions;
+};
+
+typedef void (*RowOperation)(const Operation&, const Program&, const Step&, int64_t row);
+
+// By kind; null for those that do not compute row by row, and for all where the CPU's family has no AVX-512.
+extern const RowOperation ROW_OPERATIONS[NUM_KINDS];

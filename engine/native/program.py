@@ -1,0 +1,120 @@
+"""Programs: the operations of a step as data, which the library runs in one call.
+
+It mirrors the structures of program.h, and keeps alive what they point to. Torch-free: callers pass addresses.
+model/native_decoder.py writes programs.
+"""
+
+from __future__ import annotations
+
+from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cached_property
+from typing import Any, Literal
+
+from gptserve.engine import native
+
+KINDS = ("linear", "attend", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add")
+"""The index is the library's number."""
+Kind = Literal["linear", "attend", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add"]
+
+
+class Table(Structure):
+    """Table of program.h."""
+
+    _fields_ = native.members((c_void_p, "rows"), (c_float, "scale"))
+
+
+class Norm(Structure):
+    """Norm of program.h."""
+
+    _fields_ = native.members(
+        (c_void_p, "weight bias"), (c_int64, "first count width"), (c_float, "eps"), (c_int32, "centred")
+    )
+
+
+class Rotation(Structure):
+    """Rotation of program.h."""
+
+    _fields_ = native.members((c_void_p, "waves"), (c_int64, "num_heads head_size num_pairs"))
+
+
+class Attend(Structure):
+    """Attend of program.h."""
+
+    _fields_ = native.members(
+        (c_void_p, "write attend slopes sinks"),
+        (c_int64, "layer key value num_heads window"),
+        (c_float, "scale softcap"),
+        (c_int32, "instructions"),
+    )
+
+
+class _Buffer(Structure):
+    """Buffer of program.h."""
+
+    _fields_ = native.members((c_void_p, "data"), (c_int64, "width"))
+
+
+class _Operation(Structure):
+    """Operation of program.h."""
+
+    _fields_ = native.members((c_int32, "kind source target residual wide"), (c_void_p, "data"))
+
+
+class _Program(Structure):
+    """Program of program.h."""
+
+    _fields_ = native.members((c_void_p, "operations"), (c_int64, "num_operations"), (c_void_p, "buffers"))
+
+
+class _Step(Structure):
+    """Step of program.h."""
+
+    _fields_ = native.members((c_int64, "num_rows"), (c_void_p, "token_ids positions batch caches"))
+
+
+class Program:
+    """Operations over buffers that are known by name; the caller allocates the buffers."""
+
+    def __init__(self, widths: dict[str, int]) -> None:
+        """Begin an empty program over buffers of these names and widths, in elements."""
+        self._numbers = {name: number for number, name in enumerate(widths)}
+        self._buffers = (_Buffer * len(widths))(*(_Buffer(None, width) for width in widths.values()))
+        self._operations: list[_Operation] = []
+        self._kept: list[object] = []
+
+    def add(
+        self, kind: Kind, source: str, target: str, data: Any = None, *, residual: str = "", wide: bool = False
+    ) -> None:
+        """Append an operation; `data` is the ctypes object that program.h names for its kind, kept alive here."""
+        buffers = [self._numbers[name] if name else -1 for name in (source, target, residual)]
+        address = None if data is None else addressof(data)
+        self._operations.append(_Operation(KINDS.index(kind), *buffers, wide, address))
+        self.keep(data)
+
+    def keep(self, owner: object) -> None:
+        """Keep alive what an address in the data of an operation belongs to."""
+        self._kept.append(owner)
+
+    def place(self, name: str, address: int) -> None:
+        """Set where a buffer lies."""
+        self._buffers[self._numbers[name]].data = address
+
+    def run(
+        self,
+        num_rows: int,
+        token_ids: int | None = None,
+        positions: int | None = None,
+        batch: Structure | None = None,
+        caches: Array[c_void_p] | None = None,
+    ) -> None:
+        """Compute rows [0, num_rows) of all buffers; Step in program.h says what the addresses point to."""
+        of_attention = [None if data is None else addressof(data) for data in (batch, caches)]
+        step = _Step(num_rows, token_ids, positions, *of_attention)
+        native.library().native_run(byref(self._program), byref(step))
+
+    @cached_property
+    def _program(self) -> _Program:
+        """The program as the library reads it; made by the first run, after the last `add`."""
+        operations = (_Operation * len(self._operations))(*self._operations)
+        self.keep(operations)
+        return _Program(addressof(operations), len(operations), addressof(self._buffers))

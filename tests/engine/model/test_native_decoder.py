@@ -1,0 +1,78 @@
+"""Which models a program computes, and that its buffers grow; tests/parity compares every family with the formulas."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptserve.engine import native
+from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.model import decoder
+from tests.engine.runs import make_engine, make_request, run
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
+
+pytestmark = pytest.mark.skipif(
+    not (native.supported_variants() and CpuAttention.is_available()), reason="the libraries are not built"
+)
+
+NO_PROGRAM = "torch runs the operations of a step, not a program: "
+OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "fp32": ("GPT-2", {"dtype": "float32"}, "its products are not those of engine/native"),
+    "the reference": ("GPT-2", {"attention_backend": "reference"}, "attention is 'reference'"),
+    "experts": ("gpt-oss, past its window", {}, "it has experts"),
+    "a narrow model": ("GPT-2, one layer of one head", {}, "a linear's input is not a multiple of 32 wide"),
+    "narrow heads": ("GPT-2, head size 24, wide ffn", {}, "a linear's input is not a multiple of 32 wide"),
+}
+
+
+def obstacle(folder: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> str | None:
+    """Return why an engine of this model has no program, as it is logged; None if it has one."""
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG):
+        make_engine(folder, **{"dtype": "bfloat16", **options})
+    reasons = [message.partition(NO_PROGRAM)[2] for message in caplog.messages if NO_PROGRAM in message]
+    assert len(reasons) <= 1
+    return reasons[0] if reasons else None
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_what_no_program_can_compute_is_told(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape, options, expected = OBSTACLES[case]
+    write_model(tmp_path, *SHAPES[shape])
+    assert obstacle(tmp_path, caplog, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "shape", ["GPT-1", "GPT-2", "GPT-J", "BLOOM", "OPT 350M's layout", "Llama", "Qwen3", "Gemma 3, past its window"]
+)
+def test_families_without_experts_have_programs(shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path, *SHAPES[shape])
+    assert obstacle(tmp_path, caplog) is None
+
+
+def test_the_embedded_model_has_programs(storyteller: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert obstacle(storyteller, caplog) is None
+
+
+def test_a_step_may_have_more_rows_than_those_before(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fewer again; the tokens are those that torch computes, operation by operation."""
+    requests = [make_request(str(i), [i + 1] * (3 + 20 * i), max_tokens=5, logprobs=0) for i in range(4)]
+
+    def texts() -> list[list[tuple[int, ...]]]:
+        engine = make_engine(tiny_gpt2, dtype="bfloat16")
+        return [[output.token_ids for output in run(engine, [r])[r.request_id]] for r in requests[:2] + requests[::-1]]
+
+    by_programs = texts()
+    monkeypatch.setattr(decoder, "native_decoder", lambda *arguments: None)
+    assert by_programs == texts()
+
+
+def test_hidden_states_of_a_strided_view_are_taken(tiny_gpt2: Path) -> None:
+    made = make_engine(tiny_gpt2, dtype="bfloat16")._runner._decoder
+    hidden = torch.randn(6, 64).bfloat16()
+    assert torch.equal(made.logits(hidden[::2]), made.logits(hidden)[::2])
