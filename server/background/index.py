@@ -56,7 +56,7 @@ class JobIndex:
         That is: the jobs that run, which nothing replaces, reach a limit, and those of the owner reach its share.
         """
         running = [job for job in self if job.completion_id not in self._ended]
-        num_owners = len(self._owners() | {owner})
+        num_owners = len({job.record.owner for job in self} | {owner})
         for limit, size_of, unit in self._limits:
             own = sum(size_of(job) for job in running if job.record.owner == owner)
             if sum(map(size_of, running)) >= limit and own * num_owners >= limit:
@@ -108,22 +108,19 @@ class JobIndex:
         for job in self._ended.values():
             if job is not spared:
                 ended[job.record.owner].append(job)
-        num_owners, surplus = len(self._owners()), dict[str, BackgroundJob]()
+        surplus: dict[str, BackgroundJob] = {}
         for limit, size_of, _ in self._limits:
             held = Counter[str | None]()
             for job in self:
                 held[job.record.owner] += 0 if job.completion_id in surplus else size_of(job)
             while held.total() > limit:
-                over = [owner for owner, jobs in ended.items() if jobs and held[owner] * num_owners > limit]
+                over = [owner for owner, jobs in ended.items() if jobs and held[owner] * len(held) > limit]
                 if not over:
                     break
                 job = ended[max(over, key=held.__getitem__)].popleft()
                 surplus[job.completion_id] = job
                 held[job.record.owner] -= size_of(job)
         return list(surplus.values())
-
-    def _owners(self) -> set[str | None]:
-        return {job.record.owner for job in self}
 
     def _is_over(self, job: BackgroundJob) -> bool:
         """Return whether the time of a job is over. A job that ended in the future, by a wrong clock, ended now."""

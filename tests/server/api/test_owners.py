@@ -72,6 +72,26 @@ def test_two_keys_that_try_everything_against_each_other_meet_nothing(serve: Ser
     assert begin(server, KEYS["a"], {"idempotency-key": "only a has it not"}).status_code == 202, "b blocks nothing"
 
 
+def test_an_owner_that_fills_the_limit_neither_blocks_another_nor_takes_its_results(
+    serve: Serve, key_file: Path
+) -> None:
+    engine = FakeEngineClient(auto=False)
+    server = serve(engine, api_key_file=key_file, max_results=4)
+    kept = begin(server, KEYS["b"], max_tokens=1).json()["id"]
+    engine.from_outside(engine.step)
+    assert len(split(ask(server, KEYS["b"], "GET", f"/v1/completions/{kept}/events").text)) == 2
+    statuses = [begin(server, KEYS["a"]).status_code for _ in range(4)]
+    refused = begin(server, KEYS["a"])
+    assert (statuses, refused.status_code) == ([202] * 4, 429)
+    assert refused.json()["error"]["message"] == (
+        "4 of your background or keyed completions are running, and the limit for all owners is 4"
+    )
+    assert begin(server, KEYS["b"]).status_code == 202
+    assert ask(server, KEYS["b"], "GET", f"/v1/completions/{kept}").json()["status"] == "completed"
+    refused = begin(server, KEYS["a"])
+    assert "4 of your" in refused.json()["error"]["message"], "not those of others"
+
+
 def test_a_key_that_is_replaced_under_its_name_loses_nothing(
     serve: Serve, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
