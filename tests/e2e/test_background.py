@@ -205,7 +205,7 @@ def test_kills_older_snapshots_and_power_cuts_under_fifty_completions(
     launch: Launch, gate: EngineGate, tmp_path: Path
 ) -> None:
     """With drafts, and up to three choices: every reader that goes on with its last id has the undisturbed text."""
-    large_queue, drafts = ("--max-num-queued-reqs", "300"), ("--speculative-ngram", "2")
+    large_queue, at_once = ("--max-num-queued-reqs", "300"), ("--max-num-seqs", "32", "--speculative-ngram", "2")
     process = launch(*large_queue)
     with process.wait_until_ready() as client:
         ids = [begin(client, body) for body in FIFTY]
@@ -213,7 +213,7 @@ def test_kills_older_snapshots_and_power_cuts_under_fifty_completions(
     process.kill()
 
     rng, folder = random.Random(11), tmp_path / "state"
-    flags = ("--state-dir", str(folder), *large_queue, *drafts)
+    flags = ("--state-dir", str(folder), *large_queue, *at_once)
     gate.shut()
     process = launch(*flags)
     with process.wait_until_ready() as client:
@@ -222,12 +222,13 @@ def test_kills_older_snapshots_and_power_cuts_under_fifty_completions(
         assert process.wait()[0] == 0  # a power cut may cost what has just begun, so this is synced
     snapshots = [shutil.copytree(folder, tmp_path / "snapshot-0")]
     collected: list[list[str]] = [[] for _ in FIFTY]
-    num_repeated = 0
+    num_resumed = num_repeated = 0
     for number, disturbance in enumerate(rng.sample(DISTURBANCES, len(DISTURBANCES)), 1):
-        gate.shut(after_steps=30)
+        gate.shut(after_steps=12)
         process = launch(*flags)
         with process.wait_until_ready() as client:
             open_ = [(i, events) for i, events in zip(ids, collected, strict=True) if not is_over(events)]
+            num_resumed += sum(last_id(events) is not None for _, events in open_)
             followers = [Follower(client.base_url, i, events) for i, events in open_]
             while not gate.is_reached and any(follower.is_alive() for follower in followers):
                 followers[0].join(0.01)
@@ -253,6 +254,7 @@ def test_kills_older_snapshots_and_power_cuts_under_fifty_completions(
             later = events_of(client, completion_id)
             assert (choices_of(later), last_id(later)) == (expected, last_id(events))
             num_repeated += later != events
+    assert num_resumed > 0, "negative control: readers were cut off"
     assert num_repeated > 0, "negative control: the order of the choices has changed"
 
 
