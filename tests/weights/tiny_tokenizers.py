@@ -38,6 +38,15 @@ O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NANOCHAT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+"
+)
 BLOOM = " ?[^(\\s|[.,!?…。，、।۔،])]+"  # noqa: RUF001
 SPECIAL = ("<|endoftext|>", "<|pad|>")
 
@@ -207,8 +216,10 @@ FAMILIES: Mapping[str, Callable[[], Tokenizer]] = {
     "gpt_oss": lambda: from_tiktoken(
         O200K, ("<|startoftext|>", "<|endoftext|>", "<|start|>", "<|end|>"), ("QQQ", "QQ")
     ),
+    "nanochat": lambda: from_tiktoken(NANOCHAT, ("<|bos|>", "<|user_start|>", "<|user_end|>"), ()),
     "llama2": llama2,
     "mistral": mistral,
+    "tekken": lambda: with_template(from_tiktoken(TEKKEN, ("<unk>", "<s>", "</s>"), ()), "<s> $A"),
     "gemma": gemma,
     "xglm": xglm,
 }

@@ -18,7 +18,7 @@ from gptserve.weights.errors import TokenizerError, foreign_code
 from gptserve.weights.tokenizers.vocabulary import AddedToken, Vocabulary, byte_symbols
 
 # How tokenizer.json files split, up to their common end SPACES: GPT-2 (built into "ByteLevel"), Llama 3 and other heirs
-# of cl100k, Qwen 2 and 3 (digits one by one), gpt-oss (o200k).
+# of cl100k, Qwen 2 and 3 (digits one by one), gpt-oss (o200k), Mistral's Tekken, cl100k as tiktoken has it, nanochat.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
 QWEN = LLAMA3.replace("{1,3}", "")
@@ -27,12 +27,19 @@ O200K = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+"
 )
+TEKKEN = O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
+CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+NANOCHAT = CL100K.replace("{1,3}", "{1,2}")
 SPACES = r"|\s+(?!\S)|\s+"
 
 # The same for tiktoken, in time linear in the text: (?>...) never backtracks. Its engine gives up when a pattern
-# backtracks a million times, as \s+(?!\S) does over a million spaces; hence strides of 256.
+# backtracks a million times, as \s+(?!\S) does over a million spaces; hence strides of 256. The head is for the faster
+# engine within its own, which has no "?+" and "++": here the next character decides, so they match what "?" and "+" do.
 STRIDES = r"|(?:\s{256})*\s+(?!\S)|\s+"
-PATTERNS = {head + SPACES: f"(?>{head}){STRIDES}" for head in (GPT2, LLAMA3, QWEN, O200K)}
+PATTERNS = {
+    head + SPACES: f"(?>{head.replace('?+', '?').replace('++', '+')}){STRIDES}"
+    for head in (GPT2, LLAMA3, QWEN, O200K, TEKKEN, CL100K, NANOCHAT)
+}
 
 # A vocabulary beyond these takes long to recognise, or its added tokens to find. Published ones reach a tenth.
 MAX_ADDED = 10_000

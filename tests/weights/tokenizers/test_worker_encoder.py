@@ -14,25 +14,39 @@ import tokenizers
 from gptserve.weights.errors import TokenizerError
 from gptserve.weights.tokenizers import worker_encoder
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from gptserve.weights.tokenizers.vocabulary import Vocabulary, load_vocabulary
+from gptserve.weights.tokenizers.worker_encoder import is_known
 from gptserve.weights.workers import Limits
-from tests.weights.tiny_tokenizers import FAMILIES
+from tests.weights.tiny_tokenizers import BLOOM, FAMILIES, LLAMA3, NANOCHAT, O200K, QWEN, TEKKEN
 
 ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 LONG = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000_000}
-NAMED = {"type": "Split", "pattern": {"Regex": "[ab]+"}, "behavior": "Isolated", "invert": False}
+NAMED = {"type": "Split", "pattern": {"Regex": "[ab]+|c"}, "behavior": "Isolated", "invert": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
 TIME, MEMORY = "it took more than 1 s of CPU time", "it needed more than 256 MiB of memory"
+Describe = Callable[..., Vocabulary]
 Open = Callable[..., Tokenizer]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
-    """Open a family's tokenizer with other values of its tokenizer.json."""
+def described(tmp_path: Path) -> Describe:
+    """Describe a family's tokenizer with other values of its tokenizer.json."""
+
+    def make(name: str, **changes: object) -> Vocabulary:
+        raw = json.loads(FAMILIES[name]().to_str()) | changes
+        (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+        return load_vocabulary(tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def opened(described: Describe, tmp_path: Path) -> Iterator[Open]:
+    """Open it."""
     made = []
 
     def make(name: str, **changes: object) -> Tokenizer:
-        raw = json.loads(FAMILIES[name]().to_str()) | changes
-        (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+        described(name, **changes)
         made.append(Tokenizer.open(tmp_path))
         return made[-1]
 
@@ -48,8 +62,32 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_families_that_are_served_need_no_worker(opened: Open, name: str) -> None:
-    assert not opened(name).has_workers
+def test_the_families_that_are_served_need_no_worker_unless_a_character_becomes_many(
+    described: Describe, name: str
+) -> None:
+    assert is_known(described(name)) == (name != "xglm")
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+")
+
+
+@pytest.mark.parametrize("regexes", [
+    (GPT2,), (LLAMA3,), (QWEN,), (O200K,), (TEKKEN,), (NANOCHAT,), (NANOCHAT.replace("1,2", "1,3"),), (BLOOM,),
+    DEEPSEEK_CODER, (r"[\p{P}\$\+<=>\^~\|`]+", "[0-9][0-9][0-9]", r"\p{N}{1,3}"),
+])  # fmt: skip
+def test_published_regexes_need_no_worker(described: Describe, regexes: tuple[str, ...]) -> None:
+    steps = [{**NAMED, "pattern": {"Regex": regex}} for regex in regexes]
+    assert is_known(described("gpt2", pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps, BYTES]}))
+
+
+@pytest.mark.parametrize("regex", [
+    r"\s+$", r"\s+\S", "(a+)+$", "a*b", "a+b+", "a+?b", "a{1,99999}", "(?=a+b)", "[a]+|[a]+b", "[[a]b]+", "[a&&b]+",
+    "", "[]a]+", ".*", "^a+", r"[\c][a]+", LLAMA3 + "|(a+)+$", "a?a?a?a+",
+])  # fmt: skip
+def test_any_other_regex_needs_one(described: Describe, regex: str) -> None:
+    assert not is_known(described("gpt2", pre_tokenizer={**NAMED, "pattern": {"Regex": regex}}))
 
 
 @pytest.mark.parametrize(
@@ -79,10 +117,11 @@ def test_rules_of_its_own_give_the_ids_of_the_library(opened: Open, changes: dic
     assert tokenizer.decode(tokenizer.encode("ab")).strip() == "ab"
 
 
-def test_a_unigram_model_with_long_pieces_has_workers(opened: Open) -> None:
+def test_a_unigram_model_with_long_pieces_has_workers(described: Describe) -> None:
     model = json.loads(FAMILIES["xglm"]().to_str())["model"]
-    assert not opened("xglm", model={**model, "vocab": [*model["vocab"], ["a" * 256, -9.0]]}).has_workers
-    assert opened("xglm", model={**model, "vocab": [*model["vocab"], ["a" * 257, -9.0]]}).has_workers
+    for length in (256, 257):
+        longer = {**model, "vocab": [*model["vocab"], ["a" * length, -9.0]]}
+        assert is_known(described("xglm", normalizer=None, model=longer)) == (length == 256)
 
 
 @pytest.mark.usefixtures("low_limits")
