@@ -92,13 +92,14 @@ def _router(
         started_at = time.perf_counter()
         service.admit()  # refuse before reading megabytes
         key, owner, after = idempotency_key(request), owner_of(request), last_event_seen(request)
-        fields, body = await read_body(request, service, lambda _: body_model)
+        fields, body, is_large = await read_body(request, service, lambda _: body_model)
         is_kept = body.background or key is not None
         if after is not None and not (is_kept and body.stream):
             raise after.error("may be given only with stream true, and with background or an Idempotency-Key")
         if is_kept:
             _check_id(body)
-            background = await service.in_thread(BackgroundRequest.of, path, fields, owner, key, started_at)
+            make = partial(BackgroundRequest.of, path, fields, owner, key, started_at)
+            background = await service.in_thread(make) if is_large else make()
             make_plan = partial(plan, background.seeded(body), service, owner)
             return await answer_in_background(service, store, background, body, make_plan, after)
         return CompletionResponse(service, await plan(body, service, owner), started_at)
@@ -108,8 +109,8 @@ def _router(
 
 async def read_body(
     request: Request, service: Service, choose: Callable[[dict[str, object]], type[Parsed]]
-) -> tuple[dict[str, object], Parsed]:
-    """Read the body within the limits; return its fields, and the model of them that `choose` names.
+) -> tuple[dict[str, object], Parsed, bool]:
+    """Read the body within the limits; return its fields, their model, which `choose` names, whether it is large.
 
     A large body is parsed in a thread. Raises what these raise, ValidationError too.
     """
@@ -122,10 +123,11 @@ async def read_body(
         return fields, model.model_validate(fields), ignored
 
     async with service.bodies.read(request, settings.max_body_bytes, service.options.body_limit_s) as raw:
-        fields, body, ignored = parse(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse, raw)
+        is_large = len(raw) > THREAD_BYTES
+        fields, body, ignored = await asyncio.to_thread(parse, raw) if is_large else parse(raw)
     if ignored:
         log_fields(request.scope)["ignored"] = ignored_names(ignored)
-    return fields, body
+    return fields, body, is_large
 
 
 def _check_id(body: schemas.GenerationRequest) -> None:

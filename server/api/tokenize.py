@@ -44,7 +44,7 @@ def tokenize_router(service: Service) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         service.check_alive()
-        _, body = await read_body(request, service, _model_of)
+        _, body, _ = await read_body(request, service, _model_of)
         service.check_model(body.model)
         if isinstance(body, ConversationToTokenize):
             check_conversation(body, service)
@@ -60,7 +60,7 @@ def tokenize_router(service: Service) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         service.check_alive()
-        _, body = await read_body(request, service, lambda _: TokensToText)
+        _, body, _ = await read_body(request, service, lambda _: TokensToText)
         service.check_model(body.model)
         _check_tokens(body.tokens, service)
         return await service.in_thread(_detokenize, body.tokens, service)

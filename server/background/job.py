@@ -112,7 +112,7 @@ class BackgroundRequest:
     def of(
         cls, path: str, fields: dict[str, object], owner: str | None, key: str | None, started_at: float
     ) -> BackgroundRequest:
-        """Return the request for a body with these fields; takes long for a large body, so call it in a thread."""
+        """Return the request for a body with these fields; takes long for a large one."""
         # One spelling, however it was sent. In small steps, unlike json.dumps, so that other threads have their turn.
         whole = "".join(json.JSONEncoder(sort_keys=True, separators=(",", ":")).iterencode(fields))
         digest = hashlib.sha256(f"{path}\n{whole}".encode()).hexdigest()

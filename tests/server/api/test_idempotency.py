@@ -208,7 +208,7 @@ def test_requests_of_the_same_instant_make_one_completion(serve: Serve, monkeypa
     assert len({answer.json()["id"] for answer in answers if answer.status_code == 200}) == 1
 
 
-def test_a_request_is_compared_beside_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_request_is_compared_beside_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, make = [], BackgroundRequest.of
 
     def spy(*arguments: Any) -> BackgroundRequest:
@@ -217,11 +217,12 @@ def test_a_request_is_compared_beside_the_event_loop(serve: Serve, monkeypatch: 
 
     monkeypatch.setattr(BackgroundRequest, "of", spy)
     server = serve(FakeEngineClient())
-    assert post(server, KEY).status_code == 200
+    for size, status in ((2**16, 400), (1, 200)):
+        assert post(server, KEY, prompt="x" * size).status_code == status
     server.engine.from_outside(lambda: threads.append(threading.get_ident()))
     step(server.engine)
-    comparing, loop = threads
-    assert comparing != loop
+    of_large, of_small, loop = threads
+    assert of_large != loop == of_small
 
 
 def test_a_keyed_completion_goes_on_when_its_client_hangs_up_and_the_retry_finds_it(serve: Serve) -> None:

@@ -15,7 +15,9 @@ from gptserve.engine.errors import InvalidRequestError, QueueFullError
 from gptserve.engine.request import TokenOutput
 from gptserve.server.api.errors import status_of
 from gptserve.server.background.database import FILE_NAME
+from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.journal import Journal, JournalError
+from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.errors import ServiceError
 from tests.server.background.server import Clock, Server, find, found, run, started
 
@@ -125,6 +127,30 @@ def test_whoever_waits_for_a_completion_that_cannot_be_journaled_hears_of_it(mon
             await waiting[1]
             with pytest.raises(ServiceError, match="does not exist"):
                 await server.store.result(listed)
+
+    run(test())
+
+
+def test_what_is_refused_in_one_request_alone_is_not_in_another_of_its_key() -> None:
+    async def test() -> None:
+        async with started(Server()) as server:
+            reached, hold = asyncio.Event(), asyncio.Event()
+
+            async def refuse() -> CompletionPlan:
+                reached.set()
+                await hold.wait()
+                raise ServiceError("invalid_value", "its event id", param="Last-Event-ID")
+
+            fields = {"prompt": "x", "seed": 1}
+            request = BackgroundRequest.of("/v1/completions", fields, None, "key", 0.0)
+            refused = asyncio.create_task(server.store.begin_or_find(request, refuse))
+            await reached.wait()
+            other = asyncio.create_task(server.begin("key"))
+            await asyncio.sleep(0)
+            hold.set()
+            with pytest.raises(ServiceError, match="its event id"):
+                await refused
+            assert found(server, await other)
 
     run(test())
 
