@@ -6,12 +6,14 @@ The foreign code is Python here: `eval` opens it, and what it opens evaluates th
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -307,11 +309,39 @@ def test_a_worker_writes_no_files_and_opens_few(make: MakeWorkers, tmp_path: Pat
         workers.call(code="[open('/dev/null') for _ in range(64)]")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="this limit holds for all but root")
-@pytest.mark.parametrize("code", ["os.fork()", "threading.Thread(target=print).start()"])
-def test_a_worker_starts_no_processes_or_threads(make: MakeWorkers, code: str) -> None:
-    with pytest.raises(ForeignCodeError, match=r"temporarily unavailable|can't start new thread"):
-        make().call(code=f"[{code} for os, threading in [(__import__('os'), __import__('threading'))]]")
+@pytest.mark.parametrize("code", ["os.fork() or os._exit(0)", "threading.Thread(target=print).start()"])
+def test_a_worker_starts_no_processes_or_threads_unless_it_is_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    (tmp_path / "nobody.py").write_text(
+        "import os, threading\nif os.geteuid() == 0:\n    os.setuid(65534)\n"
+        "def open_it(code):\n    return lambda: str(eval(code))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
+    with (
+        closing(Workers("nobody:open_it", code, Limits())) as workers,
+        pytest.raises(ForeignCodeError, match=r"temporarily unavailable|can't start new thread"),
+    ):
+        workers.call()
+    with closing(Workers("nobody:open_it", code, Limits(starts_threads=True))) as workers:
+        workers.call()
+
+
+def test_a_call_for_which_the_system_has_no_process_leaves_nothing_behind(make: MakeWorkers) -> None:
+    workers, limit = make(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, num_failures = os.listdir("/proc/self/fd"), 0
+    for most in range(len(before), len(before) + 20):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit[1]))
+        try:
+            workers.open()
+            break
+        except OSError:
+            num_failures += 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert os.listdir("/proc/self/fd") == before
+    assert num_failures > NUM_WORKERS
+    assert workers.call(code="6 * 7") == "42"
 
 
 FILES = """{

@@ -65,6 +65,8 @@ class ChatTemplate:
             self._workers.open()
         except ForeignCodeError as fault:
             raise ChatTemplateError(f"the chat template is not valid: {fault}") from fault
+        except OSError as fault:  # the system starts no process
+            raise ChatTemplateError(f"the chat template cannot be checked: {fault}") from fault
 
     def close(self) -> None:
         """End its workers. Without this they end with the template itself."""

@@ -47,7 +47,7 @@ class WorkerEncoder:
         self.close = self._workers.close
         try:
             self._workers.open()
-        except ForeignCodeError as fault:
+        except (ForeignCodeError, OSError) as fault:  # OSError: the system starts no process
             raise TokenizerError(f"the tokenizer does not open: {fault}") from fault
 
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
