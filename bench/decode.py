@@ -1,10 +1,14 @@
-"""Decode throughput of the engine compared with transformers' generate, in one run on one machine.
+"""Decode throughput of the engine compared with transformers' generate and with the floor, in one run on one machine.
 
-    python -m bench.decode [--batch 1 8 32] [--prompt-len 128] [--max-tokens 128] [--shape gpt2] [--repeats 3]
+    python -m bench.decode [--shape gpt2] [--batch 1 8 32] [--kinds greedy temperature top_p] [--alone] [--repeats 3]
 
 The weights are random, of the real shape. Each request has its own random prompt, so that no prefix is shared. Both
-sides produce exactly max_tokens greedy tokens per sequence in the same dtype. A run is prefill and decode together. The
-two take turns, and the medians are compared. Prints a table and one JSON line.
+sides produce exactly max_tokens tokens per sequence in the same dtype; a run is prefill and decode together. The two
+take turns, and the medians are compared. `--alone` leaves transformers out.
+
+On a CPU each turn also measures how fast memory is read. The floor of a step is the time to read the weights, and the
+keys and values of all sequences at the middle of their answers. It is compared with the mean step of the engine while
+all sequences decode. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -14,68 +18,120 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.engines import seconds
+from bench.engines import timing
+from bench.floor import Reader, step_bytes
 from bench.machine import cpu_name, versions
 from bench.models import SHAPES, write_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import load_config
+
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+}
+ENGINES: dict[str, dict[str, Any]] = {"gptserve": {}}
+"""What the configuration of each engine has besides; their rows stand below each other."""
+KV_CACHE_BYTES = 2**30  # engines must fit side by side
+PAUSE_S = 0.05  # torch's threads spin for a while after their work, in the way of what comes next
+
+Row = dict[str, Any]
 
 
 def main() -> None:
     args = parse_arguments()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, args.dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        reference = write_model(Path(folder), args.shape).to(device, dtype)
-        engine = Engine(
-            EngineConfig(model_dir=Path(folder), device=device.type, dtype=args.dtype, enable_prefix_caching=False)
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reference = write_model(folder, args.shape)
+        model = load_config(folder)
+        config = EngineConfig(
+            model_dir=folder,
+            device=device.type,
+            dtype=args.dtype,
+            enable_prefix_caching=False,
+            kv_cache_bytes=KV_CACHE_BYTES,
+            num_threads=args.threads,
         )
-    rows = [measure(engine, reference, batch, args) for batch in args.batch]
-    print(f"{'batch':>5} {'gptserve tok/s':>15} {'transformers tok/s':>19} {'ratio':>6}")
-    for row in rows:
-        print(f"{row['batch']:>5} {row['gptserve']:>15.1f} {row['transformers']:>19.1f} {row['ratio']:>6.2f}")
-    print(json.dumps({"benchmark": "decode", **describe(engine, device, args), "rows": rows}))
+        engines = {name: Engine(replace(config, **more)) for name, more in ENGINES.items()}
+    turns = Turns(engines, None if args.alone else reference.to(device, getattr(torch, args.dtype)), model, args)
+    rows = [row for batch in args.batch for kind in args.kinds for row in turns.measure(batch, kind)]
+    show(rows)
+    print(json.dumps({"benchmark": "decode", **describe(engines["gptserve"], device, args), "rows": rows}))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=["greedy"])
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--shape", choices=SHAPES, default="gpt2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="leave transformers out")
     return parser.parse_args()
 
 
-def measure(engine: Engine, reference: Any, batch: int, args: argparse.Namespace) -> dict[str, float]:
-    """Let both sides take turns and return the median tokens per second of each."""
-    ours, theirs = [], []
-    for repeat in range(args.repeats + 1):
-        generator = torch.Generator().manual_seed(repeat)
-        prompts = torch.randint(engine.info.vocab_size, (batch, args.prompt_len), generator=generator)
-        ours_s = seconds(engine, prompts.tolist(), args.max_tokens, temperature=0.0)
-        theirs_s = time_transformers(reference, prompts, args.max_tokens)
-        if repeat:  # the first round warms up both
-            ours.append(batch * args.max_tokens / ours_s)
-            theirs.append(batch * args.max_tokens / theirs_s)
-    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    return {
-        "batch": batch,
-        "gptserve": statistics.median(ours),
-        "transformers": statistics.median(theirs),
-        "ratio": ratio,
-    }
+class Turns:
+    """Engines, transformers' model of the same weights and the memory, which take turns."""
+
+    def __init__(
+        self, engines: dict[str, Engine], reference: Any, model: ModelConfig, args: argparse.Namespace
+    ) -> None:
+        self._engines = engines
+        self._reference = reference
+        self._model = model
+        self._args = args
+        self._dtype: torch.dtype = getattr(torch, args.dtype)
+        on_cpu = next(iter(engines.values())).info.device == "cpu"
+        self._reader = Reader(step_bytes(model, self._dtype, batch=0, context=0)) if on_cpu else None
+
+    def measure(self, batch: int, kind: str) -> list[Row]:
+        """Return a row of medians for each engine."""
+        turns = [self._turn(seed, batch, KINDS[kind]) for seed in range(1 + self._args.repeats)][1:]  # one warms up
+        return [
+            {"batch": batch, "kind": kind, "engine": name}
+            | {key: statistics.median(turn[name][key] for turn in turns) for key in turns[0][name]}
+            for name in self._engines
+        ]
+
+    def _turn(self, seed: int, batch: int, params: dict[str, float]) -> dict[str, dict[str, float]]:
+        """Return the figures of each engine."""
+        args, generator = self._args, torch.Generator().manual_seed(seed)
+        prompts = torch.randint(self._model.vocab_size, (batch, args.prompt_len), generator=generator)
+        num_tokens, found = batch * args.max_tokens, {}
+        for name, engine in self._engines.items():
+            time.sleep(PAUSE_S)
+            its = timing(engine, prompts.tolist(), args.max_tokens, **params)
+            found[name] = {"tokens_per_s": num_tokens / its.seconds, "step_ms": its.step_seconds * 1e3}
+        if self._reference is not None:
+            theirs = num_tokens / time_transformers(self._reference, prompts, args.max_tokens, params)
+            for row in found.values():
+                row |= {"transformers": theirs, "ratio": row["tokens_per_s"] / theirs}
+        if self._reader is not None:
+            num_bytes = step_bytes(self._model, self._dtype, batch, args.prompt_len + args.max_tokens // 2)
+            bandwidth = self._reader.bytes_per_second()
+            floor_ms = num_bytes / bandwidth * 1e3
+            for row in found.values():
+                row |= {"read_gb_per_s": bandwidth / 1e9, "floor_ms": floor_ms, "of_floor": floor_ms / row["step_ms"]}
+        return found
 
 
-def time_transformers(model: Any, prompts: torch.Tensor, max_tokens: int) -> float:
+def time_transformers(model: Any, prompts: torch.Tensor, max_tokens: int, params: dict[str, float]) -> float:
     prompts = prompts.to(model.device)
+    sampling = {"do_sample": True, "top_k": 0, **params} if params["temperature"] else {"do_sample": False}
     start = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(
@@ -83,11 +139,19 @@ def time_transformers(model: Any, prompts: torch.Tensor, max_tokens: int) -> flo
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=max_tokens,
             min_new_tokens=max_tokens,
-            do_sample=False,
             pad_token_id=0,
+            **sampling,
         )
     assert output.cpu().shape[1] == prompts.shape[1] + max_tokens
     return time.perf_counter() - start
+
+
+def show(rows: list[Row]) -> None:
+    names = ["tokens_per_s", "transformers", "ratio", "step_ms", "floor_ms", "of_floor"]
+    columns = [name for name in names if name in rows[0]]
+    print(f"{'batch':>5} {'kind':12} {'engine':14}" + "".join(f"{name:>14}" for name in columns))
+    for row in rows:
+        print(f"{row['batch']:>5} {row['kind']:12} {row['engine']:14}" + "".join(f"{row[c]:>14.2f}" for c in columns))
 
 
 def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -95,12 +159,10 @@ def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> 
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
-        "shape": args.shape,
-        "prompt_len": args.prompt_len,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
+        **vars(args),
         "dtype": engine.info.dtype,
         "attention_backend": engine.info.attention_backend,
+        "product": engine.info.product,
         "transformers": transformers.__version__,
         **versions(),
         "device": name,

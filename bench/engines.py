@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gptserve.engine.engine import Engine
 from gptserve.engine.request import Request, SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long some prompts took."""
+
+    seconds: float
+    """Prefill and decode together."""
+    step_seconds: float
+    """The mean time of the steps in which all of them decode: none still reads its prompt, none has ended."""
+
+
 def seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **params: float) -> float:
     """Compute max_tokens tokens for each prompt, prefill and decode together, and return how long it took."""
+    return timing(engine, prompts, max_tokens, **params).seconds
+
+
+def timing(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **params: float) -> Timing:
+    """Compute max_tokens tokens for each prompt; there must be steps in which all of them decode."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
-    start, num_tokens = time.perf_counter(), 0
+    start = time.perf_counter()
     for i, prompt in enumerate(prompts):
         engine.add(Request(str(i), tuple(prompt), sampling, seed=i))
+    num_tokens, begun, has_ended, full = 0, set(), False, []
     while engine.has_work:
-        num_tokens += sum(len(output.token_ids) for output in engine.step())
+        outputs = engine.step()
+        num_tokens += sum(len(output.token_ids) for output in outputs)
+        begun |= {output.request_id for output in outputs}
+        if len(begun) == len(prompts) and not has_ended:
+            full.append(time.perf_counter())
+        has_ended |= any(output.finish_reason is not None for output in outputs)
     assert num_tokens == len(prompts) * max_tokens
-    return time.perf_counter() - start
+    num_steps = len(full) - 1
+    return Timing(time.perf_counter() - start, (full[-1] - full[0]) / num_steps if num_steps > 0 else float("nan"))

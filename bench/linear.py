@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from bench.machine import versions
-from bench.models import SHAPES
+from bench.models import GPT2_SHAPES
 from gptserve.engine import native
 from gptserve.engine.model.linear import MIN_ROWS, Linear, NativeLinear, PackedLinear
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="gpt2")
+    parser.add_argument("--shape", choices=GPT2_SHAPES, default="gpt2")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7)
@@ -65,7 +65,7 @@ def weight_shapes(name: str) -> tuple[list[tuple[int, int]], tuple[int, int]]:
     """Return (in, out) of each weight of the blocks, in order, and of the head."""
     from transformers import GPT2Config
 
-    config = GPT2Config(**SHAPES[name])
+    config = GPT2Config(**GPT2_SHAPES[name])
     hidden = config.n_embd
     block = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)]
     return block * config.n_layer, (hidden, config.vocab_size)

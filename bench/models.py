@@ -1,4 +1,4 @@
-"""Models to measure with: GPT-2's real shapes with random weights, and a tokenizer of the real size."""
+"""Models to measure with: the real shapes of GPT-2 and of Llamas with random weights, and a tokenizer of their size."""
 
 from __future__ import annotations
 
@@ -8,23 +8,49 @@ from typing import Any
 
 import torch
 
-SHAPES: dict[str, dict[str, int]] = {
+GPT2_SHAPES: dict[str, dict[str, int]] = {
     "gpt2": {},
     "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
     "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
     "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 4},
 }
+_LLAMA_NAMES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+LLAMA_SHAPES: dict[str, tuple[int, ...]] = {
+    "llama-135m": (30, 576, 1536, 9, 3, 49152),  # SmolLM 135M
+    "llama-1b": (16, 2048, 8192, 32, 8, 128256),  # Llama 3.2 1B
+}
+SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES)
 
 
 def write_model(folder: Path, shape: str) -> Any:
-    """Write a GPT-2 of this shape with random weights and return transformers' model of it, in fp32 on the CPU."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """Write a model of this shape with random weights and return transformers' model of it, on the CPU.
+
+    GPT-2 is in fp32, a Llama in bf16, as they were published.
+    """
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**SHAPES[shape])).eval()
+    if shape in GPT2_SHAPES:
+        config, dtype = GPT2Config(**GPT2_SHAPES[shape]), torch.float32
+    else:
+        sizes = dict(zip(_LLAMA_NAMES, LLAMA_SHAPES[shape], strict=True))
+        config, dtype = LlamaConfig(**sizes, tie_word_embeddings=True), torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.save_pretrained(folder)
     return model
+
+
+def write_served_model(folder: Path, shape: str) -> None:
+    """Write a model and a tokenizer for it."""
+    write_tokenizer(folder, write_model(folder, shape).config.vocab_size)
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 50257) -> None:

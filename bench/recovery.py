@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from bench.machine import versions
-from bench.models import SHAPES, write_model, write_tokenizer
+from bench.models import SHAPES, write_served_model
 from bench.server import running_server
 
 
@@ -42,8 +42,7 @@ def measure(shape: str, num_streams: int, repeats: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         model = []
         if shape != "storyteller":
-            write_model(Path(name), shape)
-            write_tokenizer(Path(name))
+            write_served_model(Path(name), shape)
             model.append(name)
         with running_server("--log-level", "error", *model, stderr=subprocess.DEVNULL) as (process, port):
             pauses = [asyncio.run(kill_once(port, process, num_streams)) for _ in range(repeats)]

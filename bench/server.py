@@ -22,7 +22,7 @@ def running_server(*arguments: str | Path, **options: Any) -> Iterator[tuple[psu
     port = free_port()
     process = psutil.Popen(serve_command(port, *arguments), start_new_session=True, **options)
     try:
-        _wait_until_ready(port, process)
+        wait_until_ready(port, process)
         yield process, port
     finally:
         process.kill()
@@ -40,7 +40,7 @@ def serve_command(port: int, *arguments: str | Path) -> list[str | Path]:
     return [Path(sys.executable).with_name("gptserve"), "serve", "--port", str(port), *arguments]
 
 
-def _wait_until_ready(port: int, process: psutil.Popen) -> None:
+def wait_until_ready(port: int, process: psutil.Popen) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:

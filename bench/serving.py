@@ -20,24 +20,22 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
-
 from bench.machine import versions
-from bench.models import SHAPES, write_model, write_tokenizer
+from bench.models import SHAPES, write_served_model
 from bench.server import running_server
-
-Prompts = list[list[int]]
+from gptserve.server.cli.bench.load import Load
+from gptserve.server.cli.bench.workload import Workload
 
 
 def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, args.shape)
-        write_tokenizer(folder)
+        write_served_model(folder, args.shape)
         arguments = [folder, "--dtype", args.dtype, *["--in-process"] * args.in_process]
         with own_engine(folder, args.dtype) as engine, running_server(*arguments) as (_, port):
-            rates = [measure(engine, port, repeat, args) for repeat in range(args.repeats + 1)][1:]
+            load = Load(f"http://127.0.0.1:{port}", {}, folder.name)
+            rates = [measure(engine, load, args) for _ in range(1 + args.repeats)][1:]  # the first warms up
     own, http = (statistics.median(column) for column in zip(*rates, strict=True))
     ratio = statistics.median(b / a for a, b in rates)
     print(f"{'streams':>7} {'engine tok/s':>13} {'HTTP tok/s':>11} {'ratio':>6}")
@@ -57,40 +55,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(engine: Connection, port: int, repeat: int, args: argparse.Namespace) -> tuple[float, float]:
+def measure(engine: Connection, load: Load, args: argparse.Namespace) -> tuple[float, float]:
     """Return tokens per second of the engine alone and through HTTP, for new random prompts."""
-    generator = torch.Generator().manual_seed(repeat)
-    prompts = torch.randint(50000, (args.streams, args.prompt_len), generator=generator).tolist()
+    bodies = Workload(prompt_tokens=args.prompt_len, max_tokens=args.max_tokens).bodies(args.streams)
     num_tokens = args.streams * args.max_tokens
-    engine.send((prompts, args.max_tokens))
+    engine.send(([body["prompt"] for body in bodies], args.max_tokens))
     own = engine.recv()
     start = time.perf_counter()
-    received = asyncio.run(stream_all(port, prompts, args.max_tokens))
+    outcomes = asyncio.run(load.closed_loop(bodies, args.streams))
     through_http = time.perf_counter() - start
-    assert received == num_tokens, f"{received} token events of {num_tokens}"
+    received = sum(outcome.num_tokens or 0 for outcome in outcomes)
+    assert received == num_tokens, f"{received} tokens of {num_tokens}: {outcomes[0].failure}"
     return num_tokens / own, num_tokens / through_http
-
-
-async def stream_all(port: int, prompts: Prompts, max_tokens: int) -> int:
-    return sum(await asyncio.gather(*(stream(port, prompt, max_tokens) for prompt in prompts)))
-
-
-async def stream(port: int, prompt: list[int], max_tokens: int) -> int:
-    """Read one completion to its end and return how many tokens its last event says were made."""
-    options = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, **options}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + b"\r\n" + body)
-    tail = b""
-    while b"data: [DONE]" not in tail:
-        data = await reader.read(65536)
-        assert data, f"the stream broke off: {tail!r}"
-        tail = (tail + data)[-2000:]
-    writer.close()
-    return int(tail.rpartition(b'"completion_tokens":')[2].partition(b",")[0])
 
 
 @contextmanager

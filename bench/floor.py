@@ -1,0 +1,39 @@
+"""The floor of decoding: a step reads the weights and the keys and values of its sequences once.
+
+`bench/decode.py` measures the time to read so many bytes in the same run, with the same threads.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gptserve.engine.model.memory import kv_bytes_per_token, parameter_counts
+from gptserve.weights.config import ModelConfig
+
+_PASSES = 5
+
+
+def step_bytes(model: ModelConfig, dtype: torch.dtype, batch: int, context: int) -> int:
+    """Return the bytes that a step of so many sequences reads at this context."""
+    counts = parameter_counts(model)
+    unread = counts["position"] + (counts["embedding"] if counts["head"] else 0)  # but some rows
+    weights = (sum(counts.values()) - unread) * dtype.itemsize
+    return weights + batch * context * kv_bytes_per_token(model, dtype.itemsize)
+
+
+class Reader:
+    """Reads memory in torch's threads, as much as a model's weights: what a cache holds of these, it holds here."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.ones(num_bytes // torch.float32.itemsize)
+
+    def bytes_per_second(self) -> float:
+        """Return the bandwidth of the fastest of some passes."""
+        times = []
+        for _ in range(_PASSES):
+            start = time.perf_counter()
+            self._buffer.sum()
+            times.append(time.perf_counter() - start)
+        return self._buffer.nbytes / min(times)
