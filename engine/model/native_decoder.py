@@ -42,7 +42,7 @@ def native_decoder(
     `parts` has made all linears and norms. `positions` is the table that is added to the embedding; `tables` has the
     rotary table of each layer.
     """
-    obstacle = _obstacle(config, parts, backend)
+    obstacle = _obstacle(config, parts, embedding.dtype, backend)
     if obstacle is not None:
         logger.debug("decoder: torch runs the operations of a step, not a program: %s", obstacle)
         return None
@@ -57,8 +57,10 @@ def native_decoder(
     return NativeDecoder(widths, config.vocab_size, layers.program, head.program, backend)
 
 
-def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
+def _obstacle(config: ModelConfig, parts: StreamedTensors, dtype: torch.dtype, backend: AttentionBackend) -> str | None:
     """Return why no program can compute this model; None if one can."""
+    if dtype is not torch.bfloat16:
+        return f"it computes in {str(dtype).removeprefix('torch.')}"
     if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
         return "its products are not those of engine/native"
     if not isinstance(backend, CpuAttention):

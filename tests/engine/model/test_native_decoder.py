@@ -11,7 +11,7 @@ import torch
 
 from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.model import decoder
+from gptserve.engine.model import decoder, linear
 from tests.engine.runs import make_engine, make_request, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 NO_PROGRAM = "torch runs the operations of a step, not a program: "
 OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "fp32": ("GPT-2", {"dtype": "float32"}, "its products are not those of engine/native"),
+    "fp32": ("GPT-2", {"dtype": "float32"}, "it computes in float32"),
     "the reference": ("GPT-2", {"attention_backend": "reference"}, "attention is 'reference'"),
     "experts": ("gpt-oss, past its window", {}, "it has experts"),
     "a narrow model": ("GPT-2, one layer of one head", {}, "a linear's input is not a multiple of 32 wide"),
@@ -45,6 +45,13 @@ def test_what_no_program_can_compute_is_told(case: str, tmp_path: Path, caplog: 
     shape, options, expected = OBSTACLES[case]
     write_model(tmp_path, *SHAPES[shape])
     assert obstacle(tmp_path, caplog, **options) == expected
+
+
+def test_other_products_leave_a_model_to_torch(
+    tiny_gpt2: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "product_of", lambda device, dtype: "onednn")
+    assert obstacle(tiny_gpt2, caplog) == "its products are not those of engine/native"
 
 
 @pytest.mark.parametrize(
