@@ -53,7 +53,7 @@ def main() -> None:
     ):
         exact, loose = [], []
         for _ in range(args.repeats + 1):  # the first round warms up
-            prompts = torch.randint(50000, (batch, args.prompt_len)).tolist()
+            prompts = torch.randint(engine.info.vocab_size, (batch, args.prompt_len)).tolist()
             num_tokens = batch * args.max_tokens
             runner.min_rows, runner.choose = MIN_ROWS, None
             exact.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import IO, cast
 
 from gptserve.server.cli.errors import CommandError
@@ -23,7 +24,7 @@ def started_server(model: str) -> Iterator[str]:
 
     SIGTERM ends the block as Ctrl-C does, so that the server ends, too.
     """
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     command = [sys.executable, "-P", "-c", _MAIN, "serve", model, *_FLAGS]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         stderr = cast(IO[str], process.stderr)
@@ -37,6 +38,12 @@ def started_server(model: str) -> Iterator[str]:
             process.terminate()
             if reader.is_alive():
                 reader.join()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Do what Ctrl-C does: asyncio has a handler of its own for it while it runs."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(number, frame)
 
 
 def _wait_until_ready(stderr: IO[str]) -> str:
