@@ -145,7 +145,7 @@ class ServerSettings:
         None
     )
     state_sync: Annotated[
-        StateSync, "what a power cut may cost in state-dir: normal, the last commits; full, none, at an fsync a step"
+        StateSync, "with normal, a power cut may lose the last commits to state-dir; full loses none, with more fsyncs"
     ] = "normal"
     result_ttl_s: Annotated[float, "seconds to keep a background completion after its end"] = 3600.0
     max_results: Annotated[int, "maximum background completions to keep; new ones replace those that ended first"] = (

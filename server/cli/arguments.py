@@ -33,6 +33,7 @@ def each(parse: Callable[[str], Parsed]) -> Callable[[str], tuple[Parsed, ...]]:
 
 
 TEXT = argument("UTF-8", lambda text: text.encode().decode())  # surrogates stand for bytes that are not UTF-8
+WHOLE = argument("a whole number", int)
 NUMBER = argument("a finite number", float, math.isfinite)
 POSITIVE = argument("a finite number over 0", float, lambda number: 0 < number < math.inf)
 SHARE = argument("a number of at least 0 and below 1", float, lambda number: 0 <= number < 1)

@@ -47,7 +47,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if option.name in GROUPS:
             group = parser.add_argument_group(GROUPS[option.name])
         no_default = option.default is None or option.default == ()
-        text = option.help if no_default else f"{option.help} (default: {as_text(option.default)})"
+        default = as_text(option.default)
+        if option.name.endswith("-bytes") and isinstance(option.default, int):
+            default = f"{option.default / 2**20:g}MiB"
+        text = option.help if no_default else f"{option.help} (default: {default})"
         keywords: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if isinstance(option.default, bool):
             keywords["action"] = argparse.BooleanOptionalAction
@@ -59,5 +62,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_server_flags(parser: argparse._ActionsContainer) -> None:
     """Add the flags of all commands that ask a server."""
-    parser.add_argument("--url", type=TEXT, help="URL of the server (default: GPTSERVE_URL, or here at GPTSERVE_PORT)")
+    parser.add_argument(
+        "--url",
+        type=TEXT,
+        help="URL of the server (default: the variable GPTSERVE_URL, else this machine at port GPTSERVE_PORT or 8000)",
+    )
     parser.add_argument("--api-key", help="API key to send (default: the variable GPTSERVE_API_KEY)")

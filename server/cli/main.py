@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import gptserve
 from gptserve.engine.errors import EngineError
-from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT
+from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT, WHOLE
 from gptserve.server.cli.bench.flags import DESCRIPTION, add_bench_flags
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, add_flags, add_server_flags
@@ -82,6 +82,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with EXIT_USAGE."""
+        message = message.replace("ignored explicit argument", "takes no value, got")
         self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
 
 
@@ -102,16 +103,21 @@ def _build_parser() -> CommandParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument("MODEL", nargs="?", help="same as --model")
+    serve.add_argument("MODEL", nargs="?", help="folder or hub id of the model, as with --model")
     add_flags(serve)
     serve.set_defaults(parser=serve, run=_serve)
 
-    complete = commands.add_parser("complete", help="complete a text, printing tokens as they come")
+    complete = commands.add_parser(
+        "complete",
+        help="complete a text, printing tokens as they come",
+        description="Ask a running server to complete a text, or load a model with --local. Tokens are printed as they "
+        "come.",
+    )
     complete.add_argument("text", type=TEXT, metavar="TEXT", help="text to complete; - reads it from stdin")
     complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
     _add_request_flags(complete)
     complete.add_argument(
-        "--max-tokens", type=int, default=200, help="tokens to generate (default: %(default)s; the API's is 16)"
+        "--max-tokens", type=WHOLE, default=200, help="tokens to generate (default: %(default)s; the API's is 16)"
     )
     complete.set_defaults(parser=complete, run=_complete)
 
@@ -123,7 +129,7 @@ def _build_parser() -> CommandParser:
     )
     chat.add_argument("--system", type=TEXT, help="system prompt")
     _add_request_flags(chat)
-    chat.add_argument("--max-tokens", type=int, help="tokens of an answer (default: what the context has left)")
+    chat.add_argument("--max-tokens", type=WHOLE, help="tokens of an answer (default: what the context has left)")
     chat.set_defaults(parser=chat, run=_chat)
 
     _add_bench(commands)
@@ -170,7 +176,7 @@ def _add_request_flags(parser: CommandParser) -> None:
     add_server_flags(parser)
     parser.add_argument("--temperature", type=NUMBER, help="0 is greedy (default: the model's own)")
     parser.add_argument("--top-p", type=NUMBER, help="nucleus sampling; 1 is off (default: the model's own)")
-    parser.add_argument("--seed", type=int, help="seed; the same seed repeats an answer")
+    parser.add_argument("--seed", type=WHOLE, help="seed; the same seed repeats an answer")
     parser.add_argument("--stop", type=TEXT, action="append", help="text at which to stop; repeatable")
 
 
