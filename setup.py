@@ -34,8 +34,11 @@ setup(
         ),
         library(
             "gptserve.engine.native._native",
-            [f"engine/native/{name}.cpp" for name in ("draw", "linear", "program", "rows", "team")],
-            [f"engine/native/{name}.h" for name in ("activation", "linear", "program", "team", "vectors")],
+            [f"engine/native/{name}.cpp" for name in ("draw", "int8", "linear", "program", "rows", "team")],
+            [
+                f"engine/native/{name}.h"
+                for name in ("activation", "linear", "linear_kernel", "program", "team", "vectors")
+            ],
         ),
     ]
 )

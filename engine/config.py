@@ -15,6 +15,7 @@ from gptserve.engine.scheduling.drafter import MAX_NGRAM, MIN_NGRAM
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8"]
 AttentionBackendName = Literal["auto", "reference", "cpu"]
 
 
@@ -28,6 +29,7 @@ class EngineConfig:
     model_dir: Path
     device: Device = "auto"
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     attention_backend: AttentionBackendName = "auto"
     num_threads: int | None = None
     block_size: int = 16
@@ -46,6 +48,8 @@ class EngineConfig:
         for name, kind in (("device", Device), ("dtype", DType), ("attention_backend", AttentionBackendName)):
             choices = get_args(kind)
             self._check(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        quantizations = get_args(Quantization)
+        self._check("quantization", self.quantization in (None, *quantizations), f"None or {', '.join(quantizations)}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             self._check_at_least(name, 1)
         self._check_at_least("max_num_queued_reqs", 0)

@@ -42,6 +42,7 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")  # as a browser sends it: no pat
 _ENGINE_HELP = {
     "device": "device to compute on",
     "dtype": "data type of weights, activations and KV cache",
+    "quantization": "type of numbers that weights become while they load: int8 takes half of bf16's memory",
     "attention_backend": "attention kernel to use",
     "block_size": "number of tokens in a block of the KV cache",
     "num_blocks": "number of blocks in the KV cache (default: two full contexts a sequence, or as many as fit)",
@@ -360,7 +361,8 @@ def _option_of(f: Field[Any], hint: Any) -> Option:
     """Return the option of a field with this type hint; only those of ServerSettings are Annotated with their help."""
     of_engine = get_origin(hint) is not Annotated
     hint, text = (hint, _ENGINE_HELP[f.name]) if of_engine else get_args(hint)
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    kind = hint if get_origin(hint) is Literal else (*get_args(hint), hint)[0]  # of a union the one beside None
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
     name = _option_name(f.name)
     convert: Callable[[Any], object]
     if choices:
@@ -370,7 +372,7 @@ def _option_of(f: Field[Any], hint: Any) -> Option:
     elif name.endswith("-bytes"):
         rule, convert = "a number of bytes such as 4096, 512MiB or 2GiB", parse_size
     else:
-        rule, convert = _FORMATS[(*get_args(hint), hint)[0]]  # a union's first type is the one beside None
+        rule, convert = _FORMATS[kind]
     return Option(name, f.name, of_engine, f.default, text, not f.repr, rule, convert, choices)
 
 

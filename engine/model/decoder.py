@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
+from gptserve.engine.config import Quantization
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.linear import make_linear
@@ -24,12 +25,19 @@ class Decoder:
     """A decoder-only transformer on one device.
 
     `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
+    `quantization` is that of all weights of products but a router's; an embedding keeps its dtype.
     Call `set_max_model_len` before computing tokens.
     """
 
-    def __init__(self, config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Iterator[tuple[str, Tensor]],
+        backend: AttentionBackend,
+        quantization: Quantization | None = None,
+    ) -> None:
         self._config, self._backend = config, backend
-        source = self._source = StreamedTensors(tensors)
+        source = self._source = StreamedTensors(tensors, quantization)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
         scale = config.embed_scale  # in the model's dtype, as it was trained with
@@ -47,7 +55,8 @@ class Decoder:
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         if config.tied_head:
-            self._head = source.linears["head"] = make_linear(self._embedding, None, out_dtype=torch.float32)
+            head = make_linear(self._embedding, None, out_dtype=torch.float32, quantization=quantization)
+            self._head = source.linears["head"] = head
         else:
             self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)
 

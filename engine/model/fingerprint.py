@@ -15,12 +15,18 @@ from torch import Tensor
 import gptserve
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
+from gptserve.engine.config import Quantization
 from gptserve.engine.model.linear import build_of, product_of
 from gptserve.weights.config import ModelConfig
 
 
 def numeric_causes(
-    weights_digest: str, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
+    weights_digest: str,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    backend: AttentionBackend,
 ) -> dict[str, str]:
     """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them."""
     shape = replace(model, eos_token_ids=(), bos_token_id=None)  # they end a text and change no logits
@@ -31,6 +37,7 @@ def numeric_causes(
         "dtype": str(dtype),
         "attention": f"{backend.name} {backend.build}",
         "products": build_of(product_of(device, dtype)),
+        "quantized products": "none" if quantization is None else build_of(product_of(device, dtype, quantization)),
         "draws": native.digest() if device.type == "cpu" and native.is_available() else "torch",
         "torch": torch.__version__,
         "libraries and instructions": torch.__config__.show(),

@@ -12,18 +12,23 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+from gptserve.engine.config import Quantization
+from gptserve.engine.model.activation import activate
 from gptserve.engine.model.experts import MixtureOfExperts
-from gptserve.engine.model.linear import Linear, activate, make_linear
+from gptserve.engine.model.linear import Linear, make_linear
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.weights.config import Activation, ModelConfig
 
 
 class StreamedTensors:
-    """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made."""
+    """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self._tensors = tensors
+    `quantization` is what becomes of the weights of linears once they are taken.
+    """
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]], quantization: Quantization | None = None) -> None:
+        self._tensors, self.quantization = tensors, quantization
         self._waiting: dict[str, Tensor] = {}
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
@@ -174,7 +179,9 @@ class Block:
 def _take_feed_forward(config: ModelConfig, source: StreamedTensors, name: str) -> FeedForward | MixtureOfExperts:
     if config.experts is None:
         return FeedForward(config, source, name)
-    router = take_linear(source, f"{name}.router", bias=config.ffn_bias)
+    # Not quantized: it is small, and its errors would choose other experts.
+    weight = source.take(f"{name}.router.weight")
+    router = make_linear(weight, source.take(f"{name}.router.bias") if config.ffn_bias else None)
     experts = [FeedForward(config, source, f"{name}.experts.{e}") for e in range(config.experts.num)]
     return MixtureOfExperts(router, experts, config.experts.num_active)
 
@@ -199,6 +206,7 @@ def take_linear(
 ) -> Linear:
     """Return the linear of this name."""
     weight = source.take(f"{name}.weight")
-    linear = make_linear(weight, source.take(f"{name}.bias") if bias else None, activation, out_dtype)
+    its_bias = source.take(f"{name}.bias") if bias else None
+    linear = make_linear(weight, its_bias, activation, out_dtype, source.quantization)
     source.linears[name] = linear
     return linear

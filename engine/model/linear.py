@@ -1,16 +1,15 @@
 """Matrix products with weights: the one place that decides how y = x W^T + b is computed.
 
-On a CPU the weight is packed once: in bf16 for our own code, which reads it at memory speed and computes each row by
-itself; else for oneDNN. There the bits of a row do not depend on the other rows if a call has at least 2 rows (the
-batch pads a single one) and, with AMX, at most 32. Elsewhere torch's own linear is used. layers.py and decoder.py build
-one `Linear` for each weight and know nothing of packing.
+On a CPU the weight is packed once: in bf16 and int8 for our own code, which reads it at memory speed and computes each
+row by itself; else for oneDNN. There the bits of a row do not depend on the other rows if a call has at least 2 rows
+(the batch pads a single one) and, with AMX, at most 32. Elsewhere torch's own linear is used. layers.py and decoder.py
+build one `Linear` for each weight and know nothing of packing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Literal, Protocol
 
 import torch
@@ -18,10 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from gptserve.engine import native
+from gptserve.engine.config import Quantization
+from gptserve.engine.model.activation import activate
+from gptserve.engine.model.int8 import DenseInt8Linear, column_factors, quantize_weight
 from gptserve.weights.config import Activation
 
-Product = Literal["native", "onednn", "torch"]
-"""What multiplies: NativeLinear, PackedLinear or DenseLinear."""
+Product = Literal["native", "onednn", "torch", "native_int8", "torch_int8"]
+"""What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear or DenseInt8Linear."""
 
 MIN_ROWS = 2
 """oneDNN sums a single row in another order; two and more rows agree bit for bit."""
@@ -33,17 +35,6 @@ _AMX_ROWS = 32
 _PROBED_ROWS = (2, 9, 24, 33, 65, 160, 256)
 """Row counts between which oneDNN with AMX was seen to change its order of summation, in ascending order."""
 _PROBED_COLUMNS = 8192  # enough for a large head: more columns take memory and show nothing new
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-    "silu": functional.silu,
-    "tanh": torch.tanh,
-}
-"""GELU and its approximations as in Hendrycks & Gimpel 2016, section 2."""
 
 _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
     None: ("none", ""),
@@ -68,8 +59,13 @@ def has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def product_of(device: torch.device, dtype: torch.dtype) -> Product:
-    """Return what multiplies with weights of this dtype on this device."""
+def product_of(device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None) -> Product:
+    """Return what multiplies rows of this dtype on this device with weights of this dtype, or quantized so."""
+    if quantization is not None:
+        has_kernel = device.type == "cpu" and native.supported_int8_variants()
+        # The kernel rounds to bf16 by an instruction of its own.
+        fits = dtype is torch.float32 or (dtype is torch.bfloat16 and native.supported_variants())
+        return "native_int8" if has_kernel and fits else "torch_int8"
     if device.type == "cpu" and dtype is torch.bfloat16 and native.supported_variants():
         return "native"
     return "onednn" if device.type == "cpu" and has_onednn() and dtype != torch.float16 else "torch"
@@ -77,10 +73,18 @@ def product_of(device: torch.device, dtype: torch.dtype) -> Product:
 
 def build_of(product: Product) -> str:
     """Return the product and what else decides its bits; the versions of torch and its libraries decide the others'."""
-    return f"native {native.supported_variants()[-1]} {native.digest()}" if product == "native" else product
+    match product:
+        case "native":
+            return f"native {native.supported_variants()[-1]} {native.digest()}"
+        case "native_int8":  # whose variants give the same bits
+            return f"native_int8 {native.digest()}"
+        case _:
+            return product
 
 
-def rows_are_independent(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
+def rows_are_independent(
+    shapes: Iterable[tuple[int, int]], dtype: torch.dtype, quantization: Quantization | None = None
+) -> bool:
     """Return whether linears of these shapes (in, out) on a CPU give a row the same bits for any number of rows.
 
     A probe, not a proof: it compares some row counts, on all threads, all but one, half of them and one.
@@ -91,7 +95,7 @@ def rows_are_independent(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) 
         for num_in, num_out in shapes:
             weight = torch.randn(min(num_out, _PROBED_COLUMNS), num_in, generator=generator).to(dtype)
             x = torch.randn(_PROBED_ROWS[-1], num_in, generator=generator).to(dtype)
-            linear = make_linear(weight, None)
+            linear = make_linear(weight, None, quantization=quantization)
             whole = linear(x)
             for width in widths:
                 torch.set_num_threads(width)
@@ -105,15 +109,23 @@ def rows_are_independent(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) 
 
 
 def make_linear(
-    weight: Tensor, bias: Tensor | None, activation: Activation | None = None, out_dtype: torch.dtype | None = None
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+    quantization: Quantization | None = None,
 ) -> Linear:
     """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
 
-    `out_dtype` float32 spares a bf16 result its rounding where the product can give it; only NativeLinear can.
+    `out_dtype` float32 spares a bf16 result its rounding where the product can give it; oneDNN's and torch's cannot.
     """
-    match product_of(weight.device, weight.dtype):
+    match product_of(weight.device, weight.dtype, quantization):
         case "native":
             return NativeLinear(weight, bias, activation, out_dtype)
+        case "native_int8":
+            return NativeInt8Linear(weight, bias, activation, out_dtype)
+        case "torch_int8":
+            return DenseInt8Linear(weight, bias, activation, out_dtype)
         case "onednn":
             return PackedLinear(weight, bias, activation)
         case "torch":
@@ -146,39 +158,83 @@ class NativeLinear:
         out_dtype: torch.dtype | None = None,
         variant: native.Variant | None = None,
     ) -> None:
-        """Pack the weight. `variant` is one of native.supported_variants(); None means the best."""
-        assert weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
-        variants, self._library = native.supported_variants(), native.library()
+        """Pack the weight. `variant` is one of _variants(); None means the best."""
+        assert weight.device.type == "cpu"
+        self._library, self._dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
         self._num_out, self._num_in = weight.shape
         self._padding = -self._num_in % native.ROW_MULTIPLE
-        self._out_dtype = out_dtype or weight.dtype
-        size = self._library.native_packed_size(self._num_in, self._num_out)
-        self._packed = torch.empty(size, dtype=weight.dtype)
-        dense = weight.contiguous()
-        self._library.native_pack(dense.data_ptr(), self._num_in, self._num_out, self._packed.data_ptr())
-        self._bias = None
-        if bias is not None:  # the library reads whole vectors of it
-            self._bias = torch.zeros(size // (self._num_in + self._padding))
-            self._bias[: self._num_out] = bias
+        self._kept: list[Tensor] = []
+        known, supported = self._variants()
         self.weight = native.PackedWeight(
-            self._packed.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            *self._pack(weight, bias),
             *(self._num_in, self._num_out, native.ACTIVATIONS.index(activation)),
-            native.VARIANTS.index(variant or variants[-1]) + 1,
+            known.index(variant or supported[-1]) + 1,
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1:] == (self._num_in,)
+        assert x.dtype is self._dtype and x.is_contiguous() and x.shape[1:] == (self._num_in,)
         out = torch.empty(len(x), self._num_out, dtype=self._out_dtype)
         address = None
         if residual is not None:
-            assert residual.dtype is torch.bfloat16 and residual.is_contiguous() and residual.shape == out.shape
+            assert residual.dtype is self._dtype and residual.is_contiguous() and residual.shape == out.shape
             address = residual.data_ptr()
         if self._padding:
             x = functional.pad(x, (0, self._padding))
-        wide = self._out_dtype is torch.float32
-        self._library.native_multiply(self.weight, x.data_ptr(), address, out.data_ptr(), len(x), wide)
+        width = native.WIDE_OUT * (self._out_dtype is torch.float32) + native.WIDE_X * (x.dtype is torch.float32)
+        self._library.native_multiply(self.weight, x.data_ptr(), address, out.data_ptr(), len(x), width)
         return out
+
+    @staticmethod
+    def _variants() -> tuple[tuple[native.Variant, ...], tuple[native.Variant, ...]]:
+        """Return the library's variants and those that are supported."""
+        return native.VARIANTS, native.supported_variants()
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> tuple[int | None, ...]:
+        """Return the addresses of weight, bias, scales and factors; the tensors are in _kept."""
+        assert weight.dtype is torch.bfloat16
+        return self._pack_rows([weight], weight.itemsize), self._pad_outputs(bias), None, None
+
+    def _pack_rows(self, pieces: Iterable[Tensor], itemsize: int) -> int:
+        """Keep pieces [rows, in] of a weight, all but the last of whole panels, in the library's layout; return it."""
+        sizes = self._num_in, self._num_out, itemsize
+        self._kept.append(torch.empty(self._library.native_packed_size(*sizes), dtype=torch.uint8))
+        start = address = self._kept[-1].data_ptr()
+        for piece in pieces:
+            rows, (num_rows, num_in) = piece.contiguous(), piece.shape
+            self._library.native_pack(rows.data_ptr(), num_in, num_rows, itemsize, address)
+            address += self._library.native_packed_size(num_in, num_rows, itemsize)
+        return start
+
+    def _pad_outputs(self, values: Tensor | None) -> int | None:
+        """Keep one number an output in fp32, padded with zeros, as the library reads whole vectors of them."""
+        if values is None:
+            return None
+        self._kept.append(functional.pad(values.float(), (0, -self._num_out % native.COLUMNS)))
+        return self._kept[-1].data_ptr()
+
+
+class NativeInt8Linear(NativeLinear):
+    """The library of engine/native in int8, for fp32 and bf16 on a CPU; its variants give the same bits."""
+
+    @staticmethod
+    def _variants() -> tuple[tuple[native.Variant, ...], tuple[native.Variant, ...]]:
+        return native.INT8_VARIANTS, native.supported_int8_variants()
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> tuple[int | None, ...]:
+        assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
+        factors = column_factors(weight)
+        scales: list[Tensor] = []
+
+        def values() -> Iterator[Tensor]:
+            for piece, its_scales in quantize_weight(weight, factors):
+                scales.append(its_scales)
+                yield piece
+
+        packed = self._pack_rows(values(), torch.int8.itemsize)
+        if factors is not None:
+            self._kept.append(functional.pad(factors, (0, self._padding), value=1.0))
+        last = None if factors is None else self._kept[-1].data_ptr()
+        return packed, self._pad_outputs(bias), self._pad_outputs(torch.cat(scales)), last
 
 
 class PackedLinear:
@@ -212,8 +268,3 @@ class PackedLinear:
         else:
             y = ops._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
         return y
-
-
-def activate(x: Tensor, activation: Activation | None) -> Tensor:
-    """Return the activation of x, elementwise."""
-    return x if activation is None else _ACTIVATIONS[activation](x)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from gptserve.engine.config import EngineConfig
+from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
@@ -33,17 +34,32 @@ _PARTS = {
 }
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
+_QUANTIZED = ("qkv", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
+"""The weights that int8 changes."""
+_SCALE_BYTES = 4  # of each output
+
 logger = logging.getLogger(__name__)
 
 
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
     """Return the number of parameters by part, in the order they are used; a tied head counts nothing."""
-    part_of = {tensor: part for part, tensors in _PARTS.items() for tensor in tensors}
     counts = dict.fromkeys(_PARTS, 0)
-    for name, source in find_family(model.model_type).sources(model).items():
-        tensor = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        counts["norms" if tensor.endswith("_norm") else part_of[tensor]] += math.prod(source.shape)
+    for part, _, shape in _tensors(model):
+        counts[part] += math.prod(shape)
     return counts
+
+
+def weight_bytes(model: ModelConfig, dtype_bytes: int, quantization: Quantization | None = None) -> dict[str, int]:
+    """Return the bytes of the parameters by part. In int8 a tied head is held beside the embedding."""
+    sizes = {part: count * dtype_bytes for part, count in parameter_counts(model).items()}
+    if quantization is None:
+        return sizes
+    for part, name, shape in _tensors(model):
+        if name in [f"{tensor}.weight" for tensor in _QUANTIZED]:
+            sizes[part] += _SCALE_BYTES * shape[0] - math.prod(shape) * (dtype_bytes - 1)
+    if model.tied_head:
+        sizes["head"] += model.vocab_size * ((model.embed_size or model.hidden_size) + _SCALE_BYTES)
+    return sizes
 
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
@@ -101,6 +117,15 @@ def plan_cache(
         f"of {config.block_size} tokens ({needed * block_bytes:,} bytes) are needed; {shorter}give the cache more "
         "memory"
     )
+
+
+def _tensors(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield each tensor's part, its canonical name without its layer, and its shape."""
+    part_of = {tensor: part for part, tensors in _PARTS.items() for tensor in tensors}
+    for name, source in find_family(model.model_type).sources(model).items():
+        tensor, _, kind = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+        tensor = tensor.rpartition(".")[2]
+        yield "norms" if tensor.endswith("_norm") else part_of[tensor], f"{tensor}.{kind}", source.shape
 
 
 def _choose_num_blocks(

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.attention import choose_backend
-from gptserve.engine.config import DType, EngineConfig
+from gptserve.engine.config import DType, EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
+from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.linear import MIN_ROWS, has_onednn, product_of, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes, plan_cache
@@ -67,23 +68,25 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         num_threads = _set_num_threads(config)
         self.device = _choose_device(config)
-        dtype = _choose_dtype(config, self.device)
+        dtype, quantization = _choose_dtype(config, self.device), config.quantization
         self._model = load_config(config.model_dir)
         _check_max_model_len(config, self._model.max_position)
+        check_quantization(quantization, self._model, self.device)
         backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
         checkpoint = Checkpoint(config.model_dir, self._model)
         # After the checkpoint has shown the sizes to be true: it multiplies matrices of them.
-        is_invariant = _is_batch_invariant(self._model, self.device, dtype)
+        is_invariant = _is_batch_invariant(self._model, self.device, dtype, quantization)
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
-            self._decoder = Decoder(self._model, tensors, backend)
+            self._decoder = Decoder(self._model, tensors, backend, quantization)
             longest = config.max_model_len or self._model.max_position
             scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
         self._step_work = StepWork(self._model)
         # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
-        self._in_team = product_of(self.device, dtype) == "native"
+        product = product_of(self.device, dtype, quantization)
+        self._in_team = product.startswith("native") and dtype is torch.bfloat16
         free_cpus = (lambda: math.inf) if self._in_team else FreeCpus()
         self.choose_threads: Callable[[int], int] = partial(
             num_step_threads, max_threads=num_threads, free_cpus=free_cpus
@@ -94,7 +97,7 @@ class ModelRunner:
         self.choose: Choose | None = None
         """What chooses the tokens; None: the fastest there is."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
-        causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, backend)
+        causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, quantization, backend)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
@@ -102,7 +105,7 @@ class ModelRunner:
             device=str(self.device),
             dtype=str(dtype).removeprefix("torch."),
             attention_backend=backend.name,
-            product=product_of(self.device, dtype),
+            product=product,
             block_size=config.block_size,
             num_blocks=num_blocks,
             kv_cache_bytes=sum(layer.nbytes for layer in self._cache.layers),
@@ -186,16 +189,18 @@ class ModelRunner:
         return entries
 
 
-def _is_batch_invariant(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def _is_batch_invariant(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, quantization: Quantization | None
+) -> bool:
     """Return whether a row's bits are the same in any batch; on a CPU, warn if they are not."""
     if device.type != "cpu":
         return False
-    if product_of(device, dtype) == "torch":
+    if product_of(device, dtype, quantization) == "torch":
         logger.warning(
             "linear: this torch has no oneDNN; matrix products are slower and their bits depend on the batch"
         )
         return False
-    if not rows_are_independent(linear_shapes(model), dtype):
+    if not rows_are_independent(linear_shapes(model), dtype, quantization):
         logger.warning(
             "linear: with the CPU instructions that oneDNN uses here, the bits of its products depend on the batch; "
             "set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 to turn off AMX"

@@ -1,8 +1,8 @@
-"""The compiled parts of a step on a CPU: products in bf16, draws, and the team of threads that computes them.
+"""The compiled parts of a step on a CPU: products in bf16 and int8, draws, and the team of threads for them.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
-it, or on a CPU without AVX512-BF16, `supported_variants()` is empty and callers use what torch has. Torch-free: callers
-pass addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
+it, or on a CPU without AVX512-BF16 or AVX512-VNNI, the supported variants are none and callers use what torch has.
+Torch-free: callers pass addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["avx512_bf16", "amx"]
+Variant = Literal["avx512_bf16", "avx512_vnni", "amx"]
 
-ABI = 3
+ABI = 4
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: tuple[Variant, ...] = ("avx512_bf16", "amx")
-"""The library's number of a variant is its index plus 1. A CPU that has one has those before it."""
+"""Of products in bf16. The library's number of a variant is its index plus 1; a CPU that has one has those before."""
+INT8_VARIANTS: tuple[Variant, ...] = ("avx512_vnni", "amx")
+"""Those of products in int8, of which all give the same bits."""
+COLUMNS = 32
+"""What belongs to the outputs is padded to a multiple of this many."""
+MAX_INT8_DEPTH = 65536
+"""Maximum elements of a row in int8."""
+WIDE_OUT, WIDE_X = 1, 2
+"""Of native_multiply's last argument: the result is in fp32, and so are x and the residual."""
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh")
 """The index is the library's number."""
 ROW_MULTIPLE = 32
@@ -37,16 +45,19 @@ def members(*declarations: tuple[type[Any], str]) -> list[tuple[str, type[Any]]]
 
 
 class PackedWeight(Structure):
-    """Linear of linear.cpp."""
+    """Linear of linear.h."""
 
-    _fields_ = members((c_void_p, "weight bias"), (c_int64, "num_in num_out"), (c_int32, "activation variant"))
+    _fields_ = members(
+        (c_void_p, "weight bias scales factors"), (c_int64, "num_in num_out"), (c_int32, "activation variant")
+    )
 
 
 Functions = Mapping[str, tuple[Any, ...]]
 """By name, the type of a function's result (None: void), then those of its arguments."""
 FUNCTIONS: Functions = {
-    "native_packed_size": (c_int64, c_int64, c_int64),
-    "native_pack": (None, c_void_p, c_int64, c_int64, c_void_p),
+    "native_best_variant": (c_int, c_int64),
+    "native_packed_size": (c_int64, c_int64, c_int64, c_int64),
+    "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
     "native_draw_scratch": (c_int64, c_int64),
     "native_draw": (None, c_void_p),
@@ -65,9 +76,16 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def supported_variants() -> tuple[Variant, ...]:
-    """Return the variants that are built and that this CPU has, the best last."""
+    """Return the variants of products in bf16 that are built and that this CPU has, the best last."""
     found = _load()
-    return VARIANTS[: found.native_best_variant()] if found is not None else ()
+    return VARIANTS[: found.native_best_variant(2)] if found is not None else ()
+
+
+@functools.cache
+def supported_int8_variants() -> tuple[Variant, ...]:
+    """Return those of products in int8."""
+    found = _load()
+    return INT8_VARIANTS[: found.native_best_variant(1)] if found is not None else ()
 
 
 @functools.cache
@@ -89,7 +107,7 @@ def set_num_threads(num_threads: int) -> None:
 
 def num_threads() -> int:
     """Return what set_num_threads has set for this thread; 1 without the library."""
-    num: int = library().native_num_threads() if supported_variants() else 1
+    num: int = library().native_num_threads() if is_available() else 1
     return num
 
 

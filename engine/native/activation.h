@@ -1,6 +1,6 @@
-// Activations of 16 floats, elementwise, with AVX-512. The formulas are those of `activate` in engine/model/linear.py.
+// Activations of 16 floats, elementwise, with AVX-512: the formulas of `activate` in engine/model/activation.py.
 //
-// linear.cpp and rows.cpp include this file where they have chosen the instructions.
+// Sources include this file where they have chosen the instructions.
 
 #pragma once
 

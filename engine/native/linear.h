@@ -1,4 +1,9 @@
-// Products with packed weights, for program.cpp. linear.cpp says what they compute.
+// Products with packed weights, y = act(x W^T + b) + residual, in bf16 or in int8: what both share.
+//
+// Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][row_bytes / 64][2][16]
+// [16 outputs][4 bytes], where 4 bytes are two bf16 or four int8 numbers that follow each other in a row of W. The last
+// three are a tile of AMX; vectors multiply one of its 16 lines with 4 bytes of x. Outputs and depth are padded with
+// zeros. linear_kernel.h multiplies, linear.cpp cuts products into chunks and exports them, int8.cpp quantizes rows.
 
 #pragma once
 
@@ -6,7 +11,61 @@
 
 #include "vectors.h"
 
-struct Linear;
+constexpr int COLUMNS = 32;               // outputs of a panel
+constexpr int LINE = 64;                  // bytes of 16 outputs, and of a row of x that goes with a tile
+constexpr int TILE = 16 * LINE;
+constexpr int STEP = 2 * TILE;            // bytes of a panel for LINE bytes of a row
+constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
-extern "C" void native_multiply(const Linear* linear, const bf16* x, const bf16* residual, void* out, int64_t rows,
-                                int wide);
+enum Variant { NONE = 0, VECTORS = 1, AMX = 2 };
+
+// A packed weight with what belongs to it; mirrored by __init__.py.
+struct Linear {
+    const uint8_t* weight;  // packed; in int8, 128 is added to each
+    const float* bias;      // [outputs, padded to whole panels], or null
+    const float* scales;    // int8: what each output is multiplied by, padded alike; null in bf16
+    const float* factors;   // int8: what each element of a row is multiplied by first, padded with 1; null for ones
+    int64_t num_in, num_out;
+    int32_t activation, variant;
+};
+
+// A row of x in int8: scale * (near + 128 * far), where few elements are far from 0.
+struct QuantizedRow {
+    float scale;               // NaN if an element is not finite
+    int32_t near_sum, far_sum;
+    int32_t num_far;           // words with a far element
+    struct Far {
+        int32_t word, bytes;   // its index in the row, and its four elements
+    }* far;
+};
+
+// One call of a Linear.
+struct Product {
+    const Linear& linear;
+    const uint8_t* x;        // [rows][row_bytes]
+    const QuantizedRow* quantized;  // int8: [rows]
+    const void* residual;    // [rows][num_out], fp32 if wide_residual, else bf16; or null
+    void* out;               // [rows][num_out], fp32 if wide, else bf16
+    bool wide, wide_residual;
+    int64_t rows, row_bytes, panels;
+    int64_t rows_a_chunk, panels_a_chunk, chunks_a_pass;
+};
+
+enum Width { WIDE_OUT = 1, WIDE_X = 2 };
+
+static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+// Compute the outputs of panels [panel, last) for rows [from, to).
+void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
+
+// Make x and `quantized` of a product from its rows [rows][num_in, padded to a multiple of 32], in fp32 or bf16. They
+// are valid until the calling thread quantizes others.
+void quantize_rows(Product& p, const void* x, bool wide);
+
+// int8.cpp's best Variant, given whether AMX may be used.
+int best_int8_variant(bool has_amx);
+
+extern "C" void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
+                                int width);

@@ -49,8 +49,8 @@ void attend(const Program& program, const Step& step, const Operation& op) {
 
 void multiply(const Program& program, const Step& step, const Operation& op) {
     const void* residual = op.residual < 0 ? nullptr : program.buffers[op.residual].data;
-    native_multiply((const Linear*)op.data, (const bf16*)program.buffers[op.in].data, (const bf16*)residual,
-                    program.buffers[op.out].data, step.num_rows, op.wide);
+    native_multiply((const Linear*)op.data, program.buffers[op.in].data, residual, program.buffers[op.out].data,
+                    step.num_rows, op.wide ? WIDE_OUT : 0);
 }
 
 }  // namespace

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptserve.engine.model.memory import available_memory_bytes, cache_capacity, kv_bytes_per_token, parameter_counts
+from gptserve.engine.config import Quantization
+from gptserve.engine.model.memory import (
+    available_memory_bytes,
+    cache_capacity,
+    kv_bytes_per_token,
+    parameter_counts,
+    weight_bytes,
+)
 from gptserve.weights.config import ModelConfig
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+TYPES: dict[str, tuple[int, Quantization | None]] = {"float32": (4, None), "bfloat16": (2, None), "int8": (2, "int8")}
+"""The columns: bytes of a number, and the quantization of weights; int8 is bfloat16 with `--quantization int8`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,7 @@ class DTypeReport:
     """The part of the report that depends on the data type: bytes, and what fits beside the weights."""
 
     dtype: str
+    part_bytes: dict[str, int]
     weights_bytes: int
     kv_bytes_per_token: int
     num_blocks: int
@@ -49,10 +58,10 @@ def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block
     parameters = parameter_counts(model)
     num_parameters = sum(parameters.values())
     by_dtype = []
-    for dtype, num_bytes in DTYPE_BYTES.items():
-        weights_bytes = num_parameters * num_bytes
-        fits = cache_capacity(model, memory_bytes - weights_bytes, num_bytes, block_size, model.max_position)
-        by_dtype.append(DTypeReport(dtype, weights_bytes, kv_bytes_per_token(model, num_bytes), *fits))
+    for dtype, (num_bytes, quantization) in TYPES.items():
+        parts = weight_bytes(model, num_bytes, quantization)
+        fits = cache_capacity(model, memory_bytes - sum(parts.values()), num_bytes, block_size, model.max_position)
+        by_dtype.append(DTypeReport(dtype, parts, sum(parts.values()), kv_bytes_per_token(model, num_bytes), *fits))
     return ModelReport(
         model=name,
         model_type=model.model_type,
@@ -71,12 +80,12 @@ def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block
 
 def render(report: ModelReport) -> str:
     """Return the report as tables for a terminal."""
-    lines = [f"{report.model} ({report.model_type})", "", _row("parameters", "number", *DTYPE_BYTES)]
+    lines = [f"{report.model} ({report.model_type})", "", _row("parameters", "number", *TYPES)]
     for part, number in (report.parameters | {"total": report.num_parameters}).items():
         label = "head (the embedding)" if part == "head" and report.tied_head else part
-        sizes = [_bytes(number * num_bytes) for num_bytes in DTYPE_BYTES.values()]
+        sizes = [_bytes((entry.part_bytes | {"total": entry.weights_bytes})[part]) for entry in report.by_dtype]
         lines.append(_row(label, f"{number:,}", *sizes))
-    lines += ["", _row("KV cache", "", *DTYPE_BYTES)]
+    lines += ["", _row("KV cache", "", *TYPES)]
     rows = {
         "bytes a token": [f"{entry.kv_bytes_per_token:,}" for entry in report.by_dtype],
         f"blocks of {report.block_size}": [f"{entry.num_blocks:,}" for entry in report.by_dtype],

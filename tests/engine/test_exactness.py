@@ -60,7 +60,12 @@ AXES: dict[str, dict[str, Any]] = {
     "drafts, batches of 5": {"speculative_ngram": 4, "max_num_seqs": 5, "max_num_batched_tokens": 20},
     "drafts while preempted": {"speculative_ngram": 2, "num_blocks": 130, "block_size": 8, "max_num_seqs": 8},
 }
-ALSO_IN_BF16 = ("a batch of 64", "two threads", "preempted", "drafts, one at a time")
+ALWAYS = {
+    "float32": tuple(AXES),
+    "bfloat16": ("a batch of 64", "two threads", "preempted", "drafts, one at a time"),
+    "int8": ("a batch of 64", "two threads", "preempted"),
+}
+"""The axes of the tests that are not slow, by type of numbers."""
 
 
 @functools.cache
@@ -81,9 +86,14 @@ def results(engine: Engine, chosen: tuple[Request, ...]) -> dict[str, Result]:
     }
 
 
+def numbers(kind: str) -> dict[str, Any]:
+    """Return the options of a type of numbers."""
+    return {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind}
+
+
 @functools.cache
 def alone(backend: str, dtype: str, num_requests: int = NUM_REQUESTS) -> dict[str, Result]:
-    engine = make_engine(STORYTELLER, attention_backend=backend, dtype=dtype, enable_prefix_caching=False)
+    engine = make_engine(STORYTELLER, attention_backend=backend, enable_prefix_caching=False, **numbers(dtype))
     chosen = requests()[:num_requests]
     return {request.request_id: results(engine, (request,))[request.request_id] for request in chosen}
 
@@ -96,8 +106,9 @@ def reseeded() -> tuple[Request, ...]:
 @pytest.mark.parametrize(
     ("axis", "dtype"),
     [
-        *[(axis, "float32") for axis in AXES],
-        *[pytest.param(axis, "bfloat16", marks=() if axis in ALSO_IN_BF16 else pytest.mark.slow) for axis in AXES],
+        pytest.param(axis, dtype, marks=() if axis in always else pytest.mark.slow)
+        for dtype, always in ALWAYS.items()
+        for axis in AXES
     ],
 )
 def test_the_first_requests_alone_equal_those_under_any_load(
@@ -105,19 +116,19 @@ def test_the_first_requests_alone_equal_those_under_any_load(
 ) -> None:
     if "threads" in axis:  # left alone, steps of so small a model get one
         force_threads((2,), monkeypatch)
-    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, "dtype": dtype, **AXES[axis]})
+    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, **numbers(dtype), **AXES[axis]})
     assert results(engine, requests()[:NUM_FIRST]) == alone("auto", dtype, NUM_FIRST)
     assert engine.stats.num_preemptions > 0 or "preempted" not in axis
     assert engine.stats.num_accepted_tokens > 0 or "drafts" not in axis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ALWAYS)
 @pytest.mark.parametrize("axis", AXES)
 def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "threads" in axis:
         force_threads((2,), monkeypatch)
-    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, "dtype": dtype, **AXES[axis]})
+    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, **numbers(dtype), **AXES[axis]})
     compare(f"{axis}, {dtype}", results(engine, requests()), alone("auto", dtype))
     if "preempted" in axis:
         assert engine.stats.num_preemptions > 5
@@ -208,7 +219,7 @@ async def results_of_client(client: LoopClient, chosen: tuple[Request, ...]) -> 
 def test_the_page_has_every_axis_and_no_difference() -> None:
     rows = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     counts = {name: (int(compared), int(different)) for name, compared, different in rows}
-    named = {f"{axis}, {dtype}" for axis in AXES for dtype in ("float32", "bfloat16")}
+    named = {f"{axis}, {dtype}" for axis in AXES for dtype in ALWAYS}
     assert named | {"streamed, over HTTP", "an engine in a process of its own"} < counts.keys()
     assert {counts[name] for name in named} == {(NUM_REQUESTS, 0)}
     assert all(different == 0 or different > compared // 2 for compared, different in counts.values())

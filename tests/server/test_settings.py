@@ -56,6 +56,7 @@ WRITTEN = {
     "in-process": "true",
     "device": "cpu",
     "dtype": "float32",
+    "quantization": "int8",
     "attention-backend": "reference",
     "block-size": "32",
     "num-blocks": "100",

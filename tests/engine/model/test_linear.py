@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import native
+from gptserve.engine.model.activation import activate
 from gptserve.engine.model.linear import (
     MIN_ROWS,
     DenseLinear,
     NativeLinear,
     PackedLinear,
-    activate,
     build_of,
     make_linear,
     product_of,

@@ -32,7 +32,11 @@ def test_the_weights_are_counted_in_either_type() -> None:
     report = inspect_model("tiny", TINY, 2**20, 16)
 
     assert report.num_parameters == NUM_PARAMETERS
-    assert [entry.weights_bytes for entry in report.by_dtype] == [4 * NUM_PARAMETERS, 2 * NUM_PARAMETERS]
+    in_int8, outputs = 2 * (8 * 24 + 8 * 8 + 2 * 8 * 32), 2 * (24 + 8 + 32 + 8)
+    head = 100 * 8 + 4 * 100  # in int8 beside the embedding, which it shares otherwise
+    int8_bytes = 2 * (NUM_PARAMETERS - in_int8) + in_int8 + 4 * outputs + head
+    assert [entry.weights_bytes for entry in report.by_dtype] == [4 * NUM_PARAMETERS, 2 * NUM_PARAMETERS, int8_bytes]
+    assert report.by_dtype[2].part_bytes["head"] == head
 
 
 def test_what_fits_is_what_the_weights_leave() -> None:

@@ -1,0 +1,160 @@
+"""Numbers in int8: how weights and rows are quantized, and a product with them in torch.
+
+The weights of an output are whole multiples, -127 to 127, of its scale; so are most elements of a row of x. Products
+are sums of integers, exact in any order. engine/native/int8.cpp computes the same, bit for bit up to the activation,
+where the CPU has AVX512-VNNI. linear.py builds one or the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gptserve.engine import native
+from gptserve.engine.config import Quantization
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.activation import activate
+from gptserve.engine.model.memory import linear_shapes
+from gptserve.weights.config import Activation, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_STEP = 127
+"""The largest multiple of a scale."""
+_ELEMENTS = 2**18
+"""About as many weights are quantized at once: in fp32 they take 1 MB."""
+_ROWS = 32
+"""They are a multiple of this many rows, but for the last."""
+_UNLIKE = 2
+"""Columns of weights this many times larger or smaller than the median one get a factor, at most 2^16."""
+
+_FAR_SHARE = 128
+"""One element of a row in this many may lie beyond _STEP: 20 times the rest are 0.5 % of GPT-2's channels."""
+_LEVEL_BITS, _LEVELS = 20, 48
+"""A row's scale is a power of two times 8/8 to 15/8. Its bound is at most 6 octaves below its largest element."""
+_MIN_BOUND = 1e-30
+"""In fp32, _STEP divided by less is infinite."""
+_INFINITY_BITS = 0x7F800000
+
+_EXACT_COLUMNS = 1024
+"""As many products of two multiples sum to less than 2^24, so fp32 holds each partial sum exactly."""
+
+
+def check_quantization(quantization: Quantization | None, model: ModelConfig, device: torch.device) -> None:
+    """Raise InvalidConfigurationError if this model cannot be computed so; warn if that is slow."""
+    if quantization is None:
+        return
+    if device.type != "cpu":
+        raise InvalidConfigurationError(f"quantization 'int8' is computed on a CPU only, got device '{device.type}'")
+    widest = max(num_in for num_in, _ in linear_shapes(model))
+    if widest > native.MAX_INT8_DEPTH:
+        raise InvalidConfigurationError(
+            f"quantization 'int8' sums at most {native.MAX_INT8_DEPTH} products, but this model has rows of {widest}"
+        )
+    if not native.supported_int8_variants():
+        logger.warning(
+            "linear: without the compiled library and a CPU with AVX512-VNNI, products in int8 are slow; int8 saves "
+            "memory only"
+        )
+
+
+def column_factors(weight: Tensor) -> Tensor | None:
+    """Return a power of two for each column of a weight [out, in], fp32; None if all would be 1.
+
+    Weights are divided by the factors and rows of x multiplied by them, as in SmoothQuant (Xiao et al. 2023). So a few
+    large columns do not make the scale of every output coarse, and a small one, whose elements of x are often large,
+    does not lose its digits. Large is the root mean square, small the largest element: no scale becomes coarser.
+    """
+    squares = torch.zeros(weight.shape[1], device=weight.device)
+    largest = torch.zeros_like(squares)
+    for rows in _some_rows(weight):
+        squares += rows.float().square().sum(0)
+        largest = torch.maximum(largest, rows.float().abs().amax(0))
+    root, most = (squares / squares.median()).sqrt(), largest / largest.median()
+    factors = torch.where(root > _UNLIKE, root.log2().round().exp2(), 1.0)
+    factors = torch.where((most > 0) & (most < 1 / _UNLIKE), most.log2().ceil().exp2(), factors)
+    factors = torch.where(factors.isfinite(), factors, 1.0).clamp(2**-16, 2**16)
+    return None if (factors == 1).all() else factors
+
+
+def quantize_weight(weight: Tensor, factors: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield int8 multiples [rows, in] and fp32 scales [rows] of a weight [out, in], some rows at a time.
+
+    The scale of an output with NaN or infinity is NaN.
+    """
+    for rows in _some_rows(weight):
+        divided = rows.float() if factors is None else rows.float() / factors
+        largest = divided.abs().amax(1)
+        is_finite = largest.isfinite()
+        scales = torch.where(is_finite, largest / _STEP, torch.nan)
+        divisor = torch.where(is_finite & (scales > 0), scales, 1.0)
+        multiples = (divided / divisor[:, None]).round_().clamp_(-_STEP, _STEP)
+        yield torch.where(is_finite[:, None], multiples, 0.0).to(torch.int8), scales
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return near and far multiples [rows, in] and scales [rows, 1] of fp32 rows: x is scale * (near + 128 * far).
+
+    A row's scale is the finest that leaves at most one element in _FAR_SHARE, the outliers, beyond _STEP; only these
+    have a far part. The scale of a row with NaN or infinity is NaN. All are fp32.
+    """
+    bits = x.abs().view(torch.int32)
+    levels = functional.pad(bits >> _LEVEL_BITS, (0, 1))
+    descending = levels.sort(descending=True).values
+    highest = descending[:, :1]
+    num_far = -(-x.shape[1] // _FAR_SHARE)
+    level = torch.maximum(descending[:, num_far : num_far + 1], highest - _LEVELS)
+    bound_bits = (level + 1) << _LEVEL_BITS
+    is_finite = (bits.amax(1, keepdim=True) < _INFINITY_BITS) & (bound_bits < _INFINITY_BITS)
+    bound = bound_bits.to(torch.int32).view(torch.float32).clamp(min=_MIN_BOUND)
+    inverse = torch.full_like(bound, _STEP) / bound  # torch takes number / tensor for number * (1 / tensor)
+    whole = torch.where(is_finite, x * inverse, 0.0).round()
+    far = torch.where(whole.abs() > _STEP, ((whole + 64) / 128).floor(), 0.0)
+    return whole - 128 * far, far, torch.where(is_finite, bound / _STEP, torch.nan)
+
+
+def integer_product(multiples: Tensor, values: Tensor) -> Tensor:
+    """Return the exact sums, rounded to fp32, of fp32 multiples [rows, in] times int8 values [out, in]."""
+    sums = torch.zeros(len(multiples), len(values), dtype=torch.int32, device=values.device)
+    start = 0
+    for rows in _some_rows(values):
+        pieces = (torch.split(t, _EXACT_COLUMNS, dim=1) for t in (multiples, rows))
+        for some, its_columns in zip(*pieces, strict=True):
+            sums[:, start : start + len(rows)] += functional.linear(some, its_columns.float()).to(torch.int32)
+        start += len(rows)
+    return sums.float()
+
+
+def _some_rows(weight: Tensor) -> Sequence[Tensor]:
+    """Return a weight [out, in] in pieces of about _ELEMENTS."""
+    return torch.split(weight, max(1, _ELEMENTS // weight.shape[1] // _ROWS) * _ROWS)
+
+
+class DenseInt8Linear:
+    """A product in int8 by torch, for a CPU without AVX512-VNNI; slow, as weights become fp32 at each call."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Quantize the weight."""
+        self._factors = column_factors(weight)
+        pieces = zip(*quantize_weight(weight, self._factors), strict=True)
+        self._values, self._scales = map(torch.cat, pieces)
+        self._bias, self._activation = None if bias is None else bias.float(), activation
+        self._out_dtype = out_dtype or weight.dtype
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        wide = x.float() if self._factors is None else x.float() * self._factors
+        near, far, row_scales = quantize_rows(wide)
+        sums = integer_product(near, self._values) + 128 * integer_product(far, self._values)
+        y = sums * row_scales * self._scales
+        y = activate(y if self._bias is None else y + self._bias, self._activation)
+        return (y if residual is None else y + residual.float()).to(self._out_dtype)

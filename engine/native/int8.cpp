@@ -1,0 +1,202 @@
+// Products in int8: rows of x are quantized as they come, and sums are integers.
+//
+// The weights of an output are whole multiples, -127 to 127, of its scale. The elements of a row are multiples of a scale
+// of the row: its quantization depends on that row alone. Most multiples are -127 to 127. Up to one element in 128 may lie
+// beyond, so that few outliers do not make the rest coarse: it is 128 times a far part plus a near part. The words of 4
+// elements that have a far part are multiplied once more.
+//
+// Integer sums are exact, so that all variants and engine/model/int8.py, which says the same in torch, give the same bits:
+//   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; the rest as in bf16.
+// AVX512-VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is subtracted with the
+// sums of the rows. A row with an element that is not finite gives NaN.
+
+#include <stdlib.h>
+
+#include "linear.h"
+#include "team.h"
+
+#if defined(__x86_64__)
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma,prefer-vector-width=512")
+#endif
+
+#define MULTIPLY_TILES "tdpbsud"
+#include "linear_kernel.h"
+
+struct Int8 {
+    static __m512i dot(__m512i sum, __m512i x, __m512i weights) { return _mm512_dpbusd_epi32(sum, weights, x); }
+
+    static void finish_sums(const Product& p, int64_t row, int rows, int64_t panel, float* sums) {
+        const uint8_t* weights = p.linear.weight + panel * p.row_bytes * COLUMNS;
+        for (int r = 0; r < rows; r++) {
+            const QuantizedRow& q = p.quantized[row + r];
+            UNROLL for (int half = 0; half < 2; half++) {
+                float* at = sums + r * COLUMNS + half * 16;
+                const __m512i near = _mm512_sub_epi32(_mm512_loadu_si512(at), _mm512_set1_epi32(128 * q.near_sum));
+                __m512i far = _mm512_set1_epi32(-128 * q.far_sum);
+                for (int i = 0; i < q.num_far; i++) {
+                    const int word = q.far[i].word;
+                    const uint8_t* line = weights + word / 16 * STEP + half * TILE + word % 16 * LINE;
+                    far = dot(far, _mm512_set1_epi32(q.far[i].bytes), _mm512_loadu_si512(line));
+                }
+                const __m512 far_part = _mm512_mul_ps(_mm512_cvtepi32_ps(far), _mm512_set1_ps(128));
+                const __m512 sum = _mm512_add_ps(_mm512_cvtepi32_ps(near), far_part);
+                const __m512 scales = _mm512_loadu_ps(p.linear.scales + panel * COLUMNS + half * 16);
+                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_set1_ps(q.scale)), scales));
+            }
+        }
+    }
+};
+
+// Return elements k to k + 15 of a row, times their factors.
+template <bool WIDE>
+static inline __m512 load(const void* x, const float* factors, int64_t k) {
+    __m512 y;
+    if (WIDE) {
+        y = _mm512_loadu_ps((const float*)x + k);
+    } else {
+        const __m256i narrow = _mm256_loadu_si256((const __m256i*)((const bf16*)x + k));
+        y = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+    }
+    return factors ? _mm512_mul_ps(y, _mm512_loadu_ps(factors + k)) : y;
+}
+
+constexpr int LEVEL = 20;    // the bits of a float from here on, without its sign: an eighth of an octave
+constexpr int LEVELS = 48;   // a far part stays below 64
+
+// Return the largest level that is near: the lowest, at most LEVELS below the highest, with `max_far` elements above.
+static int near_level(const uint16_t* keys, int64_t size, int highest, int64_t max_far) {
+    int low = max_of(0, highest - LEVELS);
+    while (low < highest) {
+        const int middle = (low + highest) / 2;
+        const __m512i last = _mm512_set1_epi16(((middle + 1) << (LEVEL - 16)) - 1);
+        int64_t above = 0;
+        for (int64_t k = 0; k < size; k += 32)
+            above += __builtin_popcount(_mm512_cmpgt_epu16_mask(_mm512_loadu_si512(keys + k), last));
+        if (above <= max_far) highest = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+// Quantize a row of `size` elements, a multiple of 32.
+template <bool WIDE>
+static void quantize(const void* x, const float* factors, int64_t size, int64_t max_far, int8_t* near, QuantizedRow& row) {
+    uint16_t keys[MAX_INT8_DEPTH];
+    __m512i highest = _mm512_setzero_si512();
+    for (int64_t k = 0; k < size; k += 16) {
+        const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(load<WIDE>(x, factors, k)));
+        highest = _mm512_max_epi32(highest, bits);
+        _mm256_storeu_si256((__m256i*)(keys + k), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+    }
+    const int level = near_level(keys, size, _mm512_reduce_max_epi32(highest) >> LEVEL, max_far);
+    const uint32_t bound_bits = (uint32_t)(level + 1) << LEVEL;
+    const bool is_finite = _mm512_reduce_max_epi32(highest) < 0x7f800000 && bound_bits < 0x7f800000;
+    float bound = 1e-30f;  // below it, 127 / bound is infinite
+    if (is_finite && bound_bits > 0x0da24260) __builtin_memcpy(&bound, &bound_bits, sizeof bound);  // 1e-30 in bits
+    row.scale = is_finite ? bound / 127 : __builtin_nanf("");
+    row.num_far = 0;
+    const __m512 inverse = _mm512_set1_ps(is_finite ? 127 / bound : 0);
+    __m512i near_sum = _mm512_setzero_si512(), far_sum = _mm512_setzero_si512();
+    for (int64_t k = 0; k < size; k += 16) {
+        __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load<WIDE>(x, factors, k), inverse));
+        whole = _mm512_maskz_mov_epi32(is_finite ? 0xffff : 0, whole);
+        const __mmask16 is_far = _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(whole), _mm512_set1_epi32(127));
+        if (is_far) {
+            const __m512i half = _mm512_set1_epi32(64);
+            const __m512i far = _mm512_maskz_srai_epi32(is_far, _mm512_add_epi32(whole, half), 7);
+            whole = _mm512_sub_epi32(whole, _mm512_slli_epi32(far, 7));
+            far_sum = _mm512_add_epi32(far_sum, far);
+            int32_t words[4];
+            _mm_storeu_si128((__m128i*)words, _mm512_cvtepi32_epi8(far));
+            for (int i = 0; i < 4; i++)
+                if (words[i]) row.far[row.num_far++] = {(int32_t)(k / 4 + i), words[i]};
+        }
+        near_sum = _mm512_add_epi32(near_sum, whole);
+        _mm_storeu_si128((__m128i*)(near + k), _mm512_cvtepi32_epi8(whole));
+    }
+    row.near_sum = _mm512_reduce_add_epi32(near_sum);
+    row.far_sum = _mm512_reduce_add_epi32(far_sum);
+}
+
+void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
+    (p.linear.variant == AMX ? compute_tiles<Int8> : compute_vectors<Int8>)(p, from, to, panel, last);
+}
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+int best_int8_variant(bool has_amx) {
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512vnni"))
+        return NONE;
+    return has_amx ? AMX : VECTORS;
+}
+
+namespace {
+
+struct Memory {
+    void* data = nullptr;
+    int64_t size = 0;
+    ~Memory() { free(data); }
+};
+
+thread_local Memory memory;  // of the rows that the thread has quantized last
+
+struct Quantization {
+    const Linear& linear;
+    const uint8_t* x;
+    int64_t size, x_bytes, max_far, row_bytes, rows, rows_a_chunk;
+    bool wide;
+    QuantizedRow* quantized;
+    QuantizedRow::Far* far;
+    uint8_t* near;
+};
+
+void quantize_chunk(void* job, int64_t chunk) {
+    const Quantization& q = *(const Quantization*)job;
+    for (int64_t i = chunk * q.rows_a_chunk; i < min_of(q.rows, (chunk + 1) * q.rows_a_chunk); i++) {
+        q.quantized[i].far = q.far + i * q.max_far;
+        int8_t* near = (int8_t*)q.near + i * q.row_bytes;
+        __builtin_memset(near + q.size, 0, q.row_bytes - q.size);
+        (q.wide ? quantize<true> : quantize<false>)(q.x + i * q.x_bytes, q.linear.factors, q.size, q.max_far, near,
+                                                     q.quantized[i]);
+    }
+}
+
+}  // namespace
+
+void quantize_rows(Product& p, const void* x, bool wide) {
+    const int64_t size = padded(p.linear.num_in, 32), max_far = (p.linear.num_in + 127) / 128;
+    const int64_t each = p.row_bytes + sizeof(QuantizedRow) + max_far * sizeof(QuantizedRow::Far);
+    if (memory.size < p.rows * each) {
+        free(memory.data);
+        memory.size = p.rows * each;
+        memory.data = aligned_alloc(LINE, padded(memory.size, LINE));
+    }
+    auto* near = (uint8_t*)memory.data;
+    auto* quantized = (QuantizedRow*)(near + p.rows * p.row_bytes);
+    auto* far = (QuantizedRow::Far*)(quantized + p.rows);
+    const int64_t rows_a_chunk = max_of(max_of(1, 32768 / size), p.rows / MAX_CHUNKS + 1);  // some 10 us
+    Quantization q = {p.linear, (const uint8_t*)x, size, size * (wide ? 4 : 2), max_far, p.row_bytes, p.rows, rows_a_chunk,
+                      wide, quantized, far, near};
+    run_chunks(quantize_chunk, &q, (p.rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
+    p.x = near;
+    p.quantized = quantized;
+}
+
+#else
+
+void compute_int8(const Product&, int64_t, int64_t, int64_t, int64_t) {}
+void quantize_rows(Product&, const void*, bool) {}
+int best_int8_variant(bool) { return NONE; }
+
+#endif

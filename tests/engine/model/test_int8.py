@@ -1,0 +1,203 @@
+"""Products in int8: the definition in torch against exact integers, and the compiled kernel against it, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptserve.engine import native
+from gptserve.engine.model.int8 import (
+    DenseInt8Linear,
+    column_factors,
+    integer_product,
+    quantize_rows,
+    quantize_weight,
+)
+from gptserve.engine.model.linear import NativeInt8Linear, build_of, make_linear, product_of
+from gptserve.weights.config import Activation
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float32)
+ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), (257, 300), (3000, 400)]
+"""(in, out) around the multiples that the layout pads to, and one that is quantized in two pieces."""
+
+
+@pytest.fixture(params=native.INT8_VARIANTS)
+def variant(request: pytest.FixtureRequest) -> Iterator[native.Variant]:
+    if request.param not in native.supported_int8_variants():
+        pytest.skip(f"{request.param} is not built, or this CPU has none")
+    yield request.param
+    native.set_num_threads(1)
+
+
+def with_outliers(x: Tensor) -> Tensor:
+    """Return x with one column in 200 twenty times as large."""
+    factors = torch.ones(x.shape[1])
+    factors[torch.randperm(x.shape[1])[: -(-x.shape[1] // 200)]] = 20
+    return x * factors
+
+
+def rows_of_all_kinds(num_in: int, dtype: torch.dtype) -> Tensor:
+    """Return 40 finite rows: outliers, zeros, equal elements, and the ends of the range of fp32."""
+    x = with_outliers(torch.randn(40, num_in))
+    x[1], x[2], x[3] = 0, 1, -x[3].abs()
+    x[4] *= 1e-38
+    x[5] *= 1e-30
+    x[6] *= 1e35
+    x[7, 1:] = 0
+    x[8] = torch.randn(num_in).exp() ** 4
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("num_in", [1, 2, 127, 129, 1025, 3000])
+def test_integer_sums_are_exact(num_in: int) -> None:
+    multiples = torch.randint(-127, 128, (3, num_in)).float()
+    multiples[0] = 127
+    values = torch.randint(-127, 128, (1030, num_in), dtype=torch.int8)
+    values[0] = 127
+    exact = multiples.long() @ values.long().T
+    assert torch.equal(integer_product(multiples, values), exact.float())
+
+
+def test_a_row_is_its_multiples_times_its_scale() -> None:
+    x = rows_of_all_kinds(768, torch.float32)
+    near, far, scale = quantize_rows(x)
+    assert ((scale * (near + 128 * far) - x).abs() <= scale * 0.501).all()
+    assert ((far != 0) <= (x.abs() >= scale * 127)).all()
+    assert (far != 0).sum(1).max() <= 6
+    assert near.abs().max() <= 127
+    assert 30 < far.abs().max() <= 64
+
+
+def test_outliers_do_not_make_the_others_coarse() -> None:
+    x = torch.randn(80, 768)
+    outlying = with_outliers(x)
+    plain, scale = quantize_rows(x)[2], quantize_rows(outlying)[2]
+    assert (scale < 1.5 * plain).all()
+    assert outlying.abs().amax(1).median() / 127 > 4 * plain.median()
+
+
+def test_large_and_small_columns_of_weights_get_a_factor() -> None:
+    weight = torch.randn(300, 200).clamp(-2, 2)
+    assert column_factors(weight) is None
+    weight[:, 7] *= 20
+    weight[:, 8] /= 20
+    weight[:, 9] = 0
+    weight[5, 10] = 15.0  # alone, it makes one scale coarse; a factor would do so to the whole column
+    factors = column_factors(weight)
+    assert factors is not None
+    assert factors[7:9].tolist() == [16, 1 / 16]
+    assert (factors != 1).sum() == 2
+    values, scales = map(torch.cat, zip(*quantize_weight(weight, factors), strict=True))
+    error = (values * scales[:, None] * factors - weight).abs() / factors
+    assert (error <= 0.501 * scales[:, None]).all()
+    assert column_factors(torch.zeros(3, 4)) is None
+
+
+def test_int8_is_near_the_product() -> None:
+    weight, bias, x, residual = torch.randn(96, 768), torch.randn(96), torch.randn(8, 768), torch.randn(8, 96)
+    for w, rows in ((weight, x), (with_outliers(weight), x), (weight, with_outliers(x))):
+        exact = rows @ w.T
+        y = DenseInt8Linear(w, None)(rows)
+        assert (y - exact).norm() < 0.015 * exact.norm()
+    linear = DenseInt8Linear(weight, bias, "relu")
+    expected = (DenseInt8Linear(weight, None)(x) + bias).relu() + residual
+    assert torch.equal(linear(x, residual), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_in", "num_out"), ODD_SIZES)
+def test_the_kernel_has_the_bits_of_the_definition(
+    variant: native.Variant, dtype: torch.dtype, num_in: int, num_out: int
+) -> None:
+    weight = with_outliers(torch.randn(num_out, num_in)).to(dtype)
+    weight[num_out // 2] = 0
+    bias, residual = torch.randn(num_out).to(dtype), torch.randn(40, num_out).to(dtype)
+    x = rows_of_all_kinds(num_in, dtype)
+    for activation in (None, "relu"):
+        for out_dtype in (dtype, torch.float32):
+            options: tuple[Any, ...] = (weight, bias, activation, out_dtype)
+            y, expected = NativeInt8Linear(*options, variant), DenseInt8Linear(*options)
+            assert torch.equal(y(x), expected(x))
+            assert torch.equal(y(x, residual), expected(x, residual))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_the_kernel_has_the_bits_of_the_definition_whatever_the_shape(variant: native.Variant, seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    num_in, num_out, num_rows = draw.randint(1, 3000), draw.randint(1, 700), draw.randint(1, 100)
+    dtype = draw.choice(DTYPES)
+    x = (torch.randn(num_rows, num_in) * torch.randn(num_in).exp() ** draw.choice((0, 1, 3))).to(dtype)
+    weight = (torch.randn(num_out, num_in) * torch.randn(num_in).exp() ** draw.choice((0, 1, 3))).to(dtype)
+    native.set_num_threads(draw.randint(1, 4))
+    y = NativeInt8Linear(weight, None, None, torch.float32, variant)(x)
+    assert torch.equal(y, DenseInt8Linear(weight, None, None, torch.float32)(x))
+
+
+@pytest.mark.parametrize("activation", native.ACTIVATIONS)
+def test_the_kernel_activates(variant: native.Variant, activation: Activation | None) -> None:
+    weight, bias, x = torch.randn(70, 96), torch.randn(70), torch.randn(40, 96)
+    expected = DenseInt8Linear(weight, bias, activation)(x)
+    y = NativeInt8Linear(weight, bias, activation, variant=variant)(x)
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_never_becomes_a_number(variant: native.Variant, dtype: torch.dtype, bad: float) -> None:
+    """Neither in a row of x nor in a weight, and it stays in its row."""
+    weight, x = torch.randn(40, 100).to(dtype), torch.randn(20, 100).to(dtype)
+    before = NativeInt8Linear(weight, None, variant=variant)(x)
+    spoilt = x.clone()
+    spoilt[3, 99] = bad
+    others = torch.arange(20) != 3
+    for linear in (NativeInt8Linear(weight, None, variant=variant), DenseInt8Linear(weight, None)):
+        assert linear(spoilt)[3].isnan().all()
+        assert torch.equal(linear(spoilt)[others], before[others])
+    weight[7, 5] = bad
+    for linear in (NativeInt8Linear(weight, None, variant=variant), DenseInt8Linear(weight, None)):
+        assert linear(x)[:, 7].isnan().all()
+        assert linear(x)[:, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(10)])
+def test_a_row_of_the_kernel_has_the_same_bits_among_any_others(variant: native.Variant, seed: int) -> None:
+    draw = random.Random(seed)
+    num_in, num_out = draw.choice([7, 64, 300, 768, 3072]), draw.choice([5, 96, 250, 1000])
+    weight, activation = torch.randn(num_out, num_in).bfloat16(), draw.choice(native.ACTIVATIONS)
+    linear = NativeInt8Linear(weight, torch.randn(num_out), activation, variant=variant)
+    x, residual = with_outliers(torch.randn(300, num_in)).bfloat16(), torch.randn(300, num_out).bfloat16()
+    plain, added = linear(x), linear(x, residual)
+    for num_threads in (1, 2, 3, 7):
+        native.set_num_threads(num_threads)
+        for num_rows in (1, 2, *draw.sample(range(3, 300), 10), 300):
+            assert torch.equal(linear(x[:num_rows]), plain[:num_rows]), num_rows
+            some = torch.tensor(draw.sample(range(300), num_rows))
+            assert torch.equal(linear(x[some], residual[some]), added[some]), num_rows
+    assert linear(x[:0]).shape == (0, num_out)
+
+
+def test_the_largest_sums_fit(variant: native.Variant) -> None:
+    weight, x = torch.ones(3, native.MAX_INT8_DEPTH), torch.ones(2, native.MAX_INT8_DEPTH)
+    x[1] *= -1
+    expected = torch.tensor([[1.0], [-1.0]]).expand(2, 3) * native.MAX_INT8_DEPTH
+    torch.testing.assert_close(NativeInt8Linear(weight, None, variant=variant)(x), expected, atol=0, rtol=0.01)
+
+
+def test_without_the_kernel_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(40, 64), torch.randn(3, 64)
+    best = make_linear(weight, None, quantization="int8")
+    name = build_of(product_of(CPU, torch.float32, "int8"))
+    monkeypatch.setattr(native, "supported_int8_variants", lambda: ())
+    slow = make_linear(weight, None, quantization="int8")
+    assert isinstance(slow, DenseInt8Linear)
+    assert torch.equal(slow(x), best(x))
+    assert build_of(product_of(CPU, torch.float32, "int8")) == "torch_int8"
+    assert (name == "torch_int8") == isinstance(best, DenseInt8Linear)

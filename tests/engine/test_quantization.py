@@ -1,0 +1,121 @@
+"""What int8 costs: the storyteller's perplexity, and greedy tokens where some channels are far larger than the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from gptserve.engine import native
+from gptserve.engine.engine import Engine
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.weights.storyteller.recipe.generator import stories
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
+
+STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
+INT8: dict[str, Any] = {"dtype": "bfloat16", "quantization": "int8"}
+NUM_STORIES = [8, pytest.param(100, marks=pytest.mark.slow)]
+
+
+def scores(engine: Engine, num_stories: int) -> tuple[float, list[int]]:
+    """Return the loss of held-out stories, in nats a token, and the greedy token at each of their positions."""
+    tokenizer = Tokenizer.open(STORYTELLER)
+    prompts = [tokenizer.encode(story.text) for story in stories("held_out", num_stories)]
+    requests = [make_request(str(i), ids, max_tokens=1, prompt_logprobs=1) for i, ids in enumerate(prompts)]
+    entries = [
+        entry
+        for outputs in run(engine, requests).values()
+        for entry in outputs[0].prompt_logprobs or ()
+        if entry is not None
+    ]
+    loss = -sum(entry.logprob for entry in entries) / len(entries)
+    return loss, [entry.top[0][0] for entry in entries]
+
+
+def share_of_equals(found: list[int], expected: list[int]) -> float:
+    return sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected)
+
+
+@pytest.mark.parametrize("num_stories", NUM_STORIES)
+def test_the_perplexity_is_at_most_one_percent_worse(num_stories: int) -> None:
+    bf16, _ = scores(make_engine(STORYTELLER, dtype="bfloat16"), num_stories)
+    int8, _ = scores(make_engine(STORYTELLER, **INT8), num_stories)
+    print(f"perplexity: bf16 {math.exp(bf16):.4f}, int8 {math.exp(int8):.4f}")  # noqa: T201 - shown by pytest -rP
+    assert math.exp(int8 - bf16) < 1.01
+    assert int8 != bf16
+
+
+def with_outlier_channels(folder: Path) -> Path:
+    """Write the storyteller with one of its 192 channels twenty times as large behind each norm of a block.
+
+    The weights that multiply it are as much smaller, so in exact numbers the model computes what it did.
+    """
+    shutil.copytree(STORYTELLER, folder, ignore=shutil.ignore_patterns("recipe", "*.py", "__pycache__"))
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name in list(tensors):
+        for norm, linear in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc")):
+            if name.endswith(f"{norm}.weight"):
+                channel = tensors[name].abs().argmax()
+                tensors[name][channel] *= 20
+                tensors[name.replace(".weight", ".bias")][channel] *= 20
+                tensors[name.replace(norm, linear)][channel] /= 20
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "gpt2"
+    return folder
+
+
+@pytest.mark.parametrize("num_stories", NUM_STORIES)
+def test_outlier_channels_change_few_greedy_tokens(num_stories: int, tmp_path: Path) -> None:
+    folder = with_outlier_channels(tmp_path / "model")
+    plain = scores(make_engine(STORYTELLER), num_stories)[1]
+    exact = scores(make_engine(folder), num_stories)[1]
+    assert share_of_equals(exact, plain) > 0.999
+    bf16 = share_of_equals(scores(make_engine(folder, dtype="bfloat16"), num_stories)[1], exact)
+    int8 = share_of_equals(scores(make_engine(folder, **INT8), num_stories)[1], exact)
+    print(f"greedy tokens equal to fp32's: bf16 {bf16:.4f}, int8 {int8:.4f}")  # noqa: T201 - shown by pytest -rP
+    assert int8 >= 0.97
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "gpt-oss" in name else pytest.mark.slow) for name in SHAPES]
+)
+def test_any_family_computes_in_int8_and_alone_as_in_a_batch(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, *SHAPES[name])
+    requests = [make_request(str(i), ids, max_tokens=6, logprobs=2) for i, ids in enumerate(ragged_prompts(5, 20))]
+    results = []
+    for options in ({"max_num_seqs": 5}, {"max_num_seqs": 1, "max_num_batched_tokens": 3}, {"quantization": None}):
+        outputs = run(make_engine(tmp_path, **{"quantization": "int8", **options}), requests)
+        results.append([(token_ids(o), [entry for output in o for entry in output.logprobs]) for o in outputs.values()])
+    batched, alone, exact = results
+    assert batched == alone
+    assert batched != exact
+    for (_, found), (_, expected) in zip(batched, exact, strict=True):
+        assert found[0].top[0][1] == pytest.approx(expected[0].top[0][1], abs=0.3)
+
+
+def test_without_the_kernel_the_numbers_are_the_same_and_a_warning_says_that_it_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, *SHAPES["Llama"])
+    requests = [make_request("r", [1, 2, 3, 4], max_tokens=6, logprobs=2)]
+    fast = run(make_engine(tmp_path, quantization="int8"), requests)["r"]
+    monkeypatch.setattr(native, "supported_int8_variants", lambda: ())
+    engine = make_engine(tmp_path, quantization="int8")
+    assert token_ids(run(engine, requests)["r"]) == token_ids(fast)
+    assert engine.info.product == "torch_int8"
+    assert "products in int8 are slow; int8 saves memory only" in caplog.text
+
+
+def test_it_is_refused_where_it_cannot_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptserve.engine.native.MAX_INT8_DEPTH", 700)
+    with pytest.raises(InvalidConfigurationError, match="sums at most 700 products, but this model has rows of 768"):
+        make_engine(STORYTELLER, **INT8)
