@@ -13,6 +13,7 @@ from enum import StrEnum
 from itertools import chain
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
 MAX_LOGPROBS = 20  # vLLM's default; each costs a top-k over the vocabulary, and the output takes ten times the bytes
@@ -20,7 +21,7 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_ALLOWED_TOKEN_IDS = 1024  # these and the bad words are gone through for every token
 MAX_BAD_WORDS = 128
-MASKS = ("allowed_token_ids", "bad_words", "min_tokens")  # the fields of SamplingParams that rule tokens out
+MASKS = ("allowed_token_ids", "bad_words", "grammar", "min_tokens")  # the fields of SamplingParams that rule tokens out
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
 SEED_LIMIT = 2**63  # seeds fit a signed 64-bit integer, as the OpenAI client sends them, and are not negative
@@ -64,7 +65,8 @@ class SamplingParams:
     the number of alternatives to report for each generated token (None: no logprobs; 0: only the token's own).
     prompt_logprobs is the same for the prompt's tokens. Of min_tokens tokens none ends the text, nor is in
     stop_token_ids. Of allowed_token_ids every token is one (None: of all). Each of bad_words is tokens that never come
-    one after another in the completion.
+    one after another in the completion. The completion matches the grammar, as far as it goes; min_tokens and
+    ignore_eos hold off its end only where the grammar lets it go on.
     """
 
     max_tokens: int = 16
@@ -79,6 +81,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -101,6 +104,11 @@ class SamplingParams:
             raise InvalidRequestError("bad_words must each have a token, got one without", param="bad_words")
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0, param="logit_bias")
+
+    @property
+    def num_before_end(self) -> int:
+        """Of how many tokens none is an end of text."""
+        return self.max_tokens if self.ignore_eos else self.min_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +172,11 @@ class Request:
         self._check_choice(info)
 
     def _check_choice(self, info: EngineInfo) -> None:
-        """Raise InvalidRequestError if no token may come at all."""
+        """Raise InvalidRequestError if no token may come at all, or none that ends a grammar."""
         params = self.params
+        if params.grammar is not None and not info.eos_token_ids:
+            message = "grammar may not be given: this model has no end of text, by which it would end"
+            raise InvalidRequestError(message, param="grammar")
         if params.allowed_token_ids is None:
             return
         banned = {word[0] for word in params.bad_words if len(word) == 1}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from gptserve.engine import native
 from gptserve.engine.attention import choose_backend
 from gptserve.engine.config import DType, EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
 from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
@@ -83,6 +84,7 @@ class ModelRunner:
             scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
             self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
             self._decoder.set_max_model_len(max_model_len)
+        self._masks = MaskThread()
         self._step_work = StepWork(self._model)
         # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
         product = product_of(self.device, dtype, quantization)
@@ -131,11 +133,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, batch: ScheduledBatch) -> StepResult:
+        masks = self._masks.begin(batch)
         inputs = build_model_input(batch, self.info.block_size, self.device, self.min_rows)
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         starts = inputs.metadata.query_starts
         return StepResult(
-            sampled=self._sample(hidden, starts, batch),
+            sampled=self._sample(hidden, starts, batch, {} if masks is None else masks.result()),
             prompt_logprobs={
                 i: self._prompt_logprobs(hidden[starts[i] : starts[i + 1]], item)
                 for i, item in enumerate(batch.items)
@@ -155,7 +158,9 @@ class ModelRunner:
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         return digest_of(self._decoder.logits(hidden)[:num_tokens])
 
-    def _sample(self, hidden: Tensor, starts: tuple[int, ...], batch: ScheduledBatch) -> tuple[SampledTokens, ...]:
+    def _sample(
+        self, hidden: Tensor, starts: tuple[int, ...], batch: ScheduledBatch, masks: Masks
+    ) -> tuple[SampledTokens, ...]:
         rows: list[int] = []
         positions: list[SamplingPosition] = []
         sizes: list[int] = []
@@ -164,7 +169,8 @@ class ModelRunner:
                 size = 1 + len(item.draft)
                 sizes.append(size)
                 rows += range(end - size, end)
-                positions += [SamplingPosition(item.sequence, item.draft[:i]) for i in range(size)]
+                allowed: Sequence[Mask | None] = masks.get(item.sequence) or [None] * size
+                positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
         if not rows:
             return ()
         return tuple(sample(self._logits(hidden, rows), positions, self.info.eos_token_ids, self.choose).split(sizes))

@@ -24,6 +24,7 @@ struct Row {
     float temperature;  // 0 is greedy
     float min_p;        // 0 is off
     int64_t top_k;      // 0 is off
+    const uint32_t* allowed;  // a bit for each entry; null: all are
 };
 
 struct Draw {
@@ -31,7 +32,7 @@ struct Draw {
     int64_t stride, vocab_size, num_rows;
     const Row* rows;
     int64_t* token_ids;  // out; -1 for a row that is not finite
-    float* scratch;      // [num_threads][2 * padded vocabulary + 2 * blocks]
+    float* scratch;      // [num_threads][3 * padded vocabulary + 2 * blocks]
     int64_t scratch_stride, num_threads;
 };
 
@@ -133,6 +134,15 @@ INLINE void drop_below(float floor, int64_t num_blocks, float* weights, double* 
     }
 }
 
+// Write the entries, with minus infinity for those that are not allowed; a NaN stays one.
+INLINE void mask(const float* row, int64_t n, const uint32_t* allowed, float* masked) {
+    for (int64_t start = 0; start < n; start += 32) {
+        const uint32_t word = allowed[start / 32];
+        const int64_t end = n - start < 32 ? n - start : 32;
+        for (int64_t i = 0; i < end; i++) masked[start + i] = word >> i & 1 ? row[start + i] : row[start + i] - INFINITY;
+    }
+}
+
 uint32_t bits_of(float weight) {
     uint32_t bits;
     memcpy(&bits, &weight, 4);
@@ -218,12 +228,17 @@ INLINE int64_t token_of(const Draw& draw, int64_t index, float* scratch) {
     const float* logits = draw.logits + index * draw.stride;
     const Row& row = draw.rows[index];
     const int64_t n = draw.vocab_size, num_blocks = blocks_of(n);
-    const float max = max_of(logits, n);
-    if (!(max - max == 0)) return -1;  // NaN or infinite
-    if (row.temperature == 0) return first_of(max, logits, n);
     double* sums = (double*)scratch;
     float* weights = scratch + 2 * num_blocks;
     float* candidates = weights + num_blocks * BLOCK;
+    if (row.allowed) {
+        float* masked = candidates + num_blocks * BLOCK;
+        mask(logits, n, row.allowed, masked);
+        logits = masked;
+    }
+    const float max = max_of(logits, n);
+    if (!(max - max == 0)) return -1;  // NaN or infinite
+    if (row.temperature == 0) return first_of(max, logits, n);
     weigh(logits, n, max, row.temperature, weights, sums);
     if (row.top_k || row.top_p < 1.0 || row.min_p > 0) {
         double total = 0;
@@ -265,7 +280,7 @@ void draw_row(void* shared, int64_t index) {
 // Floats of scratch that a thread needs.
 EXPORT int64_t native_draw_scratch(int64_t vocab_size) {
     const int64_t num_blocks = blocks_of(vocab_size);
-    return 2 * num_blocks + 2 * num_blocks * BLOCK;
+    return 2 * num_blocks + 3 * num_blocks * BLOCK;
 }
 
 // Draw a token for each row; num_threads is at most 256.

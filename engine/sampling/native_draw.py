@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import native
+from gptserve.engine.grammar.matcher import Mask
 
 
 class Choice(NamedTuple):
     """How to choose the token of a row: by noise in [0, 1), or greedily where temperature is 0.
 
-    top_k 0, top_p 1 and min_p 0 are off.
+    top_k 0, top_p 1 and min_p 0 are off. Only `allowed` tokens are chosen, if there is such a mask.
     """
 
     noise: float = 0.0
@@ -26,12 +27,15 @@ class Choice(NamedTuple):
     temperature: float = 0.0
     min_p: float = 0.0
     top_k: int = 0
+    allowed: Mask | None = None
 
 
 class _Row(Structure):
     """Row of draw.cpp."""
 
-    _fields_ = native.members((c_double, "noise top_p"), (c_float, "temperature min_p"), (c_int64, "top_k"))
+    _fields_ = native.members(
+        (c_double, "noise top_p"), (c_float, "temperature min_p"), (c_int64, "top_k"), (c_void_p, "allowed")
+    )
 
 
 class _Draw(Structure):
@@ -50,7 +54,7 @@ def choose(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     num_rows, vocab_size = scores.shape
     assert scores.dtype is torch.float32 and scores.stride(1) == 1
     library, num_threads = native.library(), native.num_threads()
-    rows = (_Row * num_rows)(*(_Row(*choice) for choice in choices))
+    rows = (_Row * num_rows)(*map(_row, choices))
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     scratch = torch.empty(num_threads, library.native_draw_scratch(vocab_size))
     draw = _Draw(
@@ -60,3 +64,8 @@ def choose(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     )
     library.native_draw(byref(draw))
     return token_ids
+
+
+def _row(choice: Choice) -> _Row:
+    allowed = choice.allowed
+    return _Row(*choice[:-1], None if allowed is None else allowed.ctypes.data)

@@ -4,8 +4,8 @@ The order, for a row whose raw logits are z over the vocabulary:
 1. penalties: repetition (z/r where z > 0 else z*r, ids of prompt and completion; Keskar et al. 2019, section 4.1), then
    frequency and presence (z -= f*count + p*(count > 0), ids of the completion);
 2. logit_bias is added;
-3. masks: minus infinity for ids that allowed_token_ids lacks, that would complete one of bad_words, or that would end
-   the completion before min_tokens;
+3. masks: minus infinity for ids that allowed_token_ids lacks, that would complete one of bad_words, that would end the
+   completion before min_tokens, or that the grammar does not allow;
 4. temperature: z /= T; below 1e-6, or with top_k 1, the token is argmax and the lowest id wins a tie;
 5. top-k, then top-p (Holtzman et al. 2020) of the mass of these k, then min-p (Nguyen et al. 2024) of the largest
    probability; each also keeps all tokens as probable as the last one it keeps, so equals stay together;
@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import native
+from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling import native_draw
+from gptserve.engine.sampling.grammar_masks import with_masks
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.scheduling.sequence import SequenceState
@@ -40,6 +42,8 @@ class SamplingPosition(NamedTuple):
 
     sequence: SequenceState
     draft: tuple[int, ...] = ()
+    allowed: Mask | None = None
+    """What the grammar allows here, if there is one."""
 
     @property
     def request(self) -> Request:
@@ -101,13 +105,14 @@ def sample(
 def _choice(position: SamplingPosition) -> Choice:
     params = position.request.params
     if is_greedy(params):
-        return Choice()
+        return Choice(allowed=position.allowed)
     noise = uniform(position.request.seed, position.request.choice_index, position.num_before)
-    return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k)
+    return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k, position.allowed)
 
 
 def choose_by_torch(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Return a token id (int64 [rows]) per row of fp32 scores [rows, vocab]; -1 for a row that is not finite."""
+    scores = with_masks(scores, [choice.allowed for choice in choices])
     best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
     drawing = [row for row, choice in enumerate(choices) if choice.temperature]
     if drawing:
@@ -182,7 +187,8 @@ def _banned_ids(position: SamplingPosition, eos_token_ids: Sequence[int]) -> lis
     params, num_prompt = position.request.params, position.sequence.num_prompt_tokens
     banned: list[int] = []
     if params.min_tokens and position.num_before - num_prompt < params.min_tokens:
-        banned += (*eos_token_ids, *params.stop_token_ids)
+        # Where a grammar allows nothing but the end of text, that comes; else its mask has no end so early.
+        banned += (*(() if params.grammar is not None else eos_token_ids), *params.stop_token_ids)
     if params.bad_words:
         longest = max(map(len, params.bad_words)) - 1
         tail = tuple(position.tokens_from(max(num_prompt, position.num_before - longest)))

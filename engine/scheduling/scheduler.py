@@ -298,7 +298,7 @@ class Scheduler:
     def _finish_reason(self, sequence: SequenceState) -> FinishReason | None:
         """Return why the newest token ends a sequence, None if it does not; STOP precedes LENGTH."""
         token_id, params = sequence.token_ids[-1], sequence.request.params
-        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
+        is_eos = token_id in self._eos_token_ids and (not params.ignore_eos or params.grammar is not None)
         if is_eos or token_id in params.stop_token_ids:
             return FinishReason.STOP
         return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH

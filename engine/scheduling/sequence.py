@@ -6,9 +6,13 @@ Knows neither the pool nor the tensors. Scheduler makes and changes all of it; M
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.blame import NO_BLAME, Blame
+
+if TYPE_CHECKING:
+    from gptserve.engine.grammar.matcher import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +25,7 @@ class SequenceState:
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds.
+    matcher follows the request's grammar, if it has one.
     """
 
     request: Request
@@ -34,6 +39,7 @@ class SequenceState:
     num_preemptions: int = 0
     blame: Blame = NO_BLAME
     finish_reason: FinishReason | None = None
+    matcher: Matcher | None = None
 
     @property
     def is_running(self) -> bool:

@@ -115,5 +115,7 @@ def test_where_the_masks_leave_nothing_the_request_ends_and_others_go_on() -> No
     )
     outputs = run(engine, [stuck, *prompts()])
     assert [output.finish_reason for output in outputs["stuck"]] == [None, FinishReason.ERROR]
-    assert str(outputs["stuck"][-1].error).startswith("allowed_token_ids, bad_words and min_tokens left no token, or ")
+    assert str(outputs["stuck"][-1].error).startswith(
+        "allowed_token_ids, bad_words, grammar and min_tokens left no token, or "
+    )
     assert {i: token_ids(outputs[i]) for i in plain()} == plain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,6 +78,19 @@ def test_tokens_are_those_of_the_definition_whatever_the_rows_beside_and_the_thr
         assert choose(row[None], [choice]).tolist() == [token]
     native.set_num_threads(3)
     assert choose(logits, chosen).tolist() == tokens
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 1000, 50_257])
+def test_a_mask_is_minus_infinity_for_the_rest(vocab_size: int) -> None:
+    logits = 3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(1))
+    is_allowed = np.random.default_rng(1).random((6, -(-vocab_size // 32) * 32)) < 0.3
+    masks = np.packbits(is_allowed, axis=1, bitorder="little").view(np.uint32)
+    kinds = [{"temperature": 1.0}, {}, {"temperature": 0.7, "top_p": 0.9}] * 2
+    chosen = [Choice(noise=i / 6, **kind) for i, kind in enumerate(kinds)]
+    masked = logits.masked_fill(~torch.from_numpy(is_allowed[:, :vocab_size]), -math.inf)
+    tokens = choose(logits, [choice._replace(allowed=mask) for choice, mask in zip(chosen, masks, strict=True)])
+    assert tokens.tolist() == choose(masked, chosen).tolist()
+    assert tokens.tolist() != choose(logits, chosen).tolist()
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

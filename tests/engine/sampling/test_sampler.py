@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gptserve.engine import native
+from gptserve.engine.grammar.grammar import Grammar
+from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.sampler import SamplingPosition, is_greedy, sample, top_logprobs
 from gptserve.engine.scheduling.sequence import SequenceState
@@ -291,3 +294,49 @@ def test_greedy_is_told_apart() -> None:
     assert is_greedy(SamplingParams(temperature=0.0))
     assert is_greedy(SamplingParams(top_k=1))
     assert not is_greedy(SamplingParams(temperature=0.01))
+
+
+def bits(*token_ids: int) -> Mask:
+    """Return the mask that allows these tokens."""
+    mask = np.zeros(1, np.uint32)
+    for token_id in token_ids:
+        mask[0] |= np.uint32(1 << token_id)
+    return mask
+
+
+def test_only_what_a_grammar_allows_comes_and_in_proportion() -> None:
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2))
+    positions = [position(seed=seed)._replace(allowed=bits(1, 4, 7)) for seed in range(20_000)]
+    tokens = sample(logits.expand(len(positions), -1), positions).token_ids
+    probs = torch.zeros(VOCAB).index_copy(0, torch.tensor([1, 4, 7]), logits[[1, 4, 7]].softmax(-1))
+    assert_follows([tokens.count(token) / len(tokens) for token in range(VOCAB)], probs, len(tokens))
+
+
+def test_filters_are_of_what_a_grammar_allows() -> None:
+    logits = torch.tensor([[9.0, 8.0, 0.3, 0.2, 0.1, 0.0]])
+    for params in ({"top_k": 1}, {"temperature": 0.0}, {"top_p": 0.01}, {"min_p": 1.0}):
+        chosen = position(**params)._replace(allowed=bits(3, 4, 5))
+        assert sample(logits, [chosen]).token_ids == (3,), params
+
+
+def test_a_grammar_masks_its_row_alone_after_bias_and_other_masks() -> None:
+    logits = torch.zeros(3, 6)
+    rows = [
+        position(temperature=0.0, logit_bias={5: 9.0}),
+        position(temperature=0.0, logit_bias={5: 9.0})._replace(allowed=bits(2, 3)),
+        position(temperature=0.0, allowed_token_ids=(3, 4))._replace(allowed=bits(2, 3)),
+    ]
+    assert sample(logits, rows).token_ids == (5, 2, 3)
+    assert logits.count_nonzero() == 0, "nothing is mutated"
+
+
+def test_a_grammar_that_allows_nothing_and_a_nan_beside_it_give_no_token() -> None:
+    finite, nan = torch.zeros(VOCAB), torch.tensor([0.0] * (VOCAB - 1) + [math.nan])
+    rows = [position()._replace(allowed=bits()), position()._replace(allowed=bits(1))]
+    assert sample(torch.stack([finite, nan]), rows).token_ids == (None, None)
+
+
+def test_a_grammar_lets_the_end_come_before_min_tokens_if_nothing_else_may() -> None:
+    grammar = Grammar("regex", "")
+    chosen = position(grammar=grammar, min_tokens=5, temperature=0.0)._replace(allowed=bits(0))
+    assert sample(torch.zeros(1, VOCAB), [chosen], eos_token_ids=(0,)).token_ids == (0,)

@@ -1,0 +1,180 @@
+"""From a grammar to a matcher, by llguidance over the model's own tokens.
+
+The engine compiles in a thread of its own. Before that the server has compiled the same grammar in a worker process
+(`open_checker`), whose limits hold where llguidance's do not. Torch-free; llguidance is imported with the first tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gptserve.engine.errors import EngineError
+from gptserve.engine.grammar.grammar import Grammar
+from gptserve.engine.grammar.matcher import Matcher, reason_of
+from gptserve.weights.families import load_config
+from gptserve.weights.tokenizers.vocabulary import load_vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILED = 64
+"""Compiled grammars that are kept for the next request with the same one. Most take some 100 KB."""
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,  # some 50 ms of one mask
+    "step_max_items": 10_000,  # with the next one: an ambiguous grammar takes at most some 200 ms for a mask
+    "max_items_in_row": 500,  # an object may have a hundred optional properties; time goes with the square of this
+    "max_lexer_states": 10_000,  # at 1 to 2 KB, for each sequence
+    "max_grammar_size": 100_000,
+}
+"""Of llguidance's defaults some let one mask take ten seconds."""
+
+NUM_TRIED = 32  # tokens
+_STRIDE = 7919  # a prime: each step takes another part of the vocabulary
+
+# Without it llguidance forces the tokens that its tokenizer makes of a text that must come, and it would need one. A
+# grammar may say so, too; the last one counts.
+_EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+
+
+class GrammarError(EngineError):
+    """A grammar cannot be compiled; the message is llguidance's reason."""
+
+
+class Compiler:
+    """Compiles grammars for the model of a folder. Raises WeightsError if it has no tokenizer, or a broken one."""
+
+    def __init__(self, folder: Path) -> None:
+        model = load_config(folder)
+        self._eos_token_ids = model.eos_token_ids
+        self._tokenizer = _open_tokens(folder, model.vocab_size, self._eos_token_ids)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """Return a matcher that has seen no token. Raises GrammarError."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        text = LLMatcher.grammar_from_lark(_to_lark(grammar) + _EVERY_TOKEN)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        self._try_out(matcher)
+        if matcher.is_error():
+            reason = reason_of(matcher)
+            raise GrammarError(reason if grammar.kind == "lark" else _PLACE.sub("", reason))
+        return Matcher(matcher, self._tokenizer.vocab_size, self._eos_token_ids)
+
+    def _try_out(self, matcher: LLMatcher) -> None:
+        """Follow the grammar for some tokens and go back: copies have the lexer that this builds, or its fault.
+
+        A mask over a vocabulary of 50,000 takes 30 ms where a string begins for the first time, then 0.1 ms.
+        """
+        for step in range(NUM_TRIED):
+            if matcher.is_error():
+                return
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            bits[list(self._eos_token_ids)] = 0
+            allowed = bits.nonzero()[0]
+            if len(allowed) == 0:
+                break
+            matcher.consume_token(int(allowed[step * _STRIDE % len(allowed)]))
+        matcher.reset()
+
+
+class CompilingThread:
+    """Compiles in a thread, for an engine that goes on with its steps. Grammars are kept by their content.
+
+    It opens the tokens at once. llguidance holds the interpreter's lock meanwhile, a second for 50,000 of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "gptserve-grammar")
+        self._opening = self._thread.submit(Compiler, folder)
+
+    def wait_until_open(self) -> None:
+        """Return when compiling holds up no other thread. Without tokens, each grammar gets the reason."""
+        wait([self._opening])
+
+    def compile(self, grammar: Grammar) -> Future[Matcher]:
+        """Begin to compile. The future raises what `Compiler` raises."""
+        return self._thread.submit(self._compile, grammar)
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        compiled = self._compiled.pop(grammar, None) or self._opening.result().compile(grammar)
+        self._compiled[grammar] = compiled
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return compiled.copy()
+
+
+def open_checker(folder: str) -> Callable[..., str]:
+    """Be opened in a worker: return the function from the fields of a Grammar to the reason why it is none, or ""."""
+    compiler = Compiler(Path(folder))
+
+    def check(**fields: Any) -> str:
+        try:
+            compiler.compile(Grammar(**fields))
+        except GrammarError as error:
+            return str(error)
+        return ""
+
+    return check
+
+
+class _Tokens:
+    """The model's tokens as LLTokenizer reads them: its attributes are those of llguidance's TokenizerWrapper."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
+
+    def __call__(self, text: str) -> list[int]:
+        raise AssertionError("no_forcing needs no tokenizer")
+
+
+def _open_tokens(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    """Return the bytes of every token, and which are special: no text of a grammar matches these."""
+    from llguidance import LLTokenizer
+
+    vocabulary = load_vocabulary(folder)
+    tokens = [vocabulary.token_bytes.get(token_id, b"") for token_id in range(vocab_size)]
+    special = [token.token_id for token in vocabulary.added if token.special]
+    wrapper: Any = _Tokens(tokens, special, eos_token_ids[0])
+    return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def _to_lark(grammar: Grammar) -> str:
+    from llguidance import regex_to_lark
+
+    match grammar.kind:
+        case "json":
+            return f"start: %json {_schema(grammar)}"
+        case "regex":
+            regex = regex_to_lark(grammar.text, use_ascii="dw")  # \d and \w as in JavaScript and in a JSON Schema
+            return f"start: /{regex}/"
+        case "choice":
+            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+        case "lark":
+            return grammar.text
+
+
+def _schema(grammar: Grammar) -> str:
+    """Return the JSON Schema with the options for whitespace. It has a place for them unless it is true or false."""
+    schema = json.loads(grammar.text)
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict):
+        of_whitespace = {"whitespace_pattern": grammar.whitespace} if grammar.whitespace else {}
+        schema = {**schema, "x-guidance": {"whitespace_flexible": False, **of_whitespace}}
+    return json.dumps(schema)

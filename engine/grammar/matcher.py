@@ -1,0 +1,117 @@
+"""What may come next by a grammar: the matcher of one sequence, and the thread that asks all of a step.
+
+A matcher has seen tokens of the completion. It is brought up to the known ones before each step, so it needs no word of
+preemption, rejected drafts or replay. Torch-free. ModelRunner starts the thread's work and the sampler takes the masks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
+
+Mask = NDArray[np.uint32]
+"""A bit for each token id, the lowest id in the lowest bit."""
+
+Masks = dict["SequenceState", list[Mask]]
+"""Of each sequence with a grammar: what may come after the known tokens, then what after each token of the draft."""
+
+MAX_REASON = 500  # characters
+_EXCERPT = re.compile(r"^ *\d+ \|", re.MULTILINE)  # of the Lark that the compiler has made
+
+
+class Matcher:
+    """Follows one completion. Used by one thread at a time.
+
+    `fault` is llguidance's reason once it has given up, as it does at its limits; then nothing is allowed any more.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._eos: Mask = np.zeros(self._num_words, np.uint32)
+        for token_id in eos_token_ids:
+            self._eos[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        self._num_seen = 0
+
+    @property
+    def fault(self) -> str:
+        """Why nothing is allowed any more; "" while it works."""
+        return reason_of(self._matcher)
+
+    def copy(self) -> Matcher:
+        """Return a matcher that has seen no token; this one must not have seen any, either."""
+        assert self._num_seen == 0
+        return Matcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+
+    def masks(self, known: Sequence[int], draft: Sequence[int], num_before_end: int) -> list[Mask]:
+        """Return what may come after the `known` tokens of the completion, then what after each token of the draft.
+
+        Among the first num_before_end tokens there is no end of text where the grammar allows anything else. After a
+        token of the draft that may not come, nothing may.
+        """
+        self._matcher.consume_tokens(list(known[self._num_seen :]))
+        self._num_seen = len(known)
+        rows: NDArray[np.uint32] = np.zeros((1 + len(draft), self._num_words), np.uint32)
+        num_drafted = 0
+        for row, drafted in zip(rows, (*draft, None), strict=True):
+            self._fill(row, may_end=self._num_seen + num_drafted >= num_before_end)
+            if drafted is None or drafted in self._eos_token_ids or not row[drafted >> 5] >> (drafted & 31) & 1:
+                break
+            self._matcher.consume_token(drafted)
+            num_drafted += 1
+        if num_drafted:
+            self._matcher.rollback(num_drafted)
+        return list(rows)
+
+    def _fill(self, row: Mask, *, may_end: bool) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            row[:] = 0
+        elif not may_end and (row & ~self._eos).any():
+            row &= ~self._eos
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Return why a matcher has failed, in one line; "" if it has not."""
+    told = _EXCERPT.split(matcher.get_error())[0]
+    return " ".join(told.split())[:MAX_REASON]
+
+
+class MaskThread:
+    """Computes the masks of a step in a thread, beside the model: llguidance lets go of the interpreter's lock."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "gptserve-masks")
+
+    def begin(self, batch: ScheduledBatch) -> Future[Masks] | None:
+        """Begin with the sequences that are sampled and have a matcher; None if there are none."""
+        asked = [
+            (
+                item.sequence,
+                item.sequence.matcher,
+                item.sequence.token_ids[item.sequence.num_prompt_tokens :],
+                item.draft,
+            )
+            for item in batch.items
+            if item.needs_sampling and item.sequence.matcher is not None
+        ]
+        return self._thread.submit(_masks_of, asked) if asked else None
+
+
+def _masks_of(asked: Sequence[tuple[SequenceState, Matcher, list[int], tuple[int, ...]]]) -> Masks:
+    return {
+        sequence: matcher.masks(known, draft, sequence.request.params.num_before_end)
+        for sequence, matcher, known, draft in asked
+    }

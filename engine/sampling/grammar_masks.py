@@ -1,0 +1,25 @@
+"""Masks of grammars on scores, in torch. On a CPU native/draw.cpp does the same without a copy of the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptserve.engine.grammar.matcher import Mask
+
+
+def with_masks(scores: Tensor, masks: Sequence[Mask | None]) -> Tensor:
+    """Return scores [rows, vocab] with minus infinity for what the rows' masks lack; `scores` itself without any."""
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return scores
+    packed = np.stack([mask for mask in masks if mask is not None]).view(np.uint8)
+    bits = np.unpackbits(packed, axis=1, bitorder="little", count=scores.shape[1])
+    allowed = torch.from_numpy(bits.view(bool)).to(scores.device)
+    masked = scores[rows]
+    scores = scores.clone()
+    scores[rows] = torch.where(allowed, masked, masked - torch.inf)  # a NaN stays one, so that it shows
+    return scores
