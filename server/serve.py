@@ -36,6 +36,7 @@ from gptserve.weights.source import model_name, resolve_model
 
 if TYPE_CHECKING:  # they import the web framework
     from gptserve.server.background.store import BackgroundStore
+    from gptserve.server.completions.grammar import GrammarChecker
     from gptserve.server.http.server import HttpServer
     from gptserve.weights.chat.template import ChatTemplate
     from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ class ServingProcess:
         config = replace(settings.engine, model_dir=folder)
         factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
         self._journal = Journal(settings.state_dir, settings.state_sync)
-        self._with_workers: list[Tokenizer | ChatTemplate] = []
+        self._with_workers: list[Tokenizer | ChatTemplate | GrammarChecker] = []
         self._engine: EngineClient = ThreadClient(factory)
         if not settings.in_process:
             self._engine = Supervisor(
@@ -161,6 +162,7 @@ class ServingProcess:
     def _build_server(self) -> tuple[HttpServer, BackgroundStore, Lifecycle]:
         """Import the web framework and open the tokenizer, in a thread: this takes as long as to load a small model."""
         from gptserve.server.app import create_app
+        from gptserve.server.completions.grammar import GrammarChecker
         from gptserve.server.completions.service import AppOptions
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.server import HttpServer
@@ -175,7 +177,8 @@ class ServingProcess:
         defaults, max_new_tokens = _sampling_defaults(settings, self._folder)
         template = load_chat_template(self._folder, settings.chat_template)
         tokenizer = Tokenizer.of_model(self._folder)
-        self._with_workers += [tokenizer, *([template] if template else [])]
+        checker = GrammarChecker(self._folder)
+        self._with_workers += [tokenizer, checker, *([template] if template else [])]
         options = AppOptions(
             settings,
             model_name=name,
@@ -184,6 +187,7 @@ class ServingProcess:
             max_new_tokens=max_new_tokens,
             tokenizer_info=load_tokenizer_info(self._folder),
             chat_template=template,
+            grammar_checker=checker,
         )
         app = create_app(self._engine, tokenizer, options, self._journal)
         try:

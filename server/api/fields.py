@@ -16,6 +16,7 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.grammar_schemas import NamedSchema, ResponseFormat, StructuredOutputs
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
 from gptserve.server.errors import show
 
@@ -38,7 +39,8 @@ class Unread:
 
 
 _HINT = Unread()
-_TOOLS, _FORMAT, _BEAMS = "tools are", "structured output is", "beam search is"
+_TOOLS, _BEAMS = "tools are", "beam search is"
+_FORMAT = "this way to ask for structured output (response_format and structured_outputs are others) is"
 _TEMPLATE, _MEDIA = "a chat template of the request is", "media other than text are"
 
 UNREAD: dict[str, Unread] = {
@@ -49,11 +51,8 @@ UNREAD: dict[str, Unread] = {
     "functions": Unread(([],), _TOOLS),
     "function_call": Unread(("none", "auto"), _TOOLS),
     "web_search_options": Unread((), "web search is"),
-    "response_format": Unread(({"type": "text"},), _FORMAT),
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), Unread((), _FORMAT)),
-    **dict.fromkeys(("guided_grammar", "structural_tag", "grammar", "json_schema"), Unread((), _FORMAT)),
-    **dict.fromkeys(("regex", "ebnf"), Unread((), _FORMAT)),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), _HINT),
+    **dict.fromkeys(("structural_tag", "grammar", "json_schema", "regex", "ebnf"), Unread((), _FORMAT)),
+    "guided_decoding_backend": _HINT,
     "modalities": Unread((["text"],), _MEDIA),
     "audio": Unread((), _MEDIA),
     "mm_processor_kwargs": Unread(({},), _MEDIA),
@@ -72,6 +71,11 @@ UNREAD: dict[str, Unread] = {
 }
 """Fields of OpenAI's API, of vLLM and of others."""
 
+_OF_OUTPUTS = {
+    **dict.fromkeys(("disable_fallback", "backend"), _HINT),
+    "disable_additional_properties": Unread((False,), "closing the objects of a schema is"),
+    "structural_tag": Unread((), "a structural tag is"),
+}
 _OF_STREAM_OPTIONS = {"include_obfuscation": _HINT}
 _OF_MESSAGES = {
     **dict.fromkeys(("type", "id", "annotations", "provider_specific_fields"), _HINT),
@@ -111,15 +115,16 @@ class _Reader:
     ) -> dict[str, object]:
         """Return the fields that `model` has; null is the same as no field. Raises InvalidRequestError."""
         taken: dict[str, object] = {}
+        fields = {about.alias or name for name, about in model.model_fields.items()}
         for name, value in given.items():
             if value is None:
                 continue
-            if name in model.model_fields:
+            if name in fields:
                 taken[name] = value
             elif name in unread:
                 _check_neutral(unread[name], where + name, value)
             else:
-                self._ignore(where + name, value, (*model.model_fields, *unread))
+                self._ignore(where + name, value, (*fields, *unread))
         return taken
 
     def _ignore(self, name: str, value: object, known: Iterable[str]) -> None:
@@ -153,6 +158,10 @@ def take_fields(
     options, messages = taken.get("stream_options"), taken.get("messages")
     if isinstance(options, dict):
         taken["stream_options"] = reader.take(options, StreamOptions, _OF_STREAM_OPTIONS, "stream_options.")
+    if isinstance(wanted := taken.get("response_format"), dict):
+        taken["response_format"] = _take_format(wanted, reader)
+    if isinstance(outputs := taken.get("structured_outputs"), dict):
+        taken["structured_outputs"] = reader.take(outputs, StructuredOutputs, _OF_OUTPUTS, "structured_outputs.")
     if isinstance(messages, list):
         taken["messages"] = [_take_message(message, reader) for message in messages]
     return taken, list(reader.ignored)
@@ -162,6 +171,13 @@ def ignored_names(names: list[str]) -> str:
     """Return names for a header and the log: ASCII, escaped, and no more than a line."""
     shown = [quote(name[:_MAX_NAME], safe=".") for name in names[:_MAX_SHOWN]]
     return ", ".join(shown + [f"and {len(names) - _MAX_SHOWN} more"] * (len(names) > _MAX_SHOWN))
+
+
+def _take_format(given: dict[str, Any], reader: _Reader) -> dict[str, object]:
+    taken = reader.take(given, ResponseFormat, {}, "response_format.")
+    if isinstance(schema := taken.get("json_schema"), dict):
+        taken["json_schema"] = reader.take(schema, NamedSchema, {}, "response_format.json_schema.")
+    return taken
 
 
 def _take_message(message: Any, reader: _Reader) -> Any:

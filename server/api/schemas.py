@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from gptserve.engine.request import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -22,6 +22,8 @@ from gptserve.engine.request import (
     SEED_LIMIT,
     SamplingParams,
 )
+from gptserve.server.api.base_schemas import _Model, _RequestModel
+from gptserve.server.api.grammar_schemas import GrammarFields, asked_grammar
 from gptserve.server.completions.output import EndReason
 
 MAX_STOP_STRINGS = 16
@@ -97,17 +99,6 @@ Stop = Annotated[
 ]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class _RequestModel(_Model):
-    # `take_fields` lets unknown fields through and leaves them out. What still has one was written by another version.
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, json_schema_extra={"additionalProperties": True}
-    )
-
-
 def _tell_ranges(schema: dict[str, Any]) -> None:
     """Add _RANGES to the JSON schema of a body."""
     schema["additionalProperties"] = True
@@ -127,7 +118,7 @@ class StreamOptions(_RequestModel):
     """send usage so far with every chunk"""
 
 
-class GenerationRequest(_RequestModel):
+class GenerationRequest(GrammarFields):
     """The fields of every completion request. Null is the same as no field."""
 
     model_config = ConfigDict(json_schema_extra=_tell_ranges)
@@ -205,6 +196,7 @@ class GenerationRequest(_RequestModel):
         for name in ("stop_token_ids", "allowed_token_ids"):
             if name in given:
                 given[name] = tuple(given[name])
+        _, given["grammar"] = asked_grammar(self)
         return SamplingParams(**{**defaults, **given, "bad_words": bad_words, **chosen})
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import ConfigDict
 
-from gptserve.server.api.schemas import Conversation, TokenIds, _Model, _RequestModel
+from gptserve.server.api.base_schemas import _Model, _RequestModel
+from gptserve.server.api.schemas import Conversation, TokenIds
 
 
 class _ToTokenize(_RequestModel):

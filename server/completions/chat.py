@@ -11,6 +11,7 @@ from dataclasses import replace
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.schemas import ChatRequest, Conversation
 from gptserve.server.completions import plan
+from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.harmony import HarmonyChannels, Mark
 from gptserve.server.completions.prompt import bad_word_ids, check_length, num_kept_tokens
 from gptserve.server.completions.service import Service
@@ -34,6 +35,7 @@ async def plan_chat(
     check_conversation(body, service)
     plan.check_request(body, service, 1)
     _check_together(body)
+    await check_grammar(body, service, marks)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit, options = service.engine.info.max_model_len, service.options
     params = body.sampling_params(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
+from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.harmony import HarmonyChannels, Mark
 from gptserve.server.completions.output import Delta, StopPattern, compile_stop, join_deltas
 from gptserve.server.completions.prompt import bad_word_ids, encode_bad_words, encode_prompt
@@ -103,6 +104,7 @@ async def plan_completion(body: CompletionRequest, service: Service, owner: str 
     if body.best_of not in (None, body.n or 1):
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")
+    await check_grammar(body, service)
     params = body.sampling_params(service.options.sampling_defaults, bad_words=await bad_word_ids(body, service))
     token_ids = [tuple(await encode_prompt(prompt, body, params.max_tokens, service)) for prompt in prompts]
     check_size(body, params, token_ids, service)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gptserve.engine.errors import EngineError
 from gptserve.engine.process.client import EngineClient, TokenStream
@@ -19,6 +19,9 @@ from gptserve.server.operations.metrics import Metrics
 from gptserve.server.settings import ServerSettings
 from gptserve.weights.chat.template import ChatTemplate
 from gptserve.weights.workers import NUM_WORKERS
+
+if TYPE_CHECKING:
+    from gptserve.server.completions.grammar import GrammarChecker
 
 Result = TypeVar("Result")
 
@@ -66,6 +69,7 @@ class AppOptions:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_new_tokens: int | None = None
     chat_template: ChatTemplate | None = None
+    grammar_checker: GrammarChecker | None = None  # without one the engine alone finds out
     tokenizer_info: Mapping[str, object] = field(default_factory=lambda: {"tokenizer_class": "unknown"})
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     max_choices: int = 128

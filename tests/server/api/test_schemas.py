@@ -54,7 +54,7 @@ def test_every_sampling_parameter_reaches_the_engine(api: Api, route: str) -> No
     """The fields are those of SamplingParams, their values from the schema: nothing here is kept by hand."""
     model, given = (CompletionRequest, {"prompt": "x"}) if route == "complete" else (ChatRequest, {})
     properties = model.model_json_schema()["properties"]
-    names = [field.name for field in fields(SamplingParams)]
+    names = [field.name for field in fields(SamplingParams) if field.name != "grammar"]  # several fields ask for one
     assert getattr(api, route)(**given).status_code == 200
     for name in names:
         assert getattr(api, route)(**given, **{name: other_value(properties[name])}).status_code == 200, name

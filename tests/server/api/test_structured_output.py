@@ -1,0 +1,155 @@
+"""The fields that ask for structured output: the grammar that reaches the engine, and what is refused in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gptserve.engine.grammar.grammar import ANY_WHITESPACE, Grammar
+from tests.server.conftest import Api
+
+SCHEMA = {"type": "object", "properties": {"b": {"enum": [None, "é"]}, "a": {"default": None}}}
+TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+OBJECT = '{"type":"object"}'
+
+
+def of_format(schema: object, **fields: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, **fields}}}
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+@pytest.mark.parametrize(
+    ("body", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json", OBJECT)),
+        (of_format(SCHEMA), Grammar("json", TEXT)),
+        (of_format(SCHEMA, strict=False, description="x"), Grammar("json", TEXT)),
+        (of_format(True), Grammar("json", "true")),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", TEXT)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar("json", TEXT)),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json", OBJECT)),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, Grammar("json", TEXT, " ?")),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, Grammar("json", TEXT)),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
+            Grammar("json", TEXT, ANY_WHITESPACE),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a", "b"]')),
+        ({"structured_outputs": {"grammar": "start: /x/"}}, Grammar("lark", "start: /x/")),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " "}, Grammar("json", TEXT, " ")),
+        ({"guided_regex": "a+", "guided_decoding_backend": "outlines"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a"]}, Grammar("choice", '["a"]')),
+        ({"guided_grammar": "start: /x/"}, Grammar("lark", "start: /x/")),
+    ],
+)
+def test_every_way_to_ask_reaches_the_engine(api: Api, route: str, body: dict[str, Any], grammar: Grammar) -> None:
+    given = {"prompt": "x"} if route == "complete" else {}
+    assert getattr(api, route)(**given, **body).status_code == 200
+    assert api.engine.submitted[0].params.grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code", "message"),
+    [
+        (
+            {"response_format": "text"},
+            "response_format",
+            "invalid_type",
+            "response_format: input should be an object, got 'text'",
+        ),
+        (
+            {"response_format": {"type": "structural_tag"}},
+            "response_format",
+            "invalid_value",
+            "response_format.type: input should be 'text', 'json_object' or 'json_schema', got 'structural_tag'",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema",
+            "invalid_value",
+            "response_format.json_schema.schema must be given with the type json_schema",
+        ),
+        (
+            of_format([1]),
+            "response_format.json_schema.schema",
+            "invalid_type",
+            "response_format.json_schema.schema must be a JSON Schema: an object, true or false",
+        ),
+        (
+            {"structured_outputs": {"json": "{"}},
+            "structured_outputs.json",
+            "invalid_value",
+            "structured_outputs.json is not valid JSON: EOF while parsing an object at line 1 column 1",
+        ),
+        (
+            {"structured_outputs": {"whitespace_pattern": " "}},
+            "structured_outputs",
+            "invalid_value",
+            "structured_outputs must have one of json, json_object, regex, choice and grammar",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs.choice",
+            "invalid_value",
+            "structured_outputs.regex and structured_outputs.choice may not be given together",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "guided_regex",
+            "invalid_value",
+            "response_format and guided_regex may not be given together",
+        ),
+        (
+            {"structured_outputs": {"choice": []}},
+            "structured_outputs",
+            "invalid_value",
+            "structured_outputs.choice: list should have at least 1 item after validation, not 0, got []",
+        ),
+        (
+            {"guided_regex": "a" * 65537},
+            "guided_regex",
+            "invalid_value",
+            "guided_regex may have at most 65536 characters, got 65537",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "unsupported_parameter",
+            "a structural tag is not supported by this server; leave out structured_outputs.structural_tag",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+            "unsupported_parameter",
+            "closing the objects of a schema is not supported by this server; leave out "
+            "structured_outputs.disable_additional_properties",
+        ),
+        (
+            {"structured_outputs": {"regexp": "a"}},
+            "structured_outputs.regexp",
+            "unknown_parameter",
+            "unknown field structured_outputs.regexp; did you mean structured_outputs.regex?",
+        ),
+        (
+            {"ebnf": "root ::= x"},
+            "ebnf",
+            "unsupported_parameter",
+            "this way to ask for structured output (response_format and structured_outputs are others) is not "
+            "supported by this server; leave out ebnf",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(api: Api, body: dict[str, Any], param: str, code: str, message: str) -> None:
+    response = api.complete(prompt="x", **body)
+    assert response.json()["error"] == {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": code,
+    }
+    assert response.status_code == 400
+    assert api.engine.submitted == []

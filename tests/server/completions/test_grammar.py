@@ -1,0 +1,99 @@
+"""Grammars are compiled in a worker before a request is queued; what is wrong with them is a 400 with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptserve.engine.grammar.grammar import Grammar
+from gptserve.server.completions.grammar import LIMITS, GrammarChecker
+from gptserve.server.completions.harmony import MARKS
+from gptserve.weights.workers import Workers
+from tests.server.conftest import Api
+from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient
+
+STORYTELLER = Path(__file__).parents[3] / "weights" / "storyteller"
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    made = GrammarChecker(STORYTELLER)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def checking(checker: GrammarChecker) -> Iterator[Api]:
+    made = Api(FakeEngineClient(), grammar_checker=checker)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        (
+            {"guided_regex": "(x"},
+            "guided_regex",
+            'invalid regex "(x" (in regex): regex parse error: (x ^ error: unclosed group',
+        ),
+        ({"guided_json": {"type": "words"}}, "guided_json", "Invalid type: words"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
+            "response_format.json_schema.schema",
+            'Unimplemented keys: ["uniqueItems"]',
+        ),
+        ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", 'at 1(8): unknown name: "x"'),
+    ],
+)
+def test_a_grammar_that_does_not_compile_is_a_400(
+    checking: Api, route: str, body: dict[str, Any], param: str, reason: str
+) -> None:
+    response = getattr(checking, route)(**body, **({"prompt": "x"} if route == "complete" else {}))
+    assert response.json()["error"] == {
+        "message": f"{param} cannot be compiled: {reason}",
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "invalid_value",
+    }
+    assert checking.engine.submitted == []
+
+
+def test_a_good_grammar_is_compiled_once(checking: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checking.complete(prompt="x", guided_regex="only once").status_code == 200
+    monkeypatch.setattr(Workers, "call", None)
+    assert checking.complete(prompt="x", guided_regex="only once").status_code == 200
+
+
+def test_what_takes_too_long_ends_its_worker_and_no_other(checker: GrammarChecker) -> None:
+    slow = Grammar("json", '{"type":"integer","multipleOf":999983}')
+    assert checker.fault_of(slow) == f"it took more than {LIMITS.cpu_s} s of CPU time"
+    assert checker.fault_of(Grammar("regex", "a")) == ""
+
+
+def test_a_model_without_an_end_of_text_refuses_grammars() -> None:
+    api = Api(FakeEngineClient(info=replace(INFO, eos_token_ids=())))
+    response = api.complete(prompt="x", guided_regex="a")
+    api.close()
+    message = "guided_regex may not be given: this model has no end of text, by which the answer would end"
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+
+
+def test_a_chat_that_marks_its_reasoning_refuses_grammars_and_a_completion_does_not() -> None:
+    api = Api(FakeEngineClient(), tokenizer=ByteTokenizer(*MARKS))
+    response = api.chat(guided_regex="a")
+    completed = api.complete(prompt="x", guided_regex="a")
+    api.close()
+    assert response.json()["error"] == {
+        "message": "guided_regex is not supported in chats with this model, which marks its reasoning; use "
+        "/v1/completions",
+        "type": "invalid_request_error",
+        "param": "guided_regex",
+        "code": "unsupported_parameter",
+    }
+    assert completed.status_code == 200
