@@ -155,7 +155,7 @@ def test_a_retry_of_a_background_completion_is_told_where_it_is(serve: Serve) ->
     assert len(engine.submitted) == 1
 
 
-@pytest.mark.parametrize("other", [{"max_tokens": 6}, {"stream": True}, {"user": "me"}, CHAT])
+@pytest.mark.parametrize("other", [{"max_tokens": 6}, {"stream": True}, {"user": "me"}, {"guided_regex": "a"}, CHAT])
 def test_another_request_with_the_same_key_is_refused(serve: Serve, other: dict[str, Any]) -> None:
     server = serve(FakeEngineClient())
     post(server, KEY, max_tokens=5)
