@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
-from gptserve.engine.grammar.compiler import CompilingThread
 from gptserve.engine.grammar.pen import Pen
 from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.request import (
@@ -55,8 +54,7 @@ class Engine:
         """Load the model and decode one token. `runner` and `drafter` replace those that `config` asks for."""
         if drafter is None and config.speculative_ngram:
             drafter = PromptLookup(config.speculative_ngram)
-        compiling = CompilingThread(config.model_dir)  # while weights are read
-        self._pen = Pen(compiling)
+        self._pen = Pen(config.model_dir)  # opens the tokens while weights are read
         self._runner = ModelRunner(config, progress) if runner is None else runner
         self.info: EngineInfo = self._runner.info
         self._pool = BlockPool(self.info.num_blocks, self.info.block_size, config.enable_prefix_caching)
@@ -70,7 +68,7 @@ class Engine:
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        compiling.wait_until_open()
+        self._pen.wait_until_open()
         self._warm_up()
 
     @property

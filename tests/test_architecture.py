@@ -52,6 +52,7 @@ WITH_TORCH = {
     "gptserve.engine.model.runner",
     "gptserve.engine.model.rotary",
     "gptserve.engine.sampling.grammar_masks",
+    "gptserve.engine.sampling.logprobs",
     "gptserve.engine.sampling.native_draw",
     "gptserve.engine.sampling.sampler",
     "gptserve.weights.checkpoint",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
 
 from gptserve.engine.grammar.compiler import CompilingThread, GrammarError
 from gptserve.engine.grammar.matcher import Matcher
@@ -20,8 +21,9 @@ _WAIT_S = 0.01
 class Pen:
     """Requests with grammars and their matchers to come, in order of arrival."""
 
-    def __init__(self, thread: CompilingThread) -> None:
-        self._thread = thread
+    def __init__(self, folder: Path) -> None:
+        self._thread = CompilingThread(folder)
+        self.wait_until_open = self._thread.wait_until_open
         self._waiting: dict[str, tuple[Request, Future[Matcher]]] = {}
 
     @property

@@ -30,7 +30,8 @@ from gptserve.engine.model.linear import MIN_ROWS, has_onednn, product_of, rows_
 from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
-from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, sample, top_logprobs
+from gptserve.engine.sampling.logprobs import top_logprobs
+from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, sample
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig

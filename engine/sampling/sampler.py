@@ -27,6 +27,7 @@ from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling import native_draw
 from gptserve.engine.sampling.grammar_masks import with_masks
+from gptserve.engine.sampling.logprobs import reported_logprobs
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.scheduling.sequence import SequenceState
@@ -94,7 +95,7 @@ def sample(
     if choose is None:
         choose = native_draw.choose if scores.device.type == "cpu" and native.is_available() else choose_by_torch
     chosen = choose(scores, list(map(_choice, positions)))
-    logprobs = _reported_logprobs(raw, chosen.clamp(min=0), positions)
+    logprobs = reported_logprobs(raw, chosen.clamp(min=0), positions)
     ids = chosen.tolist()  # a step waits for the device here
     return SampledTokens(
         token_ids=tuple(token if token >= 0 else None for token in ids),
@@ -124,36 +125,6 @@ def choose_by_torch(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 def is_greedy(params: SamplingParams) -> bool:
     """Whether the token is argmax of the adjusted logits, without a draw."""
     return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
-
-
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the logprob of the token (int64 [rows]) and the num_top best of each row of fp32 logits [rows, vocab]."""
-    logprobs = logits.log_softmax(-1)
-    own_R1 = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > own_R1).sum(-1, dtype=torch.int32) + 1  # int64 takes twice as long
-    rows = zip(logprobs, token_ids.tolist(), own_R1[:, 0].tolist(), ranks.tolist(), num_top, strict=True)
-    return [TokenLogprobs(token_id, own, rank, _best_of_row(row, k)) for row, token_id, own, rank, k in rows]
-
-
-def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
-    """Return the k best (id, logprob), best first, lowest id first among equals (topk promises no order of equals)."""
-    if k == 0:
-        return ()
-    ids = (logprobs_V >= logprobs_V.topk(min(k, len(logprobs_V))).values[-1]).nonzero()[:, 0]
-    values, order = logprobs_V[ids].sort(descending=True, stable=True)
-    return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
-
-
-def _reported_logprobs(
-    raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]
-) -> list[TokenLogprobs | None]:
-    """Return one entry per row: the logprobs of the chosen token, None if its request asks for none."""
-    num_top = {row: k for row, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
-    if not num_top:
-        return [None] * len(positions)
-    rows = list(num_top)
-    reported = dict(zip(rows, top_logprobs(raw[rows], chosen[rows], list(num_top.values())), strict=True))
-    return [reported.get(row) for row in range(len(positions))]
 
 
 def _adjust(raw: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int]) -> Tensor:

@@ -14,7 +14,8 @@ from gptserve.engine import native
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling.sampler import SamplingPosition, is_greedy, sample, top_logprobs
+from gptserve.engine.sampling.logprobs import top_logprobs
+from gptserve.engine.sampling.sampler import SamplingPosition, is_greedy, sample
 from gptserve.engine.scheduling.sequence import SequenceState
 
 VOCAB = 8
