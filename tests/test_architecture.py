@@ -42,6 +42,7 @@ WITH_TORCH = {
     "gptserve.engine.engine",
     "gptserve.engine.model.experts",
     "gptserve.engine.model.fingerprint",
+    "gptserve.engine.model.hardware",
     "gptserve.engine.model.int8",
     "gptserve.engine.model.kv_cache",
     "gptserve.engine.model.layers",

@@ -1,7 +1,8 @@
 """Runs the model: a ScheduledBatch in, sampled tokens and prompt logprobs out.
 
-It owns everything with tensors (weights, KV cache, attention backend) and chooses what EngineConfig left open: device,
-dtype, threads, context and cache size. It does not know why a sequence was scheduled. Engine calls it.
+It owns everything with tensors (weights, KV cache, attention backend). hardware.py and memory.py choose what
+EngineConfig left open: device, dtype, threads, context and cache size. It does not know why a sequence was scheduled.
+Engine calls it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.attention import choose_backend
-from gptserve.engine.config import DType, EngineConfig, Quantization
+from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
 from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
-from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
+from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
+from gptserve.engine.model.host_cpus import FreeCpus
 from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
-from gptserve.engine.model.linear import MIN_ROWS, has_onednn, product_of, rows_are_independent
+from gptserve.engine.model.linear import MIN_ROWS, product_of, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
@@ -39,7 +41,6 @@ from gptserve.weights.families import load_config
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOGIT_ROWS = 64
 """Rows of prompt logits computed at once: 64 fp32 rows of a 50,000-token vocabulary take 13 MB."""
 
@@ -68,9 +69,9 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        num_threads = _set_num_threads(config)
-        self.device = _choose_device(config)
-        dtype, quantization = _choose_dtype(config, self.device), config.quantization
+        num_threads = set_num_threads(config)
+        self.device = choose_device(config)
+        dtype, quantization = choose_dtype(config, self.device), config.quantization
         self._model = load_config(config.model_dir)
         _check_max_model_len(config, self._model.max_position)
         check_quantization(quantization, self._model, self.device)
@@ -231,41 +232,6 @@ def _make_cache(
     num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *memory)
     cache = KVCache(model, num_blocks, config.block_size, dtype, device)
     return cache, num_blocks, max_model_len
-
-
-def _set_num_threads(config: EngineConfig) -> int:
-    """Set and return the maximum threads of a step. torch's default heeds OMP_NUM_THREADS but no container's quota."""
-    num_cpus = usable_cpus()
-    num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
-    torch.set_num_threads(num_threads)
-    native.set_num_threads(num_threads)
-    logger.debug("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
-    return num_threads
-
-
-def _choose_device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidConfigurationError("device is 'cuda', but torch sees no CUDA device")
-    return torch.device(config.device)
-
-
-def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights, activations and cache; "auto" is bf16 where the hardware multiplies it fast."""
-    if config.dtype != "auto":
-        if config.dtype == "float16" and device.type == "cpu":
-            raise InvalidConfigurationError("dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'")
-        is_packed = device.type == "cpu" and has_onednn()
-        if config.dtype == "bfloat16" and is_packed and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            raise InvalidConfigurationError("dtype 'bfloat16' is not supported by this CPU; use 'float32'")
-        return _DTYPES[config.dtype]
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_bf16 else torch.float16
-    # AVX512_BF16 and AMX are the instructions that make bf16 faster than fp32.
-    is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if is_fast else torch.float32
 
 
 def _check_max_model_len(config: EngineConfig, max_position: int) -> None:

@@ -1,0 +1,55 @@
+"""Chooses what EngineConfig leaves open: the threads of a step, the device and the type of numbers.
+
+ModelRunner calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from gptserve.engine import native
+from gptserve.engine.config import DType, EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.host_cpus import usable_cpus
+from gptserve.engine.model.linear import has_onednn
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def set_num_threads(config: EngineConfig) -> int:
+    """Set and return the maximum threads of a step. torch's default heeds OMP_NUM_THREADS but no container's quota."""
+    num_cpus = usable_cpus()
+    num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
+    torch.set_num_threads(num_threads)
+    native.set_num_threads(num_threads)
+    logger.debug("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)
+    return num_threads
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfigurationError("device is 'cuda', but torch sees no CUDA device")
+    return torch.device(config.device)
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights, activations and cache; "auto" is bf16 where the hardware multiplies it fast."""
+    if config.dtype != "auto":
+        if config.dtype == "float16" and device.type == "cpu":
+            raise InvalidConfigurationError("dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'")
+        is_packed = device.type == "cpu" and has_onednn()
+        if config.dtype == "bfloat16" and is_packed and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            raise InvalidConfigurationError("dtype 'bfloat16' is not supported by this CPU; use 'float32'")
+        return _DTYPES[config.dtype]
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float16
+    # AVX512_BF16 and AMX are the instructions that make bf16 faster than fp32.
+    is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if is_fast else torch.float32
