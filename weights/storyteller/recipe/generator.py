@@ -4,7 +4,8 @@ A story is a plot of beats; each beat picks one sentence form out of `lexicon.js
 (`[a|b]`), words (`<name>`, no word twice while others are left) and roles (`{hero.he}`, cast once and kept). Every
 choice is uniform and its log-probability is added up, so a story knows an upper bound of its own entropy in nats.
 No sentence begins with a name told before: a small model often names the wrong one of two characters there.
-It knows no tokens and no model. `data.py` trains on its "train" split; `evaluate.py` and the tests use "held_out".
+It knows no tokens and no model. `data.py` trains on its "train" split; `evaluate.py` and the tests use "held_out";
+`order.py` tells stories that somebody asked for.
 """
 
 import json
@@ -118,8 +119,15 @@ class Teller:
         return Role(noun, a=own, the=own, **pronouns(pronoun))
 
     def _paragraph(self, beats: Sequence[str]) -> str:
-        told = [beat.rstrip("?") for beat in beats if not beat.endswith("?") or self._choose((True, False))]
-        return " ".join(self._sentence(self._choose(self._lexicon["forms"][beat])) for beat in told)
+        told = [beat.rstrip("?") for beat in beats if not beat.endswith("?") or self._is_told(beat.rstrip("?"))]
+        return " ".join(self._sentence(self._choose(self._forms(beat))) for beat in told)
+
+    def _is_told(self, optional_beat: str) -> bool:
+        return self._choose((True, False))
+
+    def _forms(self, beat: str) -> Sequence[str]:
+        forms: Sequence[str] = self._lexicon["forms"][beat]
+        return forms
 
     def _sentence(self, form: str) -> str:
         while found := CHOICE.search(form):
@@ -142,9 +150,12 @@ class Teller:
         left = self._left.setdefault(name, [])
         if not left:
             left.extend(self._lexicon[name] if options is None else options)
-        chosen = self._choose(left)
+        chosen = self._pick(name, left)
         left.remove(chosen)
         return chosen
+
+    def _pick(self, name: str, left: Sequence[Any]) -> Any:
+        return self._choose(left)
 
 
 def story(split: Split, index: int) -> Story:
