@@ -59,6 +59,7 @@ WITH_TORCH = {
     "gptserve.weights.checkpoint",
     "gptserve.weights.mxfp4",
     "gptserve.weights.storyteller.recipe.evaluate",
+    "gptserve.weights.storyteller.recipe.evaluate_chat",
     "gptserve.weights.storyteller.recipe.train",
 }
 """The modules that import torch; a new one is torch-free unless it stands here."""

@@ -1,23 +1,36 @@
-"""Turn stories into rows of token ids: the tokenizer's training, and packing.
+"""Turn stories and conversations into rows of token ids: the tokenizer's training, the chat template, and packing.
 
-A row is as many whole stories as fit, each ended by the end-of-text token, then padding, which the loss ignores.
-Half of the rows also begin with the end-of-text token, so that the model can start with or without it.
-It knows the generator and the `tokenizers` library, but no model. `train.py` and `evaluate.py` call it.
+A row is as many whole stories and conversations as fit, each ended by the end-of-text token, then padding, which the
+loss ignores. Half of the rows also begin with the end-of-text token, so that the model can start with or without it.
+A token to read but not to learn, such as those of a request, stands in a row as ~id.
+It knows the generators and the `tokenizers` library, but no model. `train.py` and `evaluate.py` call it.
 """
 
+import itertools
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from gptserve.weights.storyteller.recipe.chat import Message, conversation
 from gptserve.weights.storyteller.recipe.generator import stories
 
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0  # the trainer numbers special tokens first
 STORIES_AT_ONCE = 256
+ROWS_ON_A_SHELF = 512
+FIRST_STORY_BESIDE_CHAT = 1_000_000  # those before it are left to the first stage
+
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def train_tokenizer(vocab_size: int, num_stories: int) -> Tokenizer:
@@ -40,7 +53,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> N
     folder.mkdir(parents=True, exist_ok=True)
     described = json.loads(tokenizer.to_str())
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["model"]["merges"]]
-    config = {
+    config: dict[str, object] = {
         "tokenizer_class": "GPT2Tokenizer",
         "add_prefix_space": False,
         "bos_token": END_OF_TEXT,
@@ -49,6 +62,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> N
         "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,
     }
+    if tokenizer.token_to_id(TURN_END) is not None:
+        config["chat_template"] = CHAT_TEMPLATE
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_text(folder / "vocab.json", json.dumps(described["model"]["vocab"], ensure_ascii=False))
     write_text(folder / "merges.txt", "\n".join(["#version: 0.2", *merges]) + "\n")
@@ -69,6 +84,54 @@ def encoded_stories(tokenizer: Tokenizer, first: int = 0) -> Iterator[list[int]]
         for encoding in tokenizer.encode_batch(texts):
             yield [*encoding.ids, END_ID]
         first += STORIES_AT_ONCE
+
+
+def add_chat_tokens(tokenizer: Tokenizer) -> None:
+    """Give the two tokens of the chat template the next free ids."""
+    tokenizer.add_special_tokens([TURN_START, TURN_END])
+
+
+def encoded_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Return a conversation as the template writes it, with the start of an answer."""
+    text = "".join(f"{TURN_START}{message.role}\n{message.content}{TURN_END}\n" for message in messages)
+    return list(tokenizer.encode(f"{text}{TURN_START}assistant\n").ids)
+
+
+def encoded_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Return a conversation as the template writes it, of which the answers are to be learned."""
+    row: list[int] = []
+    for message in messages:
+        head = f"{TURN_START}{message.role}\n"
+        ids = tokenizer.encode(f"{head}{message.content}{TURN_END}\n").ids
+        first, end = len(tokenizer.encode(head).ids), len(ids) - 1 if message.is_whole else len(ids) - 2
+        learned = range(first, end) if message.role == "assistant" else range(0)
+        row += [token if i in learned else ~token for i, token in enumerate(ids)]
+    return [*row, ~END_ID]
+
+
+def encoded_conversations(tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
+    """Yield the training conversations of at most `longest` tokens for ever."""
+    for index in itertools.count():
+        row = encoded_conversation(tokenizer, conversation("train", index))
+        if len(row) <= longest:
+            yield row
+
+
+def of_like_length(source: Iterator[list[int]], size: int, seed: int) -> Iterator[list[list[int]]]:
+    """Yield batches of whole rows of about the same length, of at most `size` tokens with their padding.
+
+    Unlike packed rows, no row has a request in it that is not its own, and every row begins at position 0.
+    """
+    rng = random.Random(seed)
+    while True:
+        shelf = sorted(itertools.islice(source, ROWS_ON_A_SHELF), key=len, reverse=True)
+        batches = []
+        while shelf:
+            count = max(2, size // len(shelf[0]))  # one for each worker at least
+            batches.append(shelf[:count])
+            shelf = shelf[count:]
+        rng.shuffle(batches)
+        yield from (batch for batch in batches if len(batch) > 1)
 
 
 class Packer:

@@ -56,34 +56,45 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
-@torch.inference_mode()
 def sample(
     model: GPT2LMHeadModel, tokenizer: Tokenizer, starts: list[Prompt], temperature: float, seed: int
 ) -> list[Sample]:
-    """Continue prompts of one length in tokens together, each with its own stream of random numbers."""
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(starts))]
+    """Continue prompts of one length in tokens together."""
     ids = [list(tokenizer.encode(start.text).ids) for start in starts]
-    given, inputs, cache = len(ids[0]), torch.tensor(ids), None
-    ended = [False] * len(starts)
-    while not all(ended) and len(ids[0]) < LONGEST:
+    told = continued(model, ids, {END_ID}, temperature, seed, LONGEST)
+    return [
+        Sample(
+            start, tokenizer.decode(given + more, skip_special_tokens=False).replace(END_OF_TEXT, ""), END_ID in more
+        )
+        for start, given, more in zip(starts, ids, told, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def continued(
+    model: GPT2LMHeadModel, prompts: list[list[int]], ends: set[int], temperature: float, seed: int, longest: int
+) -> list[list[int]]:
+    """Return what follows prompts of one length, up to and with one of `ends`, in `longest` tokens with the prompt.
+
+    Each has its own stream of random numbers.
+    """
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    inputs, cache = torch.tensor(prompts), None
+    told: list[list[int]] = [[] for _ in prompts]
+    while not all(ends & set(row) for row in told) and len(prompts[0]) + len(told[0]) < longest:
         output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         odds = torch.softmax(output.logits[:, -1].float() / temperature, dim=-1)
         drawn = [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(odds, generators, strict=True)]
-        ended = [was or token == END_ID for was, token in zip(ended, drawn, strict=True)]
-        for row, token in zip(ids, drawn, strict=True):
+        for row, token in zip(told, drawn, strict=True):
             row.append(token)
         inputs = torch.tensor(drawn)[:, None]
-    return [
-        Sample(start, tokenizer.decode(until_end(row, given)), done)
-        for start, row, done in zip(starts, ids, ended, strict=True)
-    ]
+    return [until_end(row, ends) for row in told]
 
 
-def until_end(ids: list[int], given: int) -> list[int]:
-    """Cut a story at the first end-of-text token after its prompt, and drop one that opens it."""
-    end = ids.index(END_ID, given) if END_ID in ids[given:] else len(ids)
-    return [token for token in ids[:end] if token != END_ID]
+def until_end(ids: list[int], ends: set[int]) -> list[int]:
+    """Cut behind the first of `ends`."""
+    return next((ids[: i + 1] for i, token in enumerate(ids) if token in ends), ids)
 
 
 def sample_all(model: GPT2LMHeadModel, tokenizer: Tokenizer, count: int, temperature: float) -> list[Sample]:

@@ -1,7 +1,9 @@
 """Make the storyteller from nothing: `python -m gptserve.weights.storyteller.recipe.train`.
 
-Trains the tokenizer, then a GPT-2 in fp32 with bf16 autocast (1.7 times as fast as fp32 where it was made), and
-writes a Hugging Face folder, rounded to bf16. Progress goes to standard output: step, loss, tokens a second, time left.
+The first stage trains the tokenizer, then a GPT-2 on stories. The second, `--chat-from` a folder that the first wrote,
+adds two tokens and trains it on conversations and stories. Both compute in fp32 with bf16 autocast (1.7 times as fast
+as fp32 where it was made), and write a Hugging Face folder, rounded to bf16. Progress goes to standard output: step,
+loss, tokens a second, time left.
 It knows `transformers` for the model only; the loop is below. Nobody imports it but its test.
 """
 
@@ -10,10 +12,12 @@ It knows `transformers` for the model only; the loop is below. Nobody imports it
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,8 +31,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptserve.weights.storyteller.recipe.data import (
     END_ID,
+    FIRST_STORY_BESIDE_CHAT,
+    TURN_END,
     Packer,
+    add_chat_tokens,
+    encoded_conversations,
     encoded_stories,
+    of_like_length,
     save_tokenizer,
     train_tokenizer,
     write_text,
@@ -40,7 +49,7 @@ IGNORED = -100  # the target of a padded position
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All settings that affect the result; the defaults make the shipped model."""
+    """All settings of a stage that affect its result."""
 
     steps: int = 3600
     vocab_size: int = 2048
@@ -60,6 +69,10 @@ class Recipe:
     seed: int = 1
     log_every: int = 50
     save_every: int = 250
+
+
+STORIES = Recipe()
+CHAT = Recipe(steps=4000, peak_rate=3e-3, warm_up=100, cool_down=1500)
 
 
 @dataclass(slots=True)
@@ -98,13 +111,20 @@ def new_model(recipe: Recipe, vocab_size: int) -> GPT2LMHeadModel:
 
 
 def batch(rows: list[list[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad rows to inputs and next-token targets, both [rows, length - 1]; padded targets are IGNORED."""
+    """Pad rows to inputs and next-token targets, both [rows, length - 1].
+
+    Targets that are padding, or are only to be read, are IGNORED.
+    """
     inputs = torch.full((len(rows), length - 1), END_ID)
     targets = torch.full((len(rows), length - 1), IGNORED)
     for i, row in enumerate(rows):
-        inputs[i, : len(row) - 1] = torch.tensor(row[:-1])
-        targets[i, : len(row) - 1] = torch.tensor(row[1:])
+        inputs[i, : len(row) - 1] = torch.tensor([token if token >= 0 else ~token for token in row[:-1]])
+        targets[i, : len(row) - 1] = torch.tensor([token if token >= 0 else IGNORED for token in row[1:]])
     return inputs, targets
+
+
+def num_learned(rows: list[list[int]]) -> int:
+    return sum(token >= 0 for row in rows for token in row[1:])
 
 
 def masked_loss(model: GPT2LMHeadModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -135,7 +155,7 @@ class Workers:
 
     def gradients(self, rows: list[list[int]], length: int) -> tuple[float, int]:
         """Leave the gradients of the mean loss in the model; return that loss and how many tokens it counts."""
-        total = sum(len(row) - 1 for row in rows)
+        total = num_learned(rows)
         jobs = [
             self._pool.submit(self._half, twin, rows[i :: len(self._twins)], length, total)
             for i, twin in enumerate(self._twins)
@@ -152,7 +172,7 @@ class Workers:
     @staticmethod
     def _half(twin: GPT2LMHeadModel, rows: list[list[int]], length: int, total: int) -> float:
         inputs, targets = batch(rows, length)
-        share = sum(len(row) - 1 for row in rows) / total
+        share = num_learned(rows) / total
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = masked_loss(twin, inputs, targets) * share
         loss.backward()  # type: ignore[no-untyped-call]
@@ -186,14 +206,53 @@ def train(recipe: Recipe, folder: Path) -> list[float]:
     """Write a trained model and its tokenizer into `folder`; return the loss of every step."""
     tokenizer: Tokenizer = train_tokenizer(recipe.vocab_size, recipe.tokenizer_stories)
     model = new_model(recipe, tokenizer.get_vocab_size())
+    return fit(recipe, model, tokenizer, story_batches(recipe, encoded_stories(tokenizer)), folder)
+
+
+def train_chat(recipe: Recipe, stories: Path, folder: Path) -> list[float]:
+    """Teach the model in the folder `stories` to chat; write it into `folder`; return the loss of every step."""
+    tokenizer = Tokenizer.from_file(str(stories / "tokenizer.json"))
+    add_chat_tokens(tokenizer)
+    model = new_model(recipe, tokenizer.get_vocab_size())
+    state = GPT2LMHeadModel.from_pretrained(stories, dtype=torch.float32).state_dict()
+    table = state["transformer.wte.weight"]
+    new = table.mean(dim=0, keepdim=True).expand(tokenizer.get_vocab_size() - len(table), -1)
+    state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([table, new])
+    model.load_state_dict(state)
+    return fit(recipe, model, tokenizer, chat_batches(recipe, tokenizer), folder)
+
+
+def story_batches(recipe: Recipe, source: Iterator[list[int]]) -> Iterator[list[list[int]]]:
+    """Yield batches of packed rows."""
+    packer = Packer(source, recipe.seed)
+    for step in itertools.count(1):
+        length, rows = recipe.row_length, recipe.rows
+        if step % recipe.long_every == 0:
+            rows = max(2, rows * length // recipe.context_length)  # one for each worker at least
+            length = recipe.context_length
+        yield packer.rows(rows, length)
+
+
+def chat_batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+    """Yield batches of conversations, and after every third one of stories, so that they are not forgotten."""
+    told = story_batches(recipe, encoded_stories(tokenizer, FIRST_STORY_BESIDE_CHAT))
+    conversations = encoded_conversations(tokenizer, recipe.context_length)
+    chats = of_like_length(conversations, recipe.rows * recipe.row_length, recipe.seed)
+    for step in itertools.count(1):
+        yield next(told if step % 4 == 0 else chats)
+
+
+def fit(
+    recipe: Recipe, model: GPT2LMHeadModel, tokenizer: Tokenizer, batches: Iterator[list[list[int]]], folder: Path
+) -> list[float]:
+    """Train the model, and write it with its tokenizer into `folder` now and then; return the loss of every step."""
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
-    packer = Packer(encoded_stories(tokenizer), recipe.seed)
     optimizers = new_optimizers(recipe, model)
     losses: list[float] = []
     progress = Progress(time.monotonic())
     with closing(Workers(model)) as workers:
-        for step in range(1, recipe.steps + 1):
-            loss, tokens = train_step(recipe, workers, optimizers, packer, step)
+        for step, rows in zip(range(1, recipe.steps + 1), batches, strict=False):
+            loss, tokens = train_step(recipe, workers, optimizers, rows, step)
             losses.append(loss)
             progress.tokens += tokens
             if step % recipe.log_every == 0 or step == recipe.steps:
@@ -202,7 +261,7 @@ def train(recipe: Recipe, folder: Path) -> list[float]:
                 print(progress.line(step, recipe.steps, learning_rate(recipe, step)), flush=True)
             if step % recipe.save_every == 0 or step == recipe.steps:
                 save_tokenizer(tokenizer, folder, recipe.context_length)
-                save_model(model, folder)
+                save_model(model, folder, [END_ID, tokenizer.token_to_id(TURN_END)])
     return losses
 
 
@@ -210,15 +269,11 @@ def train_step(
     recipe: Recipe,
     workers: Workers,
     optimizers: list[torch.optim.Optimizer],
-    packer: Packer,
+    rows: list[list[int]],
     step: int,
 ) -> tuple[float, int]:
     """Update the model with one batch; return its loss and how many tokens counted in it."""
-    length, rows = recipe.row_length, recipe.rows
-    if step % recipe.long_every == 0:
-        rows = max(2, rows * length // recipe.context_length)  # one for each worker at least
-        length = recipe.context_length
-    loss, tokens = workers.gradients(packer.rows(rows, length), length)
+    loss, tokens = workers.gradients(rows, max(map(len, rows)))
     workers.clip(recipe.clip)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -228,8 +283,11 @@ def train_step(
     return loss, tokens
 
 
-def save_model(model: GPT2LMHeadModel, folder: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors (bf16, tied head left out)."""
+def save_model(model: GPT2LMHeadModel, folder: Path, ends: list[int | None]) -> None:
+    """Write config.json, generation_config.json and model.safetensors (bf16, tied head left out).
+
+    `ends` are the ids of the tokens that end a text, None for one that the tokenizer lacks.
+    """
     config = model.config.to_diff_dict()
     config |= {
         "architectures": ["GPT2LMHeadModel"],
@@ -239,7 +297,9 @@ def save_model(model: GPT2LMHeadModel, folder: Path) -> None:
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
-    generation = {"bos_token_id": END_ID, "eos_token_id": END_ID, "do_sample": True, "temperature": 0.8}
+    ends = [end for end in ends if end is not None]
+    eos = ends if len(ends) > 1 else END_ID
+    generation = {"bos_token_id": END_ID, "eos_token_id": eos, "do_sample": True, "temperature": 0.8}
     write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_text(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     weights = {
@@ -255,7 +315,12 @@ def save_model(model: GPT2LMHeadModel, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the storyteller from nothing.")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write (default: the shipped model's)")
-    train(Recipe(), parser.parse_args().out)
+    parser.add_argument("--chat-from", type=Path, help="folder that the first stage wrote: run the second")
+    arguments = parser.parse_args()
+    if arguments.chat_from is None:
+        train(STORIES, arguments.out)
+    else:
+        train_chat(CHAT, arguments.chat_from, arguments.out)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
+from gptserve.weights.chat.template import ChatTemplate
+from gptserve.weights.storyteller.recipe.chat import Message, conversation
 from gptserve.weights.storyteller.recipe.data import (
+    CHAT_TEMPLATE,
     END_ID,
     END_OF_TEXT,
+    TURN_END,
     Packer,
+    add_chat_tokens,
+    encoded_conversation,
+    encoded_conversations,
+    encoded_prompt,
     encoded_stories,
+    of_like_length,
     save_tokenizer,
     train_tokenizer,
 )
@@ -22,6 +32,17 @@ from gptserve.weights.storyteller.recipe.generator import stories, story
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return train_tokenizer(vocab_size=600, num_stories=200)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    grown = Tokenizer.from_str(tokenizer.to_str())
+    add_chat_tokens(grown)
+    return grown
+
+
+def read(row: list[int]) -> list[int]:
+    return [token if token >= 0 else ~token for token in row]
 
 
 def numbered(lengths: list[int]) -> itertools.cycle[list[int]]:
@@ -81,3 +102,43 @@ def test_some_rows_begin_with_end_of_text_and_some_do_not() -> None:
 def test_same_seed_packs_the_same_rows() -> None:
     first, second = (Packer(numbered([5, 9, 14]), seed=7, pool_size=4).rows(20, length=40) for _ in range(2))
     assert first == second
+
+
+def test_a_conversation_is_written_as_the_template_does(chat_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(CHAT_TEMPLATE, {})
+    for index in range(30):
+        messages = conversation("train", index)
+        dicts = [{"role": message.role, "content": message.content} for message in messages]
+        text = template.render(dicts, {}, add_generation_prompt=False)
+        assert read(encoded_conversation(chat_tokenizer, messages)) == [*chat_tokenizer.encode(text).ids, END_ID]
+        prompt = template.render(dicts[:-1], {})
+        assert encoded_prompt(chat_tokenizer, messages[:-1]) == chat_tokenizer.encode(prompt).ids
+
+
+def test_answers_and_their_ends_are_learned_and_nothing_else(chat_tokenizer: Tokenizer) -> None:
+    system, request, answer = Message("system", "Be polite."), Message("user", "a fox"), Message("assistant", "Once.")
+    row = encoded_conversation(chat_tokenizer, [system, request, answer])
+    learned = [token for token in row if token >= 0]
+    assert chat_tokenizer.decode(learned, skip_special_tokens=False) == f"Once.{TURN_END}"
+
+
+def test_the_end_of_an_answer_that_was_cut_off_is_not_learned(chat_tokenizer: Tokenizer) -> None:
+    row = encoded_conversation(chat_tokenizer, [Message("assistant", "Once upon", is_whole=False)])
+    learned = [token for token in row if token >= 0]
+    assert chat_tokenizer.decode(learned, skip_special_tokens=False) == "Once upon"
+
+
+def test_conversations_that_are_too_long_are_left_out(chat_tokenizer: Tokenizer) -> None:
+    rows = list(itertools.islice(encoded_conversations(chat_tokenizer, longest=300), 40))
+    assert max(map(len, rows)) <= 300
+    assert all(row[-1] == ~END_ID for row in rows)
+
+
+def test_batches_hold_every_row_once_beside_others_of_about_its_length() -> None:
+    rng = random.Random(1)
+    rows = [[number] * rng.randint(20, 400) for number in range(512)]
+    batches = list(itertools.islice(of_like_length(itertools.cycle(rows), size=2000, seed=1), 60))
+    seen = [row[0] for batch in batches for row in batch]
+    assert len(set(seen[:500])) == 500
+    assert all(len(batch) > 1 and len(batch) * max(map(len, batch)) <= 2000 for batch in batches)
+    assert sum(map(len, itertools.chain(*batches))) > 0.9 * sum(len(batch) * max(map(len, batch)) for batch in batches)

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel
 
-from gptserve.weights.storyteller.recipe.data import END_ID, train_tokenizer
+from gptserve.weights.storyteller.recipe.data import END_ID, END_OF_TEXT, train_tokenizer
 from gptserve.weights.storyteller.recipe.evaluate import (
     Prompt,
     Sample,
@@ -51,9 +51,15 @@ def test_sample_depends_on_its_own_seed_only(model: GPT2LMHeadModel, tokenizer: 
     assert all(found.text.startswith("Once upon a time") for found in both)
 
 
-def test_story_is_cut_at_the_first_end_of_text_after_its_prompt() -> None:
-    assert until_end([END_ID, 4, 5, END_ID, 6], given=1) == [4, 5]
-    assert until_end([4, 5, 6], given=1) == [4, 5, 6]
+def test_what_is_told_is_cut_behind_the_first_end() -> None:
+    assert until_end([4, 5, END_ID, 6, 9], ends={END_ID, 9}) == [4, 5, END_ID]
+    assert until_end([4, 9, 5, END_ID], ends={END_ID, 9}) == [4, 9]
+    assert until_end([4, 5, 6], ends={END_ID}) == [4, 5, 6]
+
+
+def test_a_story_has_no_token_that_ends_a_text(model: GPT2LMHeadModel, tokenizer: Tokenizer) -> None:
+    [told] = sample(model, tokenizer, [Prompt(END_OF_TEXT, None)], 0.8, seed=1)
+    assert END_OF_TEXT not in told.text
 
 
 def test_held_out_loss_of_an_untrained_model_is_that_of_a_guess(model: GPT2LMHeadModel, tokenizer: Tokenizer) -> None:

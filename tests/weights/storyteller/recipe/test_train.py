@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from gptserve.weights.storyteller.recipe.data import END_ID
+from gptserve.weights.chat.template import load_chat_template
+from gptserve.weights.storyteller.recipe.data import CHAT_TEMPLATE, END_ID, TURN_END, TURN_START
 from gptserve.weights.storyteller.recipe.train import (
     IGNORED,
     Recipe,
@@ -18,32 +20,11 @@ from gptserve.weights.storyteller.recipe.train import (
     learning_rate,
     masked_loss,
     new_model,
+    num_learned,
     train,
+    train_chat,
 )
-
-MINIATURE = Recipe(
-    steps=12,
-    vocab_size=400,
-    tokenizer_stories=100,
-    context_length=640,
-    width=32,
-    layers=1,
-    heads=2,
-    rows=2,
-    row_length=576,
-    long_every=4,
-    peak_rate=1e-2,
-    warm_up=2,
-    cool_down=4,
-    log_every=4,
-    save_every=8,
-)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    folder = tmp_path_factory.mktemp("miniature")
-    return folder, train(MINIATURE, folder)
+from tests.weights.storyteller.recipe.miniature import MINIATURE
 
 
 def test_batch_shifts_targets_by_one_and_ignores_padding() -> None:
@@ -67,6 +48,14 @@ def test_end_of_text_counts_in_the_loss() -> None:
     assert targets.tolist() == [[2, END_ID]]
 
 
+def test_tokens_that_are_only_read_are_inputs_and_no_targets() -> None:
+    row = [~1, ~2, 3, END_ID, ~4, 5, ~END_ID]
+    inputs, targets = batch([row], length=7)
+    assert inputs.tolist() == [[1, 2, 3, END_ID, 4, 5]]
+    assert targets.tolist() == [[IGNORED, 3, END_ID, IGNORED, 5, IGNORED]]
+    assert num_learned([row]) == 3
+
+
 def test_learning_rate_warms_up_holds_and_cools_down() -> None:
     recipe = Recipe(steps=100, warm_up=10, cool_down=40, peak_rate=1.0)
     rates = [learning_rate(recipe, step) for step in range(1, 101)]
@@ -76,18 +65,18 @@ def test_learning_rate_warms_up_holds_and_cools_down() -> None:
     assert rates[-1] == pytest.approx(0.01)
 
 
-def test_a_few_steps_lower_the_loss(trained: tuple[Path, list[float]]) -> None:
-    _, losses = trained
+def test_a_few_steps_lower_the_loss(miniature: tuple[Path, list[float]]) -> None:
+    _, losses = miniature
     assert len(losses) == MINIATURE.steps
     assert sum(losses[-3:]) < sum(losses[:3]) - 1
 
 
-def test_training_twice_gives_the_same_losses(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
-    assert train(MINIATURE, tmp_path) == pytest.approx(trained[1], rel=1e-3)
+def test_training_twice_gives_the_same_losses(miniature: tuple[Path, list[float]], tmp_path: Path) -> None:
+    assert train(MINIATURE, tmp_path) == pytest.approx(miniature[1], rel=1e-3)
 
 
-def test_written_folder_loads_and_is_complete(trained: tuple[Path, list[float]]) -> None:
-    folder, _ = trained
+def test_written_folder_loads_and_is_complete(miniature: tuple[Path, list[float]]) -> None:
+    folder, _ = miniature
     expected = {"config.json", "generation_config.json", "model.safetensors"}
     expected |= {"tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"}
     assert {path.name for path in folder.iterdir()} == expected
@@ -97,3 +86,27 @@ def test_written_folder_loads_and_is_complete(trained: tuple[Path, list[float]])
     assert config["vocab_size"] == tokenizer.get_vocab_size() == 400
     assert model.config.eos_token_id == END_ID
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_the_second_stage_adds_two_tokens_and_a_template(chat_miniature: Path) -> None:
+    model = GPT2LMHeadModel.from_pretrained(chat_miniature, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(chat_miniature)
+    assert model.config.vocab_size == len(tokenizer) == 402
+    assert tokenizer.convert_tokens_to_ids([TURN_START, TURN_END]) == [400, 401]
+    assert tokenizer.decode([400, 401, 5], skip_special_tokens=True) == tokenizer.decode([5])
+    assert model.generation_config.eos_token_id == [END_ID, 401]
+    template = load_chat_template(chat_miniature)
+    assert template is not None
+    assert template.source == tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_the_second_stage_starts_from_the_first(miniature: tuple[Path, list[float]], tmp_path: Path) -> None:
+    once = replace(MINIATURE, steps=1, peak_rate=0.0, warm_up=0)
+    train_chat(once, miniature[0], tmp_path)
+    before, after = (
+        GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32) for folder in (miniature[0], tmp_path)
+    )
+    old, new = before.state_dict(), after.state_dict()
+    for name, tensor in old.items():
+        torch.testing.assert_close(new[name][: len(tensor)], tensor, rtol=0, atol=0)
+    assert len(new["lm_head.weight"]) == len(old["lm_head.weight"]) + 2
