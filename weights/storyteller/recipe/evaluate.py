@@ -59,7 +59,7 @@ def prompts(count: int) -> list[Prompt]:
 def sample(
     model: GPT2LMHeadModel, tokenizer: Tokenizer, starts: list[Prompt], temperature: float, seed: int
 ) -> list[Sample]:
-    """Continue prompts of one length in tokens together."""
+    """Continue prompts together."""
     ids = [list(tokenizer.encode(start.text).ids) for start in starts]
     told = continued(model, ids, {END_ID}, temperature, seed, LONGEST)
     return [
@@ -74,37 +74,38 @@ def sample(
 def continued(
     model: GPT2LMHeadModel, prompts: list[list[int]], ends: set[int], temperature: float, seed: int, longest: int
 ) -> list[list[int]]:
-    """Return what follows prompts of one length, up to and with one of `ends`, in `longest` tokens with the prompt.
+    """Return what follows each prompt, up to and with one of `ends`, in `longest` tokens with the longest prompt.
 
-    Each has its own stream of random numbers.
+    Each has its own stream of random numbers. Padding stands before the shorter prompts, and nothing attends to it.
     """
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    inputs, cache = torch.tensor(prompts), None
+    width, cache = max(map(len, prompts)), None
+    inputs = torch.tensor([[END_ID] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     told: list[list[int]] = [[] for _ in prompts]
-    while not all(ends & set(row) for row in told) and len(prompts[0]) + len(told[0]) < longest:
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+    while not all(ends & set(row) for row in told) and mask.shape[1] < longest:
+        places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+        output = model(
+            input_ids=inputs,
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         cache = output.past_key_values
         odds = torch.softmax(output.logits[:, -1].float() / temperature, dim=-1)
         drawn = [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(odds, generators, strict=True)]
         for row, token in zip(told, drawn, strict=True):
             row.append(token)
         inputs = torch.tensor(drawn)[:, None]
+        mask = torch.cat([mask, torch.ones_like(inputs)], dim=1)
     return [until_end(row, ends) for row in told]
 
 
 def until_end(ids: list[int], ends: set[int]) -> list[int]:
     """Cut behind the first of `ends`."""
     return next((ids[: i + 1] for i, token in enumerate(ids) if token in ends), ids)
-
-
-def sample_all(model: GPT2LMHeadModel, tokenizer: Tokenizer, count: int, temperature: float) -> list[Sample]:
-    groups: dict[int, list[Prompt]] = {}
-    for prompt in prompts(count):
-        groups.setdefault(len(tokenizer.encode(prompt.text).ids), []).append(prompt)
-    samples: list[Sample] = []
-    for group in groups.values():
-        samples += sample(model, tokenizer, group, temperature, seed=len(samples))
-    return samples
 
 
 @torch.inference_mode()
@@ -157,7 +158,7 @@ def main() -> None:
     loss, own, tokens = held_out_loss(model, tokenizer, arguments.held_out)
     print(f"held-out loss:      {loss:.4f} nats a token, perplexity {math.exp(loss):.3f} ({tokens} tokens)")
     print(f"generator's choices:{own:7.4f} nats a token, perplexity {math.exp(own):.3f} (upper bound of its entropy)")
-    samples = sample_all(model, tokenizer, arguments.stories, arguments.temperature)
+    samples = sample(model, tokenizer, prompts(arguments.stories), arguments.temperature, seed=0)
     met = report(samples)
     for prompt in dict.fromkeys(found.prompt.text for found in samples):
         for found in [s for s in samples if s.prompt.text == prompt][: arguments.show]:

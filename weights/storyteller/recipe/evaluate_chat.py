@@ -45,7 +45,7 @@ class Answer:
 
 
 class Chatter:
-    """Answers conversations; each answer depends on the seed and its place in the list."""
+    """Answers conversations; each answer depends on its place in the list."""
 
     def __init__(self, folder: Path, temperature: float) -> None:
         self._model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
@@ -54,15 +54,9 @@ class Chatter:
 
     def answers(self, conversations: Sequence[Sequence[Message]]) -> list[Answer]:
         prompts = [encoded_prompt(self._tokenizer, conversation) for conversation in conversations]
-        answers: dict[int, Answer] = {}
-        for length in sorted(set(map(len, prompts))):
-            group = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-            answers |= zip(group, self._answer([prompts[i] for i in group], seed=length), strict=True)
-        return [answers[i] for i in range(len(prompts))]
-
-    def _answer(self, prompts: list[list[int]], seed: int) -> list[Answer]:
         [end] = self._tokenizer.encode(TURN_END).ids
-        told = continued(self._model, prompts, {end, END_ID}, self._temperature, seed, self._model.config.n_positions)
+        longest = self._model.config.n_positions
+        told = continued(self._model, prompts, {end, END_ID}, self._temperature, seed=0, longest=longest)
         return [Answer(self._tokenizer.decode(row), row[-1] == end) for row in told]
 
     def chat(self, requests: Sequence[str]) -> list[Answer]:
