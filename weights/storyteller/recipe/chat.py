@@ -10,11 +10,12 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from gptserve.weights.storyteller.recipe.generator import Split, capitalize, lexicon, names
-from gptserve.weights.storyteller.recipe.order import Character, Element, Order, phrases, tell
+from gptserve.weights.storyteller.recipe.order import WEIGHT_OF_CHOICE, Character, Element, Order, Span, phrases, tell
+
+Kind = Literal["drill", "talk"]
 
 ASKED = "kind name place thing kind name place thing kind name small friend mood food pet season weather fear theme"
 """What a request may ask for; the more often it stands here, the likelier."""
@@ -23,18 +24,24 @@ MORE_NAMES = 0.25  # so many of the characters have a name that is not in the le
 LISTED = ("place", "thing", "pet", "food", "fear")
 SIZES = ("little", "small", "young")  # of a character; a little story is something else
 HONEST = "short stories"  # in every honest line, and in no story
+STRANGE = 0.3  # of the training requests for a story have a word that nobody knows, so that it learns to read past one
 SEVERAL_TURNS = 0.3
 MOST_TURNS = 4
-SHORTENED = 0.75  # of the stories at the end of a conversation are cut off once they have all that was asked for
-MORE_LETTERS = 40  # of a story that is cut off
+SHORTENED = 0.75  # of the stories at the end of a talk are cut off once they have all that was asked for
+MORE_LETTERS = 20  # of a story that is cut off
+OFF_TOPIC = 0.25  # of the requests
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`is_whole` is False for an answer that was cut off: its end is nothing to learn."""
+    """One turn; `weighty`: the spans of an answer that the request decides.
+
+    `is_whole` is False for an answer that was cut off: its end is nothing to learn.
+    """
 
     role: str
     content: str
+    weighty: Sequence[Span] = ()
     is_whole: bool = True
 
 
@@ -75,7 +82,7 @@ class Asker:
             elements.append(looked_at)
         text = self._typed(self._framed(about, values))
         for who in (hero, friend):
-            if who.name not in listed_names():  # nobody could know that it is a name without its capital
+            if who.name not in names():  # nobody could know that it is a name without its capital
                 text = re.sub(rf"\b{who.name}\b", who.name, text, flags=re.IGNORECASE)
         return Request(text, Order(hero, friend, tuple(elements), draws))
 
@@ -213,7 +220,10 @@ class Asker:
         return "".join(start + self._rng.choice("aeiou") + self._rng.choice(ends) for start in starts)
 
     def _mistyped(self, frame: str) -> str:
-        """Now and then drop or double a letter of a word, never of one that is filled in."""
+        """Now and then replace a word, or drop or double a letter of one, never of one that is filled in."""
+        if self._split == "train" and "{story}" in frame and self._rng.random() < STRANGE:
+            word = self._rng.choice(re.findall(r"(?<![{\w])[A-Za-z]{2,}", frame) or [""])
+            frame = re.sub(rf"(?<![{{\w]){word}\b", lambda _: self._noise(self._rng.randint(0, 3)), frame, count=1)
         words = [found.start() for found in re.finditer(r"(?<![{\w])[A-Za-z]{4,}", frame)]
         if not words or self._rng.random() > 0.06:
             return frame
@@ -234,9 +244,13 @@ class Asker:
         return text.upper() if way > 0.98 else (bare + mark).lower()
 
 
-def conversation(split: Split, index: int) -> list[Message]:
-    """Return conversation number `index` of a split, which ends with an answer or the beginning of one."""
-    return Talk(random.Random(f"storyteller:chat:{split}:{index}"), split).messages()
+def conversation(split: Split, index: int, kind: Kind = "talk") -> list[Message]:
+    """Return conversation number `index` of a split and kind, which ends with an answer or the beginning of one.
+
+    A drill is a single request, and the beginning of a story that has all that was asked for, or an honest line.
+    """
+    talk = Talk(random.Random(f"storyteller:{kind}:{split}:{index}"), split)
+    return talk.messages() if kind == "talk" else talk.drill()
 
 
 class Talk:
@@ -247,7 +261,6 @@ class Talk:
         self._asker = Asker(rng, split)
         self._split = split
         self._hero: Character | None = None
-        self._end = 0  # the place in the latest answer by which it has all that was asked for
         self._messages: list[Message] = []
 
     def messages(self) -> list[Message]:
@@ -262,12 +275,17 @@ class Talk:
             self._shorten()
         return self._messages
 
+    def drill(self) -> list[Message]:
+        self._turn()
+        self._shorten()
+        return self._messages
+
     def _shorten(self) -> None:
         """Cut off a story at the end, so that more of what is learned depends on the request."""
         last = self._messages[-1]
-        end = last.content.find(" ", self._end + MORE_LETTERS)
+        end = last.content.find(" ", max((end for _, end, _ in last.weighty), default=0) + MORE_LETTERS)
         if "\n\n" in last.content and end > 0:
-            self._messages[-1] = Message(last.role, last.content[:end], is_whole=False)
+            self._messages[-1] = replace(last, content=last.content[:end], is_whole=False)
 
     def _turn(self) -> None:
         way = self._rng.random()
@@ -275,7 +293,7 @@ class Talk:
             self._go_on(self._hero)
         elif self._hero is None and way < 0.03:
             self._say(self._asker.go_on("the hero"), self._asker.line("too_early"))
-        elif way < 0.7:
+        elif way < 1 - OFF_TOPIC:
             self._tell()
         else:
             self._say(*self._asker.off_topic())
@@ -286,7 +304,7 @@ class Talk:
             request = self._asker.story()
             story = tell(self._rng, request.order)
         self._hero = request.order.hero
-        self._say(request.text, story.text, request.order.end_in(story.text))
+        self._say(request.text, story.text, request.order.weighty_spans(story.text))
 
     def _go_on(self, hero: Character) -> None:
         """Let the main character have another adventure, or finish a story that was cut off."""
@@ -294,23 +312,16 @@ class Talk:
         words = said.content.split(" ")
         if "\n\n" in said.content and self._rng.random() < 0.15:
             at = self._rng.randrange(20, len(words) - 5)
-            self._messages[-1] = Message(said.role, " ".join(words[:at]), is_whole=False)
+            self._messages[-1] = replace(said, content=" ".join(words[:at]), is_whole=False)
             self._say(asked, " ".join(words[at:]))
             return
         story = tell(self._rng, Order(hero, self._asker.character(beside=hero), is_sequel=True))
         assert story is not None, "an order without elements is always fulfilled"
         self._say(asked, story.text)
 
-    def _say(self, request: str, answer: str, end: int = 0) -> None:
-        self._end = end
-        self._messages += [Message("user", request), Message("assistant", answer)]
-
-
-@cache
-def listed_names() -> frozenset[str]:
-    """Return all names that stories of the training split may have in a wording without capitals."""
-    more = phrases()["more_names"]
-    return names() | frozenset(more["she"]) | frozenset(more["he"])
+    def _say(self, request: str, answer: str, weighty: Sequence[Span] = ()) -> None:
+        first = (0, 1, WEIGHT_OF_CHOICE)  # the first word decides between a story and a line
+        self._messages += [Message("user", request), Message("assistant", answer, (first, *weighty))]
 
 
 def plural(kind: str) -> str:

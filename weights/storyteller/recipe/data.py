@@ -1,8 +1,8 @@
 """Turn stories and conversations into rows of token ids: the tokenizer's training, the chat template, and packing.
 
-A row is as many whole stories and conversations as fit, each ended by the end-of-text token, then padding, which the
-loss ignores. Half of the rows also begin with the end-of-text token, so that the model can start with or without it.
-A token to read but not to learn, such as those of a request, stands in a row as ~id.
+A row is as many whole stories as fit, or one conversation. Each ends with the end-of-text token; half of the rows of
+stories also begin with it, so that the model can start with or without it. Every token of a row has its weight in the
+loss: 0 for one that is only read, such as those of a request.
 It knows the generators and the `tokenizers` library, but no model. `train.py` and `evaluate.py` call it.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gptserve.weights.storyteller.recipe.chat import Message, conversation
+from gptserve.weights.storyteller.recipe.chat import Kind, Message, conversation
 from gptserve.weights.storyteller.recipe.generator import stories
 
 END_OF_TEXT = "<|endoftext|>"
@@ -23,6 +23,8 @@ END_ID = 0  # the trainer numbers special tokens first
 STORIES_AT_ONCE = 256
 ROWS_ON_A_SHELF = 512
 FIRST_STORY_BESIDE_CHAT = 1_000_000  # those before it are left to the first stage
+
+Token = tuple[int, float]  # id, weight
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -77,12 +79,12 @@ def write_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def encoded_stories(tokenizer: Tokenizer, first: int = 0) -> Iterator[list[int]]:
+def encoded_stories(tokenizer: Tokenizer, first: int = 0) -> Iterator[list[Token]]:
     """Yield the training stories from number `first` for ever, each ended by the end-of-text token."""
     while True:
         texts = [story.text for story in stories("train", STORIES_AT_ONCE, first)]
         for encoding in tokenizer.encode_batch(texts):
-            yield [*encoding.ids, END_ID]
+            yield [(token, 1.0) for token in (*encoding.ids, END_ID)]
         first += STORIES_AT_ONCE
 
 
@@ -97,27 +99,34 @@ def encoded_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[in
     return list(tokenizer.encode(f"{text}{TURN_START}assistant\n").ids)
 
 
-def encoded_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+def encoded_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Token]:
     """Return a conversation as the template writes it, of which the answers are to be learned."""
-    row: list[int] = []
+    row: list[Token] = []
     for message in messages:
         head = f"{TURN_START}{message.role}\n"
-        ids = tokenizer.encode(f"{head}{message.content}{TURN_END}\n").ids
-        first, end = len(tokenizer.encode(head).ids), len(ids) - 1 if message.is_whole else len(ids) - 2
-        learned = range(first, end) if message.role == "assistant" else range(0)
-        row += [token if i in learned else ~token for i, token in enumerate(ids)]
-    return [*row, ~END_ID]
+        encoding = tokenizer.encode(f"{head}{message.content}{TURN_END}\n")
+        spans = [(start - len(head), end - len(head)) for start, end in encoding.offsets]
+        row += [(token, weight(message, *span)) for token, span in zip(encoding.ids, spans, strict=True)]
+    return [*row, (END_ID, 0.0)]
 
 
-def encoded_conversations(tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
+def weight(message: Message, start: int, end: int) -> float:
+    """Return the weight of a token that stands at a span of a message's content, before it or behind it."""
+    length = len(message.content) + (len(TURN_END) if message.is_whole else 0)
+    if message.role != "assistant" or start < 0 or end > length:
+        return 0.0
+    return max((heavy for first, last, heavy in message.weighty if start < last and first < end), default=1.0)
+
+
+def encoded_conversations(tokenizer: Tokenizer, longest: int, kind: Kind) -> Iterator[list[Token]]:
     """Yield the training conversations of at most `longest` tokens for ever."""
     for index in itertools.count():
-        row = encoded_conversation(tokenizer, conversation("train", index))
+        row = encoded_conversation(tokenizer, conversation("train", index, kind))
         if len(row) <= longest:
             yield row
 
 
-def of_like_length(source: Iterator[list[int]], size: int, seed: int) -> Iterator[list[list[int]]]:
+def of_like_length(source: Iterator[list[Token]], size: int, seed: int) -> Iterator[list[list[Token]]]:
     """Yield batches of whole rows of about the same length, of at most `size` tokens with their padding.
 
     Unlike packed rows, no row has a request in it that is not its own, and every row begins at position 0.
@@ -137,14 +146,14 @@ def of_like_length(source: Iterator[list[int]], size: int, seed: int) -> Iterato
 class Packer:
     """Fills rows with whole stories out of a small pool, the longest that still fits first after a random one."""
 
-    def __init__(self, source: Iterator[list[int]], seed: int, pool_size: int = 64) -> None:
+    def __init__(self, source: Iterator[list[Token]], seed: int, pool_size: int = 64) -> None:
         self._source = source
         self._rng = random.Random(seed)
         self._pool = [next(source) for _ in range(pool_size)]
 
-    def row(self, length: int) -> list[int]:
-        """Return at most `length` token ids; `source` must hold stories that fit."""
-        row = [END_ID] if self._rng.random() < 0.5 else []
+    def row(self, length: int) -> list[Token]:
+        """Return at most `length` tokens; `source` must hold stories that fit."""
+        row = [(END_ID, 1.0)] if self._rng.random() < 0.5 else []
         row += self._take(self._rng.randrange(len(self._pool)))
         assert len(row) <= length, f"a story of {len(row)} tokens does not fit into a row of {length}"
         while fitting := [i for i, tokens in enumerate(self._pool) if len(row) + len(tokens) <= length]:
@@ -155,9 +164,9 @@ class Packer:
                 row += self._take(max(fitting, key=lambda i: len(self._pool[i])))
         return row
 
-    def rows(self, count: int, length: int) -> list[list[int]]:
+    def rows(self, count: int, length: int) -> list[list[Token]]:
         return [self.row(length) for _ in range(count)]
 
-    def _take(self, index: int) -> list[int]:
+    def _take(self, index: int) -> list[Token]:
         taken, self._pool[index] = self._pool[index], next(self._source)
         return taken

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 from safetensors.torch import save
@@ -29,11 +30,13 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gptserve.weights.storyteller.recipe.chat import Kind
 from gptserve.weights.storyteller.recipe.data import (
     END_ID,
     FIRST_STORY_BESIDE_CHAT,
     TURN_END,
     Packer,
+    Token,
     add_chat_tokens,
     encoded_conversations,
     encoded_stories,
@@ -44,7 +47,6 @@ from gptserve.weights.storyteller.recipe.data import (
 )
 
 FOLDER = Path(__file__).parents[1]
-IGNORED = -100  # the target of a padded position
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,13 @@ class Recipe:
 
 
 STORIES = Recipe()
-CHAT = Recipe(steps=4000, peak_rate=3e-3, warm_up=100, cool_down=1500)
+CHAT = Recipe(steps=5000, rows=8, peak_rate=3e-3, warm_up=100, cool_down=2500)
+CHAT_BATCHES = ("drill", "story", "drill", "talk")  # and again
 
 
 @dataclass(slots=True)
 class Progress:
-    """The figures of the progress line; tokens are those that count in the loss."""
+    """The figures of the progress line; tokens are those that are learned."""
 
     started: float
     tokens: int = 0
@@ -110,27 +113,25 @@ def new_model(recipe: Recipe, vocab_size: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def batch(rows: list[list[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad rows to inputs and next-token targets, both [rows, length - 1].
-
-    Targets that are padding, or are only to be read, are IGNORED.
-    """
-    inputs = torch.full((len(rows), length - 1), END_ID)
-    targets = torch.full((len(rows), length - 1), IGNORED)
-    for i, row in enumerate(rows):
-        inputs[i, : len(row) - 1] = torch.tensor([token if token >= 0 else ~token for token in row[:-1]])
-        targets[i, : len(row) - 1] = torch.tensor([token if token >= 0 else IGNORED for token in row[1:]])
-    return inputs, targets
+def batch(rows: list[list[Token]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pad rows to inputs, next-token targets and their weights, each [rows, longest row - 1]; padding weighs 0."""
+    length = max(map(len, rows))
+    padded = torch.tensor([row + [(END_ID, 0.0)] * (length - len(row)) for row in rows], dtype=torch.float64)
+    ids, weights = padded[..., 0].long(), padded[..., 1].float()
+    return ids[:, :-1], ids[:, 1:], weights[:, 1:]
 
 
-def num_learned(rows: list[list[int]]) -> int:
-    return sum(token >= 0 for row in rows for token in row[1:])
+def total_weight(rows: list[list[Token]]) -> float:
+    return sum(weight for row in rows for _, weight in row[1:])
 
 
-def masked_loss(model: GPT2LMHeadModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean next-token cross-entropy over the positions that are not padding, in nats, in fp32."""
-    logits = model(input_ids=inputs, use_cache=False).logits
-    return cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+def weighted_loss(model: GPT2LMHeadModel, rows: list[list[Token]]) -> torch.Tensor:
+    """Return the sum of the next tokens' cross-entropies times their weights, in nats, in fp32."""
+    inputs, targets, weights = batch(rows)
+    learned = weights > 0
+    logits = model.lm_head(model.transformer(input_ids=inputs, use_cache=False).last_hidden_state[learned])
+    losses = cross_entropy(logits.float(), targets[learned], reduction="none")
+    return (losses * weights[learned]).sum()  # not a product of vectors, which autocast would take in bf16
 
 
 class Workers:
@@ -153,28 +154,26 @@ class Workers:
         self._pool.shutdown()
         torch.set_num_threads(self._threads_before)
 
-    def gradients(self, rows: list[list[int]], length: int) -> tuple[float, int]:
-        """Leave the gradients of the mean loss in the model; return that loss and how many tokens it counts."""
-        total = num_learned(rows)
+    def gradients(self, rows: list[list[Token]]) -> float:
+        """Leave the gradients of the weighted mean loss in the model; return that loss."""
+        total = total_weight(rows)
         jobs = [
-            self._pool.submit(self._half, twin, rows[i :: len(self._twins)], length, total)
+            self._pool.submit(self._half, twin, rows[i :: len(self._twins)], total)
             for i, twin in enumerate(self._twins)
         ]
         loss = sum(job.result() for job in jobs)
         for mine, other in zip(*(twin.parameters() for twin in self._twins), strict=True):
             mine.grad += other.grad
         self._twins[1].zero_grad()
-        return loss, total
+        return loss
 
     def clip(self, norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(self._twins[0].parameters(), norm)
 
     @staticmethod
-    def _half(twin: GPT2LMHeadModel, rows: list[list[int]], length: int, total: int) -> float:
-        inputs, targets = batch(rows, length)
-        share = num_learned(rows) / total
+    def _half(twin: GPT2LMHeadModel, rows: list[list[Token]], total: float) -> float:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = masked_loss(twin, inputs, targets) * share
+            loss = weighted_loss(twin, rows) / total
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
@@ -222,7 +221,7 @@ def train_chat(recipe: Recipe, stories: Path, folder: Path) -> list[float]:
     return fit(recipe, model, tokenizer, chat_batches(recipe, tokenizer), folder)
 
 
-def story_batches(recipe: Recipe, source: Iterator[list[int]]) -> Iterator[list[list[int]]]:
+def story_batches(recipe: Recipe, source: Iterator[list[Token]]) -> Iterator[list[list[Token]]]:
     """Yield batches of packed rows."""
     packer = Packer(source, recipe.seed)
     for step in itertools.count(1):
@@ -233,17 +232,18 @@ def story_batches(recipe: Recipe, source: Iterator[list[int]]) -> Iterator[list[
         yield packer.rows(rows, length)
 
 
-def chat_batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
-    """Yield batches of conversations, and after every third one of stories, so that they are not forgotten."""
-    told = story_batches(recipe, encoded_stories(tokenizer, FIRST_STORY_BESIDE_CHAT))
-    conversations = encoded_conversations(tokenizer, recipe.context_length)
-    chats = of_like_length(conversations, recipe.rows * recipe.row_length, recipe.seed)
-    for step in itertools.count(1):
-        yield next(told if step % 4 == 0 else chats)
+def chat_batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[list[list[Token]]]:
+    """Yield batches of drills, of talks, and of stories, so that they are not forgotten."""
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    batches = {"story": story_batches(recipe, encoded_stories(tokenizer, FIRST_STORY_BESIDE_CHAT))}
+    for kind in kinds:
+        conversations = encoded_conversations(tokenizer, recipe.context_length, kind)
+        batches[kind] = of_like_length(conversations, recipe.rows * recipe.row_length, recipe.seed)
+    return (next(batches[name]) for name in itertools.cycle(CHAT_BATCHES))
 
 
 def fit(
-    recipe: Recipe, model: GPT2LMHeadModel, tokenizer: Tokenizer, batches: Iterator[list[list[int]]], folder: Path
+    recipe: Recipe, model: GPT2LMHeadModel, tokenizer: Tokenizer, batches: Iterator[list[list[Token]]], folder: Path
 ) -> list[float]:
     """Train the model, and write it with its tokenizer into `folder` now and then; return the loss of every step."""
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
@@ -252,9 +252,8 @@ def fit(
     progress = Progress(time.monotonic())
     with closing(Workers(model)) as workers:
         for step, rows in zip(range(1, recipe.steps + 1), batches, strict=False):
-            loss, tokens = train_step(recipe, workers, optimizers, rows, step)
-            losses.append(loss)
-            progress.tokens += tokens
+            losses.append(train_step(recipe, workers, optimizers, rows, step))
+            progress.tokens += sum(weight > 0 for row in rows for _, weight in row[1:])
             if step % recipe.log_every == 0 or step == recipe.steps:
                 recent = losses[-recipe.log_every :]
                 progress.loss = sum(recent) / len(recent)
@@ -269,18 +268,18 @@ def train_step(
     recipe: Recipe,
     workers: Workers,
     optimizers: list[torch.optim.Optimizer],
-    rows: list[list[int]],
+    rows: list[list[Token]],
     step: int,
-) -> tuple[float, int]:
-    """Update the model with one batch; return its loss and how many tokens counted in it."""
-    loss, tokens = workers.gradients(rows, max(map(len, rows)))
+) -> float:
+    """Update the model with one batch; return its loss."""
+    loss = workers.gradients(rows)
     workers.clip(recipe.clip)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, step)
         optimizer.step()
         optimizer.zero_grad()
-    return loss, tokens
+    return loss
 
 
 def save_model(model: GPT2LMHeadModel, folder: Path, ends: list[int | None]) -> None:

@@ -12,48 +12,46 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from gptserve.weights.chat.template import load_chat_template
-from gptserve.weights.storyteller.recipe.data import CHAT_TEMPLATE, END_ID, TURN_END, TURN_START
+from gptserve.weights.storyteller.recipe.data import CHAT_TEMPLATE, END_ID, TURN_END, TURN_START, Token
 from gptserve.weights.storyteller.recipe.train import (
-    IGNORED,
     Recipe,
     batch,
     learning_rate,
-    masked_loss,
     new_model,
-    num_learned,
+    total_weight,
     train,
     train_chat,
+    weighted_loss,
 )
 from tests.weights.storyteller.recipe.miniature import MINIATURE
 
 
-def test_batch_shifts_targets_by_one_and_ignores_padding() -> None:
-    inputs, targets = batch([[5, 6, 7], [8, 9]], length=5)
-    assert inputs.tolist() == [[5, 6, END_ID, END_ID], [8, END_ID, END_ID, END_ID]]
-    assert targets.tolist() == [[6, 7, IGNORED, IGNORED], [9, IGNORED, IGNORED, IGNORED]]
+def weighted(*ids: int) -> list[Token]:
+    return [(token, 1.0) for token in ids]
+
+
+def test_batch_shifts_targets_by_one_and_padding_weighs_nothing() -> None:
+    inputs, targets, weights = batch([[(5, 0), (6, 0), (7, 30), (0, 1)], weighted(8, 9)])
+    assert inputs.tolist() == [[5, 6, 7], [8, 9, END_ID]]
+    assert targets.tolist() == [[6, 7, END_ID], [9, END_ID, END_ID]]
+    assert weights.tolist() == [[0, 30, 1], [1, 0, 0]]
 
 
 def test_padding_does_not_change_the_loss() -> None:
     model = new_model(MINIATURE, vocab_size=50)
-    rows = [[1, 2, 3, 4, 5, 6, 0], [7, 8, 9, 0]]
+    rows = [weighted(1, 2, 3, 4, 5, 6, 0), weighted(7, 8, 9, 0)]
     with torch.inference_mode():
-        short, long = (masked_loss(model, *batch(rows, length)) for length in (7, 30))
-        singly = [masked_loss(model, *batch([row], len(row))) * (len(row) - 1) for row in rows]
-    torch.testing.assert_close(short, long)
-    torch.testing.assert_close(short, torch.stack(singly).sum() / 9)
+        together, singly = weighted_loss(model, rows), [weighted_loss(model, [row]) for row in rows]
+    torch.testing.assert_close(together, sum(singly))
 
 
-def test_end_of_text_counts_in_the_loss() -> None:
-    _, targets = batch([[1, 2, END_ID]], length=3)
-    assert targets.tolist() == [[2, END_ID]]
-
-
-def test_tokens_that_are_only_read_are_inputs_and_no_targets() -> None:
-    row = [~1, ~2, 3, END_ID, ~4, 5, ~END_ID]
-    inputs, targets = batch([row], length=7)
-    assert inputs.tolist() == [[1, 2, 3, END_ID, 4, 5]]
-    assert targets.tolist() == [[IGNORED, 3, END_ID, IGNORED, 5, IGNORED]]
-    assert num_learned([row]) == 3
+def test_a_token_counts_in_the_loss_by_its_weight() -> None:
+    model = new_model(MINIATURE, vocab_size=50)
+    rows = [[(1, 1.0), (2, 1.0), (3, weight)] for weight in (0.0, 1.0, 2.0)]
+    with torch.inference_mode():
+        only_read, once, twice = (weighted_loss(model, [row]).item() for row in rows)
+    assert twice - once == pytest.approx(once - only_read, rel=1e-4)
+    assert [total_weight([row]) for row in rows] == [1, 2, 3]
 
 
 def test_learning_rate_warms_up_holds_and_cools_down() -> None:
