@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.cli.terminal import Terminal
@@ -15,6 +16,7 @@ from tests.server.serving import LIMIT_S, MORTAL, Process
 CUT_OFF = "(cut off at the limit of tokens)\n"
 
 
+@pytest.mark.slow
 def test_a_conversation_outlives_its_server(tmp_path: Path) -> None:
     gate, path = EngineGate(tmp_path), tmp_path / "chat.json"
     with contextlib.ExitStack() as stack:

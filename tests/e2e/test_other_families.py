@@ -61,7 +61,9 @@ def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name == "Llama 3" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_text_and_conversation_are_continued_as_in_transformers(name: str, tmp_path: Path) -> None:
     tokenizer = write(tmp_path, *MODELS[name])
     text = "The cat sat on the mat"

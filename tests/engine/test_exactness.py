@@ -61,9 +61,9 @@ AXES: dict[str, dict[str, Any]] = {
     "drafts while preempted": {"speculative_ngram": 2, "num_blocks": 130, "block_size": 8, "max_num_seqs": 8},
 }
 ALWAYS = {
-    "float32": tuple(AXES),
+    "float32": ("a batch of 64", "a budget of 9 tokens", "blocks of 8", "no prefix cache", "drafts while preempted"),
     "bfloat16": ("a batch of 64", "two threads", "preempted", "drafts, one at a time"),
-    "int8": ("a batch of 64", "two threads", "preempted"),
+    "int8": ("a batch of 64", "preempted"),
 }
 """The axes of the tests that are not slow, by type of numbers."""
 
@@ -193,7 +193,7 @@ def test_the_answer_to_one_is_the_first_of_four_choices() -> None:
     contrast("the last of four choices", {i: found[f"{i}/3"] for i in drawn}, drawn)
 
 
-@pytest.mark.parametrize("client_type", [ProcessClient, ThreadClient])
+@pytest.mark.parametrize("client_type", [pytest.param(ProcessClient, marks=pytest.mark.slow), ThreadClient])
 def test_alone_equals_in_an_engine_that_runs_elsewhere(client_type: type[LoopClient]) -> None:
     client = client_type(functools.partial(load_engine, make_config(STORYTELLER, kv_cache_bytes=2**27)))
     others = tuple(replace(r, request_id=f"other {r.request_id}") for r in reseeded())

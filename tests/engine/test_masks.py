@@ -88,6 +88,7 @@ def test_masks_do_not_depend_on_the_load(load: str) -> None:
     assert engine.stats.num_draft_tokens > 0 or load != "drafts"
 
 
+@pytest.mark.slow
 def test_masks_go_on_after_a_replay() -> None:
     engine = make_engine(STORYTELLER)
     for request in prompts():

@@ -192,7 +192,7 @@ def test_shards_and_bf16_give_the_same_tensors(model_type: str, written: Written
     assert all(torch.equal(halves[name], whole[name].bfloat16()) for name in whole)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_alone_equals_in_a_ragged_batch_in_chunks(name: str, dtype: str, written: Written) -> None:
     """Bit for bit: token ids and logprobs, greedy and sampled."""

@@ -250,6 +250,7 @@ def test_without_a_second_signal_a_server_waits_for_a_disk_that_hangs_up_to_its_
     assert "ending without the journal: it does not finish" in log
 
 
+@pytest.mark.slow
 def test_a_disk_that_only_was_slow_ends_a_server_in_order(launch: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     process = launch("--state-dir", str(tmp_path), main=DISK_THAT_HANGS, GATE=str(gate), CLOSING_LIMIT_S="3600")
@@ -339,7 +340,11 @@ def test_the_engine_may_run_in_a_thread(launch: Any) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="runs a line with curl")
 @pytest.mark.parametrize(
-    ("flags", "environment"), [((), {}), (("--chat-template", "plain"), {"GPTSERVE_API_KEY": "open-sesame"})]
+    ("flags", "environment"),
+    [
+        pytest.param((), {}, marks=pytest.mark.slow),
+        (("--chat-template", "plain"), {"GPTSERVE_API_KEY": "open-sesame"}),
+    ],
 )
 def test_the_line_to_try_works(flags: tuple[str, ...], environment: dict[str, str], launch: Any) -> None:
     process = launch(*flags, **environment)
@@ -377,6 +382,7 @@ def test_json_logs_name_the_request_and_hide_the_key(launch: Any) -> None:
     assert all(json.loads(line)["message"] for line in log.splitlines())
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_takes_the_one_chosen(launch: Any, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 5, "temperature": 0}
     complete = {"max_tokens": 5, "temperature": 0}
@@ -618,7 +624,7 @@ def rewrite_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (truncate, UNREADABLE),
+        pytest.param(truncate, UNREADABLE, marks=pytest.mark.slow),
         pytest.param(claim_a_giant_header, UNREADABLE, marks=pytest.mark.slow),
         pytest.param(place_a_tensor_past_the_end, UNREADABLE, marks=pytest.mark.slow),
         (lose_a_tensor, "h.0.attn.c_attn.weight), 1 unexpected ('lost')"),

@@ -43,7 +43,9 @@ def nanogpt_state(bias: bool) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize(("prefix", "bias"), [("", True), ("_orig_mod.", False), ("module.", True)])
+@pytest.mark.parametrize(
+    ("prefix", "bias"), [("", True), ("_orig_mod.", False), pytest.param("module.", True, marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_of_nanogpt_becomes_a_model_that_loads(tmp_path: Path, prefix: str, bias: bool) -> None:
     state = {prefix + name: tensor for name, tensor in nanogpt_state(bias).items()}
     saved = {"model": state, "model_args": {**ARGUMENTS, "bias": bias}, "iter_num": 7, "config": {"out_dir": "out"}}
@@ -105,7 +107,9 @@ def test_a_pickle_that_would_run_code_does_not_and_leaves_nothing(tmp_path: Path
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("fault", ["missing", "misshapen", "mistyped"])
+@pytest.mark.parametrize(
+    "fault", ["missing", *(pytest.param(f, marks=pytest.mark.slow) for f in ("misshapen", "mistyped"))]
+)
 def test_weights_that_would_not_load_are_told_and_leave_nothing(fault: str, tmp_path: Path) -> None:
     state = nanogpt_state(bias=False)
     if fault == "missing":

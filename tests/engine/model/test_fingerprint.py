@@ -97,6 +97,7 @@ def test_numbers_that_change_for_no_known_cause_are_seen(tiny_gpt2: Path, monkey
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has no instructions to deny")
+@pytest.mark.slow
 def test_a_variable_that_steers_a_library_is_seen_in_the_sample(storyteller: Path) -> None:
     """In fp32, which oneDNN multiplies on every CPU."""
     code = (

@@ -174,6 +174,7 @@ async def all_outputs(stream: TokenStream) -> list[TokenOutput]:
     return [output async for outputs in stream for output in outputs]
 
 
+@pytest.mark.slow
 def test_many_poisons_fail_one_by_one_and_nobody_else(make_supervisor: MakeSupervisor) -> None:
     async def test() -> None:
         async with started(make_supervisor(max_restarts=3)) as client:
@@ -578,7 +579,9 @@ def test_an_engine_that_dies_within_a_prompt_costs_none_of_its_logprobs_and_repe
     run(test())
 
 
-@pytest.mark.parametrize("way", [pytest.param("kill", marks=[pytest.mark.slow, pytest.mark.timeout(600)]), "no memory"])
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", ["kill", "no memory"])
 def test_31_live_streams_finish_beside_a_poison(
     storyteller: Path, tmp_path: Path, undisturbed: dict[str, Result], way: mortal.Death
 ) -> None:

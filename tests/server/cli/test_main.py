@@ -329,6 +329,7 @@ def pickle_weights(model: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_convert_says_that_a_model_can_be_served_only_where_it_can(
     run: Any, make_gpt2: MakeGPT2, storyteller: Path, tmp_path: Path
 ) -> None:

@@ -83,7 +83,9 @@ def test_long_runs_have_the_ids_of_tokenizers(name: str, tmp_path: Path) -> None
         assert tokenizer.encode(text) == reference.encode_batch_fast([text], add_special_tokens=False)[0].ids, label
 
 
-@pytest.mark.parametrize("name", [*SPLITS, "gpt_bigcode", "bloom"])
+@pytest.mark.parametrize(
+    "name", [*SPLITS, *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_bigcode", "bloom"))]
+)
 def test_runs_of_a_million_spaces_are_encoded(name: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write(tmp_path, FAMILIES[name]()))
     text = " " * 1_100_000 + "x" + "\t" * 1_100_000 + "1"

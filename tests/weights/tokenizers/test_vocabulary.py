@@ -103,7 +103,9 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama2", "xglm"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama3", "xglm"))]
+)
 def test_any_value_anywhere_is_read_or_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = FAMILIES[name]().to_str()
 

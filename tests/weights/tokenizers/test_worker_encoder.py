@@ -131,8 +131,10 @@ def test_a_unigram_model_with_long_pieces_has_workers(described: Describe) -> No
         ({"pre_tokenizer": ENDLESS}, "a" * 40 + "b", "text has no tokens: "),
         ({"pre_tokenizer": ENDLESS}, ("a" * 21 + "b ") * 1000, f"{TIME}|text has no tokens: "),
         ({"normalizer": LONG}, "a" * 2000, MEMORY),
-        ({"normalizer": {"type": "Sequence", "normalizers": [LONG] * 20}}, "a", MEMORY),
-        ({"normalizer": {"type": "NFKC"}}, "\ufdfa" * 300_000, MEMORY),
+        pytest.param(
+            {"normalizer": {"type": "Sequence", "normalizers": [LONG] * 20}}, "a", MEMORY, marks=pytest.mark.slow
+        ),
+        pytest.param({"normalizer": {"type": "NFKC"}}, "\ufdfa" * 300_000, MEMORY, marks=pytest.mark.slow),
         ({"normalizer": {"type": "Lowercase"}}, "ab" * 50_000, "it made more than 0 MiB"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.server.serving import LIMIT_S, MAIN, ROOT
 
@@ -23,6 +24,7 @@ def left_of(session: int) -> list[psutil.Process]:
     return psutil.wait_procs(left, timeout=LIMIT_S)[1]
 
 
+@pytest.mark.slow
 def test_a_model_is_served_for_the_time_of_the_command() -> None:
     # The second request of the second load is due after hours: the command is still at it when it is told to end.
     loads = ("--concurrency", "1", "--rate", "0.0001", "--num-requests", "2")

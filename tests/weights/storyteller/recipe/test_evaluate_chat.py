@@ -43,6 +43,7 @@ def test_a_figure_is_printed_and_returned(capsys: pytest.CaptureFixture[str]) ->
     assert "3/4 = 75.0%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_answer_depends_on_its_conversation_and_its_place_only(chat_miniature: Path) -> None:
     chatter = Chatter(chat_miniature, temperature=0.8)
     long, short = [Message("system", "Be polite."), Message("user", "a fox")], [Message("user", "hello")]
