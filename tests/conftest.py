@@ -27,9 +27,11 @@ MakeGPT2 = Callable[..., Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _leaves_nothing_behind() -> Iterator[None]:
+def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = holdings()
     yield
+    for item in request.session.items:
+        vars(item)["funcargs"] = None  # pytest lets go of the last test's arguments only after this
     left = wait_until_gone(before)
     assert not left, f"the tests of this process leave behind: {left}"
 

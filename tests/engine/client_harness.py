@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.request import Request, SamplingParams, TokenOutput
 from tests.engine import fake_step_engine as fake
+from tests.leaks import holdings, wait_until_gone
 
 LIMIT_S = 100.0  # within that of a test
 ENDLESS = 90_000
@@ -131,15 +128,7 @@ async def until_idle(client: EngineClient) -> None:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Assert that the block leaves no process, thread or descriptor but the two that libraries keep for good."""
-    resource_tracker.ensure_running()  # multiprocessing's process that outlives all others, and its descriptor
-    before = _holdings()
+    """Assert that the block leaves no process, thread, task or descriptor."""
+    before = holdings()
     yield
-    assert _holdings() == before
-
-
-def _holdings() -> tuple[set[int], set[int | None], int]:
-    process = psutil.Process()
-    children = {child.pid for child in process.children(recursive=True)} - {resource_tracker._resource_tracker._pid}
-    threads = {thread.native_id for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
-    return children, threads, process.num_fds()
+    assert not wait_until_gone(before)

@@ -11,11 +11,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from subprocess import PIPE
 
-import psutil
 import pytest
 
 from gptserve.engine.errors import EngineDiedError, EngineStartError
@@ -106,7 +105,7 @@ def test_ctrl_c_and_sigterm_do_not_reach_the_engine_at_any_moment() -> None:
 
 
 def send_to_engine(*signals: signal.Signals) -> int:
-    (pid,) = {child.pid for child in psutil.Process().children()} - {resource_tracker._resource_tracker._pid}
+    (pid,) = [child.pid for child in active_children()]
     for number in signals:
         os.kill(pid, number)
     return pid
