@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
-from gptserve.engine.grammar.pen import Pen
+from gptserve.engine.grammar.queue import GrammarQueue
 from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.request import (
     MASKS,
@@ -54,7 +54,7 @@ class Engine:
         """Load the model and decode one token. `runner` and `drafter` replace those that `config` asks for."""
         if drafter is None and config.speculative_ngram:
             drafter = PromptLookup(config.speculative_ngram)
-        self._pen = Pen(config.model_dir)  # opens the tokens while weights are read
+        self._grammar_queue = GrammarQueue(config.model_dir)
         self._runner = ModelRunner(config, progress) if runner is None else runner
         self.info: EngineInfo = self._runner.info
         self._pool = BlockPool(self.info.num_blocks, self.info.block_size, config.enable_prefix_caching)
@@ -68,13 +68,12 @@ class Engine:
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        self._pen.wait_until_open()
         self._warm_up()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would compute anything."""
-        return self._scheduler.has_work or self._pen.has_work
+        return self._scheduler.has_work or self._grammar_queue.has_work
 
     @property
     def stats(self) -> EngineStats:
@@ -90,17 +89,17 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if this model cannot compute it."""
         request.check(self.info)
-        (self._scheduler if request.params.grammar is None else self._pen).add(request)
+        (self._scheduler if request.params.grammar is None else self._grammar_queue).add(request)
         self._scheduler.stats.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks; one that has ended or is unknown is ignored."""
-        self._pen.abort(request_id)
+        self._grammar_queue.abort(request_id)
         self._scheduler.abort(request_id)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; return an output for each request that got tokens or prompt logprobs, or ended."""
-        outputs = self._pen.let_in(self._scheduler)
+        outputs = self._grammar_queue.let_in(self._scheduler)
         batch = self._scheduler.schedule()
         expired = [sequence.request.request_id for sequence in self._scheduler.expire_waiting()]
         outputs += [_failed(request_id, self._never_admitted, FinishReason.QUEUE_TIMEOUT) for request_id in expired]
@@ -142,14 +141,9 @@ class Engine:
         self._scheduler.stats.num_generated_tokens += len(progress.token_ids)
         params, error = sequence.request.params, None
         if progress.finish_reason is FinishReason.ERROR:
-            fault = sequence.matcher.fault if sequence.matcher is not None else ""
-            error = (
-                f"the grammar: {fault}"
-                if fault
-                else _NONE_LEFT
-                if any(getattr(params, name) for name in MASKS)
-                else _NOT_FINITE
-            )
+            error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else _NOT_FINITE
+            if sequence.matcher is not None and sequence.matcher.fault:
+                error = f"the grammar: {sequence.matcher.fault}"
         return TokenOutput(
             request_id=sequence.request.request_id,
             token_ids=progress.token_ids,

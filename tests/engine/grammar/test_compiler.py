@@ -142,6 +142,21 @@ def test_a_grammar_has_a_longest_text() -> None:
             Grammar("json", **fields)
 
 
+def test_tokens_are_opened_with_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, open_one = list[Path](), Compiler.__init__
+
+    def counting(self: Compiler, folder: Path) -> None:
+        opened.append(folder)
+        open_one(self, folder)
+
+    monkeypatch.setattr(Compiler, "__init__", counting)
+    thread = CompilingThread(STORYTELLER)
+    assert opened == []
+    for text in ("a", "b"):
+        thread.compile(Grammar("regex", text)).result(LIMIT_S)
+    assert opened == [STORYTELLER]
+
+
 def test_grammars_are_compiled_once_and_the_oldest_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, compiled, compile_one = CompilingThread(STORYTELLER), list[str](), Compiler.compile
 

@@ -18,12 +18,11 @@ _WAIT_S = 0.01
 """How long a step that would compute nothing waits for a grammar; commands wait as long."""
 
 
-class Pen:
+class GrammarQueue:
     """Requests with grammars and their matchers to come, in order of arrival."""
 
     def __init__(self, folder: Path) -> None:
         self._thread = CompilingThread(folder)
-        self.wait_until_open = self._thread.wait_until_open
         self._waiting: dict[str, tuple[Request, Future[Matcher]]] = {}
 
     @property

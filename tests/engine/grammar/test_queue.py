@@ -1,4 +1,4 @@
-"""A request whose grammar is being compiled holds up nobody, and leaves the pen once."""
+"""A request whose grammar is being compiled holds up nobody, and leaves the queue once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptserve.engine.engine import Engine
-from gptserve.engine.grammar import pen
+from gptserve.engine.grammar import queue
 from gptserve.engine.grammar.compiler import Compiler
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.grammar.matcher import Matcher
@@ -104,7 +104,7 @@ def test_a_crash_of_the_compiler_fails_that_request_alone(engine: Engine, monkey
 
     logged: list[object] = []
     monkeypatch.setattr(Compiler, "compile", panic)
-    monkeypatch.setattr(pen.logger, "error", lambda message, **details: logged.append(message))
+    monkeypatch.setattr(queue.logger, "error", lambda message, **details: logged.append(message))
     [output] = run(engine, [make_request("r", [5], max_tokens=20, grammar=DIGITS)])["r"]
     assert output.error == "the grammar cannot be compiled: BaseException: index out of bounds"
     assert logged == ["a grammar could not be compiled"]
