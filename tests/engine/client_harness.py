@@ -1,18 +1,17 @@
-"""What the tests of the engine's clients share: short requests, ways to read a stream, a gate, a count of resources."""
+"""What the tests of the engine's clients share: short requests, ways to read a stream, a gate."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.request import Request, SamplingParams, TokenOutput
 from tests.engine import fake_step_engine as fake
-from tests.leaks import holdings, wait_until_gone
 
 LIMIT_S = 100.0  # within that of a test
 ENDLESS = 90_000
@@ -124,11 +123,3 @@ async def until_idle(client: EngineClient) -> None:
     await collect(client.submit([make_request("probe", 1)]))
     while client.stats.num_running:
         await collect(client.submit([make_request("probe", 1)]))
-
-
-@contextmanager
-def nothing_left() -> Iterator[None]:
-    """Assert that the block leaves no process, thread, task or descriptor."""
-    before = holdings()
-    yield
-    assert not wait_until_gone(before)

@@ -224,3 +224,12 @@ FAMILIES: Mapping[str, Callable[[], Tokenizer]] = {
     "xglm": xglm,
 }
 BY_LIBRARY = {"gpt1", "llama2", "mistral", "gemma", "xglm", "gpt_bigcode", "bloom"}
+
+
+def change(*keys: Any, to: Any) -> Callable[[Any], None]:
+    def spoil(raw: Any) -> None:
+        for key in keys[:-1]:
+            raw = raw[key]
+        raw[keys[-1]] = to
+
+    return spoil

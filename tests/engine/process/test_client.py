@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,24 +28,10 @@ from tests.engine.client_harness import (
     first_output,
     last_output,
     make_request,
-    nothing_left,
     run,
     started,
     until_idle,
 )
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    opened = Gate(tmp_path / "gate")
-    yield opened
-    opened.close()
 
 
 def supervise(factory: EngineFactory) -> Supervisor:

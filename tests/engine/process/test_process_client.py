@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from subprocess import PIPE
@@ -28,16 +27,9 @@ from tests.engine.client_harness import (
     first_output,
     first_tokens,
     make_request,
-    nothing_left,
     run,
     started,
 )
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 def make_process(limit_s: float = LIMIT_S, **options: str) -> ProcessClient:

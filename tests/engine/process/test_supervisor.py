@@ -10,7 +10,7 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from tests.engine.client_harness import (
     hurried,
     last_output,
     make_request,
-    nothing_left,
     run,
     run_hurried,
     started,
@@ -53,19 +52,6 @@ from tests.engine.runs import run as run_alone
 
 MakeSupervisor = Callable[..., Supervisor]
 LONG = 300  # tokens: more than an engine makes before it dies
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    opened = Gate(tmp_path / "gate")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

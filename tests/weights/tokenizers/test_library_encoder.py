@@ -12,7 +12,7 @@ import tokenizers
 
 from gptserve.weights.errors import TokenizerError
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
-from tests.weights.tiny_tokenizers import FAMILIES
+from tests.weights.tiny_tokenizers import FAMILIES, change
 
 
 def description(name: str) -> dict[str, Any]:
@@ -81,23 +81,14 @@ def test_truncation_and_padding_of_the_file_are_left_out(tmp_path: Path) -> None
     assert len(opened(json.loads(library.to_str()), tmp_path).encode("one two three four five six seven")) > 5
 
 
-def set_value(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def spoil(raw: Any) -> None:
-        for key in keys[:-1]:
-            raw = raw[key]
-        raw[keys[-1]] = to
-
-    return spoil
-
-
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
-        ("llama2", set_value("normalizer", to={"type": "Nonsense"}), "the library tokenizers cannot read it: "),
-        ("llama2", set_value("model", "merges", to=[["no", "such"]]), "the library tokenizers cannot read it: .*vocab"),
-        ("llama2", set_value("post_processor", to=7), "the library tokenizers cannot read it: "),
-        ("xglm", set_value("pre_tokenizer", to=None), "pre_tokenizer of a Unigram model must be Metaspace, got None"),
-        ("xglm", set_value("model", "unk_id", to=10**6), "the library tokenizers cannot read it: "),
+        ("llama2", change("normalizer", to={"type": "Nonsense"}), "the library tokenizers cannot read it: "),
+        ("llama2", change("model", "merges", to=[["no", "such"]]), "the library tokenizers cannot read it: .*vocab"),
+        ("llama2", change("post_processor", to=7), "the library tokenizers cannot read it: "),
+        ("xglm", change("pre_tokenizer", to=None), "pre_tokenizer of a Unigram model must be Metaspace, got None"),
+        ("xglm", change("model", "unk_id", to=10**6), "the library tokenizers cannot read it: "),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(

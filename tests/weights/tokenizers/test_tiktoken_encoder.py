@@ -23,7 +23,7 @@ from gptserve.weights.tokenizers.library_encoder import LibraryEncoder
 from gptserve.weights.tokenizers.tiktoken_encoder import GPT2, SPACES, TiktokenEncoder, _any_of
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from gptserve.weights.tokenizers.vocabulary import byte_symbols, load_vocabulary
-from tests.weights.tiny_tokenizers import BY_LIBRARY, FAMILIES
+from tests.weights.tiny_tokenizers import BY_LIBRARY, FAMILIES, change
 
 SPLITS = ("gpt2", "llama3", "qwen", "gpt_oss")  # one family for each pattern
 
@@ -152,15 +152,6 @@ def test_all_short_texts_agree_where_one_token_has_many_splits() -> None:
     listed = [pair for pair in splits if pair[0] in rank and pair[1] in rank]
     texts = ["".join(letters) for length in range(9) for letters in itertools.product("ab", repeat=length)]
     assert check_merges(tokens, listed, texts, ignore_merges=True)
-
-
-def change(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def spoil(raw: Any) -> None:
-        for key in keys[:-1]:
-            raw = raw[key]
-        raw[keys[-1]] = to
-
-    return spoil
 
 
 def swap_merges(raw: Any) -> None:

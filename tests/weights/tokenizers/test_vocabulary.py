@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gptserve.weights.errors import TokenizerError
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from gptserve.weights.tokenizers.vocabulary import load_vocabulary
-from tests.weights.tiny_tokenizers import FAMILIES
+from tests.weights.tiny_tokenizers import FAMILIES, change
 
 
 def test_tokenizer_json_wins_over_the_older_layout(one_file: Path, two_files: Path, tmp_path: Path) -> None:
@@ -38,15 +38,6 @@ def test_folder_without_a_tokenizer_is_refused_with_a_way_out(files: tuple[str, 
         (tmp_path / name).touch()
     with pytest.raises(TokenizerError, match=r"must hold tokenizer\.json, .* merges\.txt; .*save_pretrained"):
         load_vocabulary(tmp_path)
-
-
-def change(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def spoil(raw: Any) -> None:
-        for key in keys[:-1]:
-            raw = raw[key]
-        raw[keys[-1]] = to
-
-    return spoil
 
 
 @pytest.mark.parametrize(

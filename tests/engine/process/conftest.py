@@ -1,0 +1,25 @@
+"""Fixtures of the tests of clients: each test leaves nothing, and a gate for the fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.client_harness import Gate
+from tests.leaks import holdings, wait_until_gone
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    before = holdings()
+    yield
+    assert not wait_until_gone(before)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    opened = Gate(tmp_path / "gate")
+    yield opened
+    opened.close()
