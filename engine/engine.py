@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
+from gptserve.engine.grammar.drafter import GrammarDrafter
 from gptserve.engine.grammar.queue import GrammarQueue
 from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.request import (
@@ -52,8 +53,8 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         """Load the model and decode one token. `runner` and `drafter` replace those that `config` asks for."""
-        if drafter is None and config.speculative_ngram:
-            drafter = PromptLookup(config.speculative_ngram)
+        if drafter is None:
+            drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
         self._grammar_queue = GrammarQueue(config.model_dir)
         self._runner = ModelRunner(config, progress) if runner is None else runner
         self.info: EngineInfo = self._runner.info

@@ -71,7 +71,7 @@ class Compiler:
         if matcher.is_error():
             reason = reason_of(matcher)
             raise GrammarError(reason if grammar.kind == "lark" else _PLACE.sub("", reason))
-        return Matcher(matcher, self._tokenizer.vocab_size, self._eos_token_ids)
+        return Matcher(matcher, self._tokenizer, self._eos_token_ids)
 
     def _try_out(self, matcher: LLMatcher) -> None:
         """Follow the grammar for some tokens and go back: copies have the lexer that this builds, or its fault.

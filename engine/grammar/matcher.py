@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
     from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
@@ -30,15 +31,16 @@ _EXCERPT = re.compile(r"^ *\d+ \|", re.MULTILINE)  # of the Lark that the compil
 
 
 class Matcher:
-    """Follows one completion. Used by one thread at a time.
+    """Follows one completion. Threads take turns, as masks of a step that failed may still be computed.
 
     `fault` is llguidance's reason once it has given up, as it does at its limits; then nothing is allowed any more.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._num_words = -(-vocab_size // 32)
+        self._tokenizer = tokenizer
+        self._lock = Lock()
+        self._num_words = -(-tokenizer.vocab_size // 32)
         self._eos_token_ids = tuple(eos_token_ids)
         self._eos: Mask = np.zeros(self._num_words, np.uint32)
         for token_id in eos_token_ids:
@@ -53,7 +55,14 @@ class Matcher:
     def copy(self) -> Matcher:
         """Return a matcher that has seen no token; this one must not have seen any, either."""
         assert self._num_seen == 0
-        return Matcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._eos_token_ids)
+
+    def forced(self, known: Sequence[int]) -> list[int]:
+        """Return the only text that may come after the `known` tokens of the completion, in its longest tokens."""
+        with self._lock:
+            self._consume(known)
+            text = self._matcher.compute_ff_bytes().decode(errors="ignore")
+        return self._tokenizer.greedy_tokenize(text) if text else []
 
     def masks(self, known: Sequence[int], draft: Sequence[int], num_before_end: int) -> list[Mask]:
         """Return what may come after the `known` tokens of the completion, then what after each token of the draft.
@@ -61,19 +70,23 @@ class Matcher:
         Among the first num_before_end tokens there is no end of text where the grammar allows anything else. After a
         token of the draft that may not come, nothing may.
         """
+        rows: NDArray[np.uint32] = np.zeros((1 + len(draft), self._num_words), np.uint32)
+        with self._lock:
+            self._consume(known)
+            num_drafted = 0
+            for row, drafted in zip(rows, (*draft, None), strict=True):
+                self._fill(row, may_end=self._num_seen + num_drafted >= num_before_end)
+                if drafted is None or drafted in self._eos_token_ids or not row[drafted >> 5] >> (drafted & 31) & 1:
+                    break
+                self._matcher.consume_token(drafted)
+                num_drafted += 1
+            if num_drafted:
+                self._matcher.rollback(num_drafted)
+        return list(rows)
+
+    def _consume(self, known: Sequence[int]) -> None:
         self._matcher.consume_tokens(list(known[self._num_seen :]))
         self._num_seen = len(known)
-        rows: NDArray[np.uint32] = np.zeros((1 + len(draft), self._num_words), np.uint32)
-        num_drafted = 0
-        for row, drafted in zip(rows, (*draft, None), strict=True):
-            self._fill(row, may_end=self._num_seen + num_drafted >= num_before_end)
-            if drafted is None or drafted in self._eos_token_ids or not row[drafted >> 5] >> (drafted & 31) & 1:
-                break
-            self._matcher.consume_token(drafted)
-            num_drafted += 1
-        if num_drafted:
-            self._matcher.rollback(num_drafted)
-        return list(rows)
 
     def _fill(self, row: Mask, *, may_end: bool) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from jsonschema import ValidationError
 
+from gptserve.engine.engine import Engine
 from gptserve.engine.grammar.grammar import ANY_WHITESPACE, Grammar
 from gptserve.engine.request import FinishReason, Request
+from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.grammar.schemas import Schema, assert_valid, schemas
-from tests.engine.runs import OutputsById, make_engine, make_request, run, token_ids
+from tests.engine.runs import OutputsById, make_config, make_engine, make_request, run, token_ids
 
 STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
 TOKENIZER = Tokenizer.open(STORYTELLER)
@@ -148,9 +150,21 @@ def test_without_the_grammar_nothing_would_validate(engine: Any) -> None:
             assert_valid(text_of(outputs, request), FLAT)
 
 
+class NoDrafts:
+    """Guesses nothing."""
+
+    max_step_tokens = 0
+
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        return ()
+
+    def forget(self, sequence: SequenceState) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
 def alone() -> OutputsById:
-    engine = make_engine(STORYTELLER, enable_prefix_caching=False)
+    engine = Engine(make_config(STORYTELLER, enable_prefix_caching=False), drafter=NoDrafts())
     return {request.request_id: run(engine, [request])[request.request_id] for request in ragged()}
 
 
@@ -167,6 +181,12 @@ def test_no_bit_depends_on_the_load(load: str, alone: OutputsById) -> None:
     assert plain(run(engine, ragged())) == plain(alone)
     assert engine.stats.num_preemptions > 0 or load != "preempted"
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens or load != "drafts"
+
+
+def test_forced_texts_are_drafts_without_being_asked_for(alone: OutputsById) -> None:
+    engine, request = make_engine(STORYTELLER), ragged()[0]
+    assert plain(run(engine, [request])) == plain({request.request_id: alone[request.request_id]})
+    assert 10 < engine.stats.num_accepted_tokens <= engine.stats.num_draft_tokens
 
 
 def test_a_replay_goes_on_with_the_same_tokens(alone: OutputsById) -> None:

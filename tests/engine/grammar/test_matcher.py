@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 STORYTELLER = Path(__file__).parents[3] / "weights" / "storyteller"
 EOS = 0
+LIMIT_S = 60.0
 
 
 @functools.cache
@@ -82,3 +87,45 @@ def test_past_a_limit_nothing_may_come_and_there_is_a_reason(monkeypatch: pytest
     assert allowed(row) == set()
     assert follower.fault.startswith("lexer error: too many states: 60 >= 60")
     assert allowed(follower.masks(known, (known[0],), 0)[1]) == set()
+
+
+@pytest.mark.parametrize(
+    ("known", "forced"),
+    [("", '{"colour":"'), ('{"co', 'lour":"'), ('{"colour":"', ""), ('{"colour":"r', 'ed","size":'), ("}", "")],
+)
+def test_the_only_text_that_may_come_is_known(known: str, forced: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "size": {"type": "integer"}},
+        "required": ["colour", "size"],
+        "additionalProperties": False,
+    }
+    follower = matcher("json", json.dumps(schema))
+    token_ids = tokenizer().encode(known)
+    assert tokenizer().decode(follower.forced(token_ids)) == forced
+    fresh = matcher("json", json.dumps(schema))
+    assert allowed(follower.masks(token_ids, (), 0)[0]) == allowed(fresh.masks(token_ids, (), 0)[0])
+
+
+def test_a_text_that_ends_within_a_character_is_forced_as_far_as_it_is_one() -> None:
+    assert tokenizer().decode(matcher("choice", '["naïve é", "naïve è"]').forced(())) == "naïve "
+
+
+def test_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, fill = Event(), Event(), Matcher._fill
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        fill(*args, **kwargs)
+
+    monkeypatch.setattr(Matcher, "_fill", slowly)
+    follower = matcher("regex", "abc")
+    with ThreadPoolExecutor(2) as threads:
+        masks = threads.submit(follower.masks, (), tokenizer().encode("ab"), 0)
+        assert begun.wait(LIMIT_S)
+        forced = threads.submit(follower.forced, ())
+        assert not wait([forced], 0.1).done
+        go_on.set()
+        assert tokenizer().decode(forced.result(LIMIT_S)) == "abc"
+        assert [len(allowed(row)) > 0 for row in masks.result(LIMIT_S)] == [True, True, True]

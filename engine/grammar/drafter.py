@@ -1,0 +1,28 @@
+"""Drafts from grammars: where a grammar allows only one text, its tokens are guessed and verified in one step."""
+
+from __future__ import annotations
+
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
+from gptserve.engine.scheduling.sequence import SequenceState
+
+
+class GrammarDrafter:
+    """Guesses the text that a sequence's grammar forces; where it forces none, it asks `other`.
+
+    The model may cut the text into other tokens than the longest, so this is a guess like any other draft.
+    """
+
+    def __init__(self, other: Drafter | None) -> None:
+        self.max_step_tokens = MAX_DRAFTING_STEP_TOKENS if other is None else other.max_step_tokens
+        self._other = other
+
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        if sequence.matcher is not None:
+            forced = sequence.matcher.forced(sequence.token_ids[sequence.num_prompt_tokens :])
+            if forced:
+                return tuple(forced[:max_tokens])
+        return () if self._other is None else self._other.draft(sequence, max_tokens)
+
+    def forget(self, sequence: SequenceState) -> None:
+        if self._other is not None:
+            self._other.forget(sequence)
