@@ -255,7 +255,7 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
 
 def missing_paths(page: str, text: str) -> list[str]:
     """Return the paths in backticks and the targets of links that do not exist; NAME stands for any name."""
-    tops = "|".join((*PACKAGES, "tests", "bench", "docs"))
+    tops = "|".join((*PACKAGES, "deploy", "tests", "bench", "docs"))
     paths = [path for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", text) if "NAME" not in path]
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     folder = (ROOT / page).parent
@@ -318,6 +318,11 @@ def test_every_metric_has_a_row() -> None:
     own = {name for name in names if name.startswith("gptserve_") and not name.endswith("_created")}
 
     assert_rows("docs/operations.md", "## Metrics", own)
+
+
+def test_every_alert_has_a_row() -> None:
+    text = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
+    assert_rows("docs/operations.md", "## Alerts", set(re.findall(r"alert: (\w+)", text)))
 
 
 def test_a_row_that_is_missing_or_stale_is_named() -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gptserve.server.serve import CLOSING_LIMIT_S
 from gptserve.server.settings import load_settings, server_options
+from tests.deploy.tools import run_tool
 
 ROOT = Path(__file__).parents[1]
 UID = "1000"
@@ -84,6 +86,69 @@ def test_the_state_is_on_a_volume_that_outlives_the_container(service: dict[str,
     volume = mounts(service)[given["GPTSERVE_STATE_DIR"]]
 
     assert volume in compose()["volumes"]
+
+
+def test_only_this_machine_reaches_what_has_no_key() -> None:
+    for name, service in compose()["services"].items():
+        [port] = service["ports"]
+        assert port.startswith(("127.0.0.1:", "${ADDRESS:-127.0.0.1}:")), name
+    assert "GPTSERVE_API_KEY:?" in compose()["x-published-with"]
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ({}, "127.0.0.1"),
+        ({"GPTSERVE_API_KEY": "k"}, "127.0.0.1"),
+        ({"GPTSERVE_API_KEY": "k", "ADDRESS": "0.0.0.0"}, "0.0.0.0"),
+        ({"GPTSERVE_API_KEY_FILE": "/models/keys", "ADDRESS": "::"}, "::"),
+    ],
+)
+def test_docker_compose_publishes_the_server_where_it_is_told(given: dict[str, str], address: str) -> None:
+    command = ("--env-file", "/dev/null", "--profile", "*", "config", "--format", "json")
+    services = json.loads(run_tool("docker-compose", *command, **given))["services"]
+
+    assert {name: service["ports"][0]["host_ip"] for name, service in services.items()} == {
+        **{"gptserve": address, "cpu": address},
+        **{"prometheus": "127.0.0.1", "grafana": "127.0.0.1"},
+    }
+
+
+def test_docker_compose_publishes_no_server_without_a_key() -> None:
+    command = ("--env-file", "/dev/null", "config")
+    assert "a published server needs a key" in run_tool("docker-compose", *command, status=1, ADDRESS="0.0.0.0")
+
+
+def test_the_server_has_the_time_that_it_takes_to_end(service: dict[str, Any]) -> None:
+    limit_s = load_settings({}, {}).shutdown_timeout_s + CLOSING_LIMIT_S
+    assert int(service["stop_grace_period"].removesuffix("s")) > limit_s
+
+
+def test_what_monitoring_mounts_exists() -> None:
+    sources = [
+        source
+        for name in ("prometheus", "grafana")
+        for source in mounts(compose()["services"][name]).values()
+        if source.startswith("./")
+    ]
+
+    assert len(sources) == 3
+    assert all((ROOT / source).is_dir() for source in sources)
+
+
+def test_prometheus_asks_every_server_by_one_name() -> None:
+    services = compose()["services"]
+    text = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")
+    [job] = yaml.safe_load(text)["scrape_configs"]
+
+    assert job["static_configs"] == [{"targets": ["gptserve:8000"]}]
+    assert services["cpu"]["networks"]["default"]["aliases"] == ["gptserve"]
+
+
+def test_the_server_can_write_to_its_volumes_alone_and_has_no_rights(service: dict[str, Any]) -> None:
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
 
 
 def test_a_model_of_this_machine_is_where_the_comment_says(service: dict[str, Any]) -> None:
