@@ -55,6 +55,13 @@ def test_the_readme_is_a_front_page() -> None:
     assert size <= MAX_BYTES, f"README.md has {size} bytes, {MAX_BYTES} are allowed: the rest belongs in docs/"
 
 
+@pytest.mark.parametrize("page", ["first-steps", "operations", "deployment", "contributing"])
+def test_users_operators_and_contributors_find_their_page_on_the_first_screen(page: str) -> None:
+    first_screen = README.read_text(encoding="utf-8").splitlines()[:15]
+
+    assert any(f"](docs/{page}.md)" in line for line in first_screen)
+
+
 @pytest.mark.parametrize("command", ["make serve", "make test"])
 def test_the_readme_names_the_commands(command: str) -> None:
     assert command in [line.partition("#")[0].strip() for line in example(README, "make serve").splitlines()]

@@ -1,0 +1,219 @@
+"""The chart: Helm renders it, Kubernetes knows what comes out, and the server takes what it is given."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from gptserve.server.app import create_app
+from gptserve.server.operations.keys import read_key_file
+from gptserve.server.serve import CLOSING_LIMIT_S
+from gptserve.server.settings import load_settings, server_options
+from tests.deploy.tools import ROOT, run_tool
+from tests.server.app_options import app_options
+from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
+
+CHART = ROOT / "deploy" / "helm" / "gptserve"
+ALL_VALUES = ROOT / "tests" / "deploy" / "values.yaml"
+WITH_STATE = ("--set", "state.size=10Gi,state.storageClass=fast,gpu.count=1,model=/model/mine,keysSecret=k")
+RELEASES = {"defaults": (), "all": ("--values", str(ALL_VALUES)), "state": WITH_STATE}
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def schema() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    return found
+
+
+def templates() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((CHART / "templates").iterdir()))
+
+
+def render(release: str, folder: Path) -> Path:
+    """Return the file of what Helm makes of the chart."""
+    file = folder / f"{release}.yaml"
+    file.write_text(run_tool("helm", "template", "demo", CHART, *RELEASES[release]))
+    return file
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def manifests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return render(request.param, tmp_path_factory.mktemp("helm"))
+
+
+@pytest.fixture
+def pod(manifests: Path) -> dict[str, Any]:
+    return pod_of(manifests)
+
+
+def by_kind(manifests: Path) -> dict[str, Any]:
+    return {item["kind"]: item for item in yaml.safe_load_all(manifests.read_text()) if item}
+
+
+def pod_of(manifests: Path) -> dict[str, Any]:
+    found: dict[str, Any] = by_kind(manifests)["Deployment"]["spec"]["template"]["spec"]
+    return found
+
+
+def environment(pod: dict[str, Any]) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in pod["containers"][0]["env"]}
+
+
+def test_the_chart_has_the_version_of_the_server() -> None:
+    chart = read(CHART / "Chart.yaml")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+
+
+def test_every_value_is_described_and_used() -> None:
+    values = read(CHART / "values.yaml")
+    used = set(re.findall(r"\.Values\.(\w+)", templates()))
+
+    assert set(values) == set(schema()["properties"]) - {"global"} == used
+    for name, part in schema()["properties"].items():
+        if "properties" in part:
+            assert set(part["properties"]) == set(values[name]), name
+            assert set(part["properties"]) == set(re.findall(rf"\.Values\.{name}\.(\w+)", templates())), name
+
+
+@pytest.mark.parametrize("file", [CHART / "values.yaml", ALL_VALUES])
+def test_values_follow_the_schema(file: Path) -> None:
+    jsonschema.validate(read(file), schema())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replica": 2}, "Additional properties are not allowed ('replica' was unexpected)"),
+        ({"settings": {"api-key": "sk"}}, "'api-key' should not be valid under"),
+        ({"settings": {"max_num_seqs": 1}}, "'max_num_seqs' does not match"),
+        ({"keys": {"alice smith": "sk"}}, "'alice smith' does not match"),
+        ({"keys": {"alice": "s k"}}, "'s k' does not match"),
+        ({"state": {"size": "10"}}, "'10' does not match"),
+        ({"gpu": {"count": 2}}, "2 is not one of [0, 1]"),
+    ],
+)
+def test_a_wrong_value_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(jsonschema.ValidationError, match=re.escape(message)):
+        jsonschema.validate(values, schema())
+
+
+def test_the_chart_names_only_options_that_exist() -> None:
+    options = server_options()
+    refused = schema()["properties"]["settings"]["propertyNames"]["not"]["enum"]
+    variables = set(re.findall(r"\bGPTSERVE_[A-Z_]+[A-Z]\b", templates()))
+
+    assert set(refused) <= {option.name for option in options}
+    assert variables <= {option.variable for option in options}
+    assert {option.variable for option in options if option.name in refused} >= variables, (
+        "they have values of their own"
+    )
+
+
+def test_helm_finds_nothing_to_say() -> None:
+    run_tool("helm", "lint", "--strict", CHART)
+
+
+def test_kubernetes_knows_every_field(manifests: Path) -> None:
+    said = run_tool("kubernetes-validate", "--strict", manifests)
+    assert said.count("passed for resource") == len(by_kind(manifests))
+
+
+def test_the_server_takes_what_a_pod_gives_it(pod: dict[str, Any]) -> None:
+    files = {"GPTSERVE_API_KEY_FILE": "tests/server/api_keys.txt"}  # instead of the pod's
+    given = environment(pod)
+    known = {name: files.get(name, value) for name, value in given.items() if name != "HF_TOKEN"}
+
+    assert pod["containers"][0]["args"][0] == "serve"
+    assert load_settings({}, known).shutdown_timeout_s == float(given["GPTSERVE_SHUTDOWN_TIMEOUT"])
+
+
+def test_a_pod_has_the_time_that_its_server_takes_to_end(pod: dict[str, Any]) -> None:
+    pause_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    shutdown_s = float(environment(pod)["GPTSERVE_SHUTDOWN_TIMEOUT"])
+
+    assert pod["terminationGracePeriodSeconds"] > pause_s + shutdown_s + CLOSING_LIMIT_S
+
+
+def test_probes_ask_routes_that_exist_and_wait_for_a_model_to_load(pod: dict[str, Any]) -> None:
+    container = pod["containers"][0]
+    probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
+    paths = create_app(FakeEngineClient(), ByteTokenizer(), app_options("m")).openapi()["paths"]
+    asked = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
+
+    assert asked == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+    assert set(asked.values()) <= set(paths)
+    patience_s = probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"]
+    assert patience_s > float(environment(pod)["GPTSERVE_ENGINE_LOAD_TIMEOUT"])
+
+
+def test_a_pod_writes_to_volumes_alone_and_has_no_rights(pod: dict[str, Any]) -> None:
+    container = pod["containers"][0]
+
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_only_a_model_from_the_hub_lets_a_pod_out(manifests: Path) -> None:
+    kinds = by_kind(manifests)
+    from_hub = pod_of(manifests)["containers"][0]["args"] == ["serve", "openai-community/gpt2"]
+
+    assert bool(kinds["NetworkPolicy"]["spec"]["egress"]) == from_hub
+
+
+def test_selectors_find_the_pods(manifests: Path) -> None:
+    kinds = by_kind(manifests)
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        assert kinds[kind]["spec"]["selector"]["matchLabels"] == labels
+    assert kinds["Service"]["spec"]["selector"] == labels
+    assert kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+
+
+def test_settings_keep_their_values(tmp_path: Path) -> None:
+    variables = environment(pod_of(render("all", tmp_path)))
+    wanted = {"max-num-seqs": "32", "max-body-bytes": "2000000", "write-timeout": "0.5", "strict-fields": "true"}
+
+    assert {name: variables["GPTSERVE_" + name.upper().replace("-", "_")] for name in wanted} == wanted
+
+
+def test_keys_become_a_file_that_the_server_can_read(tmp_path: Path) -> None:
+    manifests = render("all", tmp_path)
+    secret, pod = by_kind(manifests)["Secret"], pod_of(manifests)
+    keys = tmp_path / "keys"
+    keys.write_text(secret["stringData"]["keys"])
+
+    assert read_key_file(keys) == {"sk-a": "alice", "sk-'\"b": "bob.b@example.com"}
+    assert environment(pod)["GPTSERVE_API_KEY_FILE"] == "/keys/keys"
+    assert [v["secret"]["secretName"] for v in pod["volumes"] if v["name"] == "keys"] == [secret["metadata"]["name"]]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("state.size=1Gi,replicas=2", "state.size needs replicas 1 and no autoscaling"),
+        ("state.size=1Gi,autoscaling.enabled=true", "state.size needs replicas 1 and no autoscaling"),
+        ("keys.alice=a,keysSecret=b", "give keys or keysSecret, not both"),
+        ("settings.port=1", "invalid propertyName 'port'"),
+    ],
+)
+def test_helm_refuses_values_that_do_not_go_together(values: str, message: str) -> None:
+    assert message in run_tool("helm", "template", "demo", CHART, "--set", values, status=1)
