@@ -110,7 +110,7 @@ class Engine:
             result = self._runner.run(batch)
         except BaseException as error:
             return outputs + self._recover(batch, error)
-        self._scheduler.stats.num_steps += 1
+        self._scheduler.stats.count_step(batch.num_tokens)
         for index, entries in result.prompt_logprobs.items():
             sequence = batch.items[index].sequence
             if sequence.is_running:  # not aborted meanwhile
@@ -153,6 +153,7 @@ class Engine:
             stop_token_id=progress.stop_token_id,
             num_cached_tokens=sequence.num_cached_tokens,
             error=error,
+            waits=self._scheduler.waits(sequence, len(progress.token_ids)),
         )
 
     def _recover(self, batch: ScheduledBatch, error: BaseException) -> list[TokenOutput]:

@@ -7,6 +7,7 @@ text. The server builds a Request; the engine answers with TokenOutputs.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -207,7 +208,8 @@ class TokenOutput:
 
     If the request asks for logprobs, there is one entry for each token id. If it asks for prompt_logprobs, they come
     before the first token, in outputs of at most MAX_SCORES_PER_OUTPUT entries: one for each prompt token, None for the
-    first one.
+    first one. With the first token come `waits`: the seconds in the queue, and those from there to this token. They are
+    of this run, not of the answer, so they are not compared.
     """
 
     request_id: str
@@ -218,6 +220,7 @@ class TokenOutput:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    waits: tuple[float, float] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,8 @@ class EngineInfo:
     fingerprint: str
     batch_invariant: bool
     """Whether the bits of a request's numbers do not depend on the other requests in a batch."""
+    process_id: int = field(default_factory=os.getpid, compare=False)
+    """The process that computes."""
 
 
 def _check_range(

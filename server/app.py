@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -57,8 +58,11 @@ def create_app(
             restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, marks=find_marks(tokenizer)
         ),
     }
-    store = BackgroundStore(service, journal or Journal(None), restore)
+    journal = journal or Journal(None)
+    store = BackgroundStore(service, journal, restore)
     metrics.watch_background(store.counts)
+    metrics.watch_journal(journal.num_bytes)
+    journal.on_write = metrics.journal_write_time.observe
     settings = options.settings
     app = FastAPI(
         title="gptserve",
@@ -67,17 +71,25 @@ def create_app(
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
         generate_unique_id_function=lambda route: route.name,  # clients that are generated call their functions so
         redirect_slashes=False,
-        middleware=[*_cross_origin(settings.origins), Middleware(RequestEnvelope), *_guard(settings)],
+        middleware=[*_cross_origin(settings.origins), Middleware(RequestEnvelope, metrics), *_guard(settings)],
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
     app.state.store = store
     app.state.metrics = metrics
-    for make_router in (completions_router, chat_router, background_router):
-        app.include_router(make_router(service, store))
-    for make_plain_router in (tokenize_router, models_router, operations_router):
-        app.include_router(make_plain_router(service))
+    routers = [make(service, store) for make in (completions_router, chat_router, background_router)]
+    routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
+    for router in routers:
+        app.include_router(router)
+        _expect_answers(router, metrics)
     return app
+
+
+def _expect_answers(router: APIRouter, metrics: Metrics) -> None:
+    for route in router.routes:
+        assert isinstance(route, APIRoute)
+        for method in route.methods or ():
+            metrics.expect_answers(method, route.path, {200, *route.responses})
 
 
 def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:

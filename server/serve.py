@@ -203,6 +203,7 @@ class ServingProcess:
             connections,
             write_limit_s=write_limit_s,
             stop_limit_s=stop_limit_s,
+            on_lag=app.state.metrics.event_loop_lag.observe,
             tls=tls,
         )
         return server, app.state.store, app.state.lifecycle

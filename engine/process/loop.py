@@ -178,5 +178,5 @@ def _explain(error: Exception) -> str:
     return f"the engine raised {type(error).__name__}: {first_line}"
 
 
-def _stepped(outputs: tuple[tuple[Any, ...], ...], stats: tuple[int, ...]) -> Stepped:
+def _stepped(outputs: tuple[tuple[Any, ...], ...], stats: tuple[Any, ...]) -> Stepped:
     return Stepped(tuple(TokenOutput(*fields) for fields in outputs), EngineStats(*stats))

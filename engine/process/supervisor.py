@@ -197,6 +197,7 @@ class Supervisor(EngineClient):
                 await self._client.close()
                 raise EngineDiedError("the engine restarted with other weights or on other hardware", DeathKind.LOAD)
             self._is_ready = True
+            self._info = replace(self.info, process_id=self._client.info.process_id)
             self._client.enqueue([self._resume(live) for live in self._live.values()], self)
             loading_s = clock() - died_at
             logger.warning("the engine is ready again after %.1f s; %d requests continue", loading_s, len(self._live))

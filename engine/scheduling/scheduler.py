@@ -228,6 +228,8 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_in_order_of_service)
+        if sequence.begun_at is None:
+            sequence.begun_at = self._clock()
         if use_cache and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed
             self.stats.num_prefix_queried_tokens += sequence.num_prompt_tokens
@@ -302,6 +304,12 @@ class Scheduler:
         if is_eos or token_id in params.stop_token_ids:
             return FinishReason.STOP
         return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
+
+    def waits(self, sequence: SequenceState, num_tokens: int) -> tuple[float, float] | None:
+        """Return TokenOutput.waits, if the newest num_tokens tokens are the first of a sequence."""
+        if sequence.begun_at is None or sequence.num_generated > num_tokens:
+            return None
+        return sequence.begun_at - sequence.queued_at, self._clock() - sequence.begun_at
 
     def _has_begun(self, sequence: SequenceState) -> bool:
         """Whether a waiting sequence may have run before, in this engine or in one that died."""

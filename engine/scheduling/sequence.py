@@ -24,7 +24,7 @@ class SequenceState:
     that has ended has a finish_reason and no blocks.
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
-    queued_at is its arrival on the scheduler's clock, in seconds.
+    queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
     matcher follows the request's grammar, if it has one.
     """
 
@@ -32,6 +32,7 @@ class SequenceState:
     arrival: int
     token_ids: list[int]
     queued_at: float = 0.0
+    begun_at: float | None = None
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_scored: int = 0

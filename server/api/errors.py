@@ -76,6 +76,11 @@ def status_of(error: ServiceError) -> int:
     return next((status for status, codes in _CODES.items() if error.code in codes.split()), 400)
 
 
+def codes_of(*statuses: int) -> list[str]:
+    """Return the codes that have one of these statuses."""
+    return [code for status in statuses for code in _CODES[status].split()]
+
+
 def headers_of(error: ServiceError) -> dict[str, str]:
     """Return the headers that tell a client's library more."""
     headers = {}

@@ -136,7 +136,8 @@ def verify(row: Sequence[Any]) -> Sequence[Any]:
 def encode_outputs(outputs: Iterable[TokenOutput]) -> str:
     """Return a JSON array with an object for each output, of the fields that differ from their defaults.
 
-    TokenLogprobs become arrays of their fields.
+    Fields that are not compared are left out: they are of a run, not of the answer. TokenLogprobs become arrays of
+    their fields.
     """
     encode = json.JSONEncoder(separators=(",", ":"), default=attrgetter(*TokenLogprobs.__slots__)).encode
     # One call for each output: a single call for all could hold the interpreter for long.
@@ -152,7 +153,8 @@ def decode_outputs(text: str) -> OutputBatch:
 
 
 def _changed_fields(output: TokenOutput) -> dict[str, object]:
-    return {f.name: getattr(output, f.name) for f in fields(output) if getattr(output, f.name) != f.default}
+    answer = [f for f in fields(output) if f.compare]
+    return {f.name: getattr(output, f.name) for f in answer if getattr(output, f.name) != f.default}
 
 
 def _decode_output(values: dict[str, Any]) -> TokenOutput:

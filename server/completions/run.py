@@ -7,7 +7,6 @@ computes. `answer.py` and the background recorder call them. Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.completions.output import TIMEOUT, ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Tokenizer
+from gptserve.server.completions.times import CompletionTimes
 from gptserve.server.errors import ServiceError
 from gptserve.server.operations.metrics import Metrics
 
@@ -113,18 +113,14 @@ class CompletionRun:
         self.output = CompletionOutput(plan, tokenizer)
         self._plan = plan
         self._metrics = metrics
-        self._started_at = started_at
-        self._first_token_at: float | None = None
-        self._latest_at: list[float | None] = [None] * len(plan.requests)
+        self._times = CompletionTimes(metrics, started_at, len(plan.requests))
 
     def add(self, output: TokenOutput, stream: TokenStream) -> tuple[int, Delta] | None:
         """Add an output as `CompletionOutput.add` does, and abort the choice if a stop string ended it."""
         added = self.output.add(output)
         if added is not None:
             index, delta = added
-            now = time.perf_counter()
-            for _ in output.token_ids:
-                self._measure(index, now)
+            self._times.add(index, output)
             if delta.finish_reason is not None and output.finish_reason is None:
                 stream.abort([output.request_id])
         return added
@@ -132,30 +128,20 @@ class CompletionRun:
     def close(self) -> dict[str, Any]:
         """Count the choices by finish reason, the unfinished as aborted or failed; return the fields for the log."""
         unfinished = FinishReason.ERROR if self.is_failed else FinishReason.ABORT
-        reasons = Counter(
+        reasons = [
             TIMEOUT if choice.is_timed_out else choice.finish_reason or unfinished.value
             for choice in self.output.choices
-        )
-        for reason, count in reasons.items():
-            self._metrics.count_finished(reason, count)
-        self._metrics.request_latency.observe(time.perf_counter() - self._started_at)
-        first = self._first_token_at
+        ]
+        for reason, request, choice in zip(reasons, self._plan.requests, self.output.choices, strict=True):
+            self._metrics.count_ended(reason, len(request.prompt_token_ids), choice.num_tokens)
         return {
             "completion_id": self._plan.answer_id,
             "prompt_tokens": self._plan.num_prompt_tokens,
             "completion_tokens": self.output.num_tokens,
-            "ttft_s": None if first is None else round(first - self._started_at, 6),
-            "finish_reasons": dict(reasons),
+            **self._times.close(),
+            "finish_reasons": dict(Counter(reasons)),
             "user": self._plan.body.user,
         }
-
-    def _measure(self, index: int, now: float) -> None:
-        if self._first_token_at is None:
-            self._first_token_at = now
-            self._metrics.time_to_first_token.observe(now - self._started_at)
-        latest, self._latest_at[index] = self._latest_at[index], now
-        if latest is not None:
-            self._metrics.inter_token_latency.observe(now - latest)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptserve.server.api.errors import INTERNAL_ERROR, error_response, to_service_error
 from gptserve.server.errors import ServiceError
+from gptserve.server.operations.metrics import NO_ROUTE, Metrics
 
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
@@ -43,8 +44,9 @@ def report(error: Exception, scope: Scope) -> ServiceError:
 class RequestEnvelope:
     """Reads or makes the request id, sends it with every answer, and answers exceptions."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. HttpServer has no other scopes than those of requests."""
@@ -72,6 +74,8 @@ class RequestEnvelope:
             await error_response(report(error, scope))(scope, receive, send_with_id)
         finally:
             fields["total_s"] = round(time.perf_counter() - started_at, 6)
+            route = getattr(routed.get("route"), "path", NO_ROUTE)
+            self._metrics.count_answer(scope["method"], route, fields["status"] or CLIENT_GONE)
             _log(scope, fields)
 
 

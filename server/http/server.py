@@ -13,6 +13,7 @@ import logging
 import math
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -30,7 +31,8 @@ ACCEPTS_AT_ONCE = 16  # then the event loop turns, which frees the descriptors o
 ACCEPT_PAUSE_S = 0.5  # when the system has no descriptor or memory for another
 TLS_LIMIT_S = 10.0  # for the handshake, and for the shutdown
 UNSENT_BYTES = 128 * 1024  # bytes that the system buffers for a client; more would hide that it does not read
-TICKS_PER_CHECK = 10  # uvicorn ticks ten times a second
+TICK_S = 0.1  # uvicorn's
+TICKS_PER_CHECK = 10
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class HttpServer(uvicorn.Server):
         *,
         write_limit_s: float,
         stop_limit_s: float,
+        on_lag: Callable[[float], object] = lambda seconds: None,
         tls: ssl.SSLContext | None = None,
         protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
     ) -> None:
@@ -66,6 +69,8 @@ class HttpServer(uvicorn.Server):
         make_protocol = partial(protocol, config, self.server_state, connections, write_limit_s)
         self._listen = partial(Listener, make_protocol=make_protocol, connections=connections, tls=tls)
         self._announce = announce
+        self._on_lag = on_lag
+        self._ticked_at: float | None = None
         self._scheme = "http" if tls is None else "https"
 
     @contextlib.contextmanager
@@ -91,7 +96,11 @@ class HttpServer(uvicorn.Server):
         self._announce(url)
 
     async def on_tick(self, counter: int) -> bool:
-        """Check for clients that do not read; return whether to stop."""
+        """Tell how late this tick is; check for clients that do not read; return whether to stop."""
+        now = time.perf_counter()
+        if self._ticked_at is not None:
+            self._on_lag(max(0.0, now - self._ticked_at - TICK_S))
+        self._ticked_at = now
         if counter % TICKS_PER_CHECK == 0:
             now = asyncio.get_running_loop().time()
             for connection in tuple(self.server_state.connections):

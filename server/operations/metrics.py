@@ -5,29 +5,41 @@ Names are vLLM's with another prefix, so its dashboards need only that. One regi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from itertools import accumulate
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import EngineClient
+from gptserve.engine.request import FinishReason
+from gptserve.engine.stats import STEP_TOKENS_BUCKETS, EngineStats
+from gptserve.server.api.errors import codes_of
 from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.http.connections import Connections
 
-TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
+# From a small model on a GPU to a large one on a CPU, where a long prompt takes minutes.
+_REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+_TOKEN_TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_NUM_TOKENS_BUCKETS = tuple(first * 10**power for power in range(6) for first in (1, 2, 5))
 
-_FamilyType = type[GaugeMetricFamily] | type[CounterMetricFamily]
 RESTART_KINDS = tuple(kind for kind in DeathKind if kind is not DeathKind.CLOSED)
+# A choice that waited too long to be admitted counts as an error.
+_FINISH_REASONS = tuple(reason.value for reason in FinishReason if reason is not FinishReason.QUEUE_TIMEOUT)
+_METHODS = frozenset({"GET", "HEAD", "POST"})
+NO_ROUTE = "none"
 
 
 class Metrics:
     """The metrics of one app, each labelled with the model's name.
 
-    It counts and times what routes report. What others count is read when Prometheus asks, by `collect`.
+    It counts and times what routes report. What others count is read when Prometheus asks, by `collect`. Counters with
+    labels have all their values from the start, so that a first increase is one.
     """
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
@@ -35,30 +47,47 @@ class Metrics:
         self._model_name = model_name
         self._background: Callable[[], Mapping[str, int]] = dict
         self._connections: Connections | None = None
+        self._journal_bytes: Callable[[], int] = int
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token", "From the request to its first token", TIME_TO_FIRST_TOKEN_BUCKETS
+        ProcessCollector("gptserve_engine", self._engine_process_id, registry=self._registry)
+        self._add_times()
+        self._prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a choice that ended", _NUM_TOKENS_BUCKETS
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency", "From one token of a choice to its next", INTER_TOKEN_BUCKETS
-        )
-        self.request_latency = self._histogram(
-            "e2e_request_latency", "From the request to the end of its answer", REQUEST_BUCKETS
+        self._generation_tokens = self._histogram(
+            "request_generation_tokens", "Generated tokens of a choice that ended", _NUM_TOKENS_BUCKETS
         )
         self._finished = self._counter("request_success", "Choices that ended, by reason", "finished_reason")
         self._rejections = self._counter(
             "admission_rejections", "Completions refused with status 429 or 503, by error code", "code"
         )
+        self._http = self._counter("http_requests", "Requests answered", "method", "handler", "status")
+        for reason in _FINISH_REASONS:
+            self._finished.labels(model_name, reason)
+        for code in codes_of(429, 503):
+            self._rejections.labels(model_name, code)
 
-    def count_finished(self, reason: str, number: int) -> None:
-        """Count choices that ended by `reason`."""
-        self._finished.labels(self._model_name, reason).inc(number)
+    def count_ended(self, reason: str, num_prompt_tokens: int, num_generated_tokens: int) -> None:
+        """Count a choice that ended by `reason`."""
+        self._finished.labels(self._model_name, reason).inc()
+        self._prompt_tokens.observe(num_prompt_tokens)
+        self._generation_tokens.observe(num_generated_tokens)
 
     def count_rejection(self, code: str) -> None:
         """Count a refused completion."""
         self._rejections.labels(self._model_name, code).inc()
+
+    def count_answer(self, method: str, route: str, status: int) -> None:
+        """Count an answer; `route` is a template, or NO_ROUTE."""
+        known = method if method in _METHODS else "other"
+        self._http.labels(self._model_name, known, route, str(status)).inc()
+
+    def expect_answers(self, method: str, route: str, statuses: Iterable[int | str]) -> None:
+        """Show answers that may come as 0 until the first comes."""
+        for status in statuses:
+            self._http.labels(self._model_name, method, route, str(status))
 
     def watch_background(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Show the number of background completions by status; `counts` returns it."""
@@ -67,6 +96,10 @@ class Metrics:
     def watch_connections(self, connections: Connections) -> None:
         """Show the numbers of open, refused and closed connections."""
         self._connections = connections
+
+    def watch_journal(self, num_bytes: Callable[[], int]) -> None:
+        """Show the size of the journal; `num_bytes` returns it."""
+        self._journal_bytes = num_bytes
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
@@ -80,16 +113,9 @@ class Metrics:
             ("num_requests_running", "Requests being computed", stats.num_running),
             ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all", usage),
+            ("journal_bytes", "Size of the journal's files", self._journal_bytes()),
         ]
-        counters: list[tuple[str, str, float]] = [
-            ("prompt_tokens", "Prompt tokens taken in", stats.num_prompt_tokens),
-            ("generation_tokens", "Tokens generated", stats.num_generated_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up", stats.num_prefix_queried_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the cache", stats.num_prefix_hit_tokens),
-            ("num_preemptions", "Sequences that lost their blocks", stats.num_preemptions),
-            ("spec_decode_num_draft_tokens", "Tokens guessed and verified", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Guesses that held", stats.num_accepted_tokens),
-        ]
+        counters = _engine_counters(stats)
         if connections is not None:
             gauges += [
                 ("connections", "Open connections", len(connections)),
@@ -103,6 +129,7 @@ class Metrics:
             yield self._family(GaugeMetricFamily, stem, text, {(): value})
         for stem, text, total in counters:
             yield self._family(CounterMetricFamily, stem, text, {(): total})
+        yield self._step_tokens(stats)
         restarts: dict[tuple[str, ...], float] = {(kind,): engine.restarts.get(kind, 0) for kind in RESTART_KINDS}
         text = "Engines that died and were replaced, by the kind of death"
         yield self._family(CounterMetricFamily, "engine_restarts", text, restarts, "kind")
@@ -110,9 +137,67 @@ class Metrics:
         kept: dict[tuple[str, ...], float] = {(status,): counts.get(status, 0) for status in get_args(BackgroundStatus)}
         text = "Background and keyed completions"
         yield self._family(GaugeMetricFamily, "kept_completions", text, kept, "status")
+        if engine.is_alive:
+            yield from self._infos()
+
+    def _add_times(self) -> None:
+        def seconds(stem: str, text: str, buckets: Sequence[float] = _REQUEST_BUCKETS) -> Histogram:
+            return self._histogram(f"{stem}_seconds", text, buckets)
+
+        self.time_to_first_token = seconds("time_to_first_token", "From the request to its first token")
+        text = "From one token of a choice to its next"
+        self.inter_token_latency = seconds("inter_token_latency", text, _TOKEN_TIME_BUCKETS)
+        self.request_latency = seconds("e2e_request_latency", "From the request to the end of its answer")
+        self.queue_time = seconds("request_queue_time", "Wait of a choice for a running slot")
+        self.prefill_time = seconds("request_prefill_time", "From the running slot of a choice to its first token")
+        self.decode_time = seconds("request_decode_time", "From the first token of a choice to its last")
+        self.inference_time = seconds("request_inference_time", "From the running slot of a choice to its last token")
+        self.event_loop_lag = seconds("event_loop_lag", "How much too late the event loop wakes up", _DELAY_BUCKETS)
+        self.journal_write_time = seconds("journal_write", "Transactions of the journal", _DELAY_BUCKETS)
+
+    def _infos(self) -> Iterator[Metric]:
+        """Yield what the engine and this build are, as labels of the value 1."""
+        info = self._engine.info
+        cache: dict[str, object] = {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,  # vLLM's label, which its dashboards read; on a CPU, too
+            "cache_dtype": info.dtype,
+            "kv_cache_bytes": info.kv_cache_bytes,
+        }
+        build: dict[str, object] = {
+            "version": version("gptserve"),
+            "torch_version": version("torch"),
+            "python_version": platform.python_version(),
+            "device": info.device,
+            "dtype": info.dtype,
+            "attention_backend": info.attention_backend,
+            "fingerprint": info.fingerprint,
+        }
+        for stem, text, labels in (
+            ("cache_config_info", "The KV cache", cache),
+            ("build_info", "Versions, kernels and the fingerprint of the model", build),
+        ):
+            values = {tuple(map(str, labels.values())): 1.0}
+            yield self._family(GaugeMetricFamily, stem, text, values, *labels)
+
+    def _step_tokens(self, stats: EngineStats) -> Metric:
+        text = "Tokens computed in a step"
+        family = HistogramMetricFamily("gptserve_iteration_tokens_total", text, labels=("model_name",))
+        bounds = (*map(float, STEP_TOKENS_BUCKETS), "+Inf")
+        buckets = list(zip(map(str, bounds), accumulate(stats.num_steps_by_tokens), strict=True))
+        family.add_metric((self._model_name,), buckets, stats.num_computed_tokens)
+        return family
+
+    def _engine_process_id(self) -> int | str:
+        return self._engine.info.process_id if self._engine.is_alive else "no process"
 
     def _family(
-        self, family_type: _FamilyType, stem: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
+        self,
+        family_type: type[GaugeMetricFamily | CounterMetricFamily],
+        stem: str,
+        text: str,
+        values: Mapping[tuple[str, ...], float],
+        *labels: str,
     ) -> Metric:
         """Return a metric with a value for each tuple of further labels."""
         family = family_type(f"gptserve_{stem}", text, labels=("model_name", *labels))
@@ -121,8 +206,20 @@ class Metrics:
         return family
 
     def _histogram(self, stem: str, text: str, buckets: Sequence[float]) -> Histogram:
-        name, label = f"gptserve_{stem}_seconds", ("model_name",)
+        name, label = f"gptserve_{stem}", ("model_name",)
         return Histogram(name, text, label, registry=self._registry, buckets=buckets).labels(self._model_name)
 
-    def _counter(self, stem: str, text: str, label: str) -> Counter:
-        return Counter(f"gptserve_{stem}", text, ("model_name", label), registry=self._registry)
+    def _counter(self, stem: str, text: str, *labels: str) -> Counter:
+        return Counter(f"gptserve_{stem}", text, ("model_name", *labels), registry=self._registry)
+
+
+def _engine_counters(stats: EngineStats) -> list[tuple[str, str, float]]:
+    return [
+        ("prompt_tokens", "Prompt tokens taken in", stats.num_prompt_tokens),
+        ("generation_tokens", "Tokens generated", stats.num_generated_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked up", stats.num_prefix_queried_tokens),
+        ("prefix_cache_hits", "Prompt tokens found in the cache", stats.num_prefix_hit_tokens),
+        ("num_preemptions", "Sequences that lost their blocks", stats.num_preemptions),
+        ("spec_decode_num_draft_tokens", "Tokens guessed and verified", stats.num_draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Guesses that held", stats.num_accepted_tokens),
+    ]

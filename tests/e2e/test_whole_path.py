@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import json
 import random
@@ -15,6 +16,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from gptserve import LLM
 from gptserve.engine.request import SamplingParams
@@ -26,6 +28,7 @@ RSS_LIMIT_BYTES = 150 * 10**6
 AT_ONCE = 40
 """So many of the clients that hang up do it while the engine is held: none of them can have been answered before."""
 NUM_ANSWERS = 24
+PARTS = ("queue", "prefill", "decode", "inference")
 GAUGES = ("gptserve_num_requests_running", "gptserve_num_requests_waiting", "gptserve_kv_cache_usage_perc")
 
 
@@ -266,3 +269,61 @@ def test_the_openai_client_streams_cancels_and_gets_typed_errors(client: httpx.C
         assert caught.value.code == "context_length_exceeded"
         with pytest.raises(openai.NotFoundError):
             api.completions.create(model="gpt-5", prompt="Once")
+
+
+def test_the_metrics_under_load_are_those_of_what_was_sent(client: httpx.Client) -> None:
+    before = samples(client)
+    bodies = [any_body(i) | {"stop": None, "ignore_eos": True} for i in range(NUM_ANSWERS)]
+    answers = asyncio.run(answers_and_scrapes(str(client.base_url), bodies))
+    assert client.post("/v1/completions", json={"prompt": "x", "temperature": -1}).status_code == 400
+    assert client.get("/nowhere").status_code == 404
+    grown = {name: value - before[name] for name, value in samples(client).items()}
+
+    num_choices = sum(len(answer["choices"]) for answer in answers)
+    num_prompt = sum(answer["usage"]["prompt_tokens"] * len(answer["choices"]) for answer in answers)
+    num_generated = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    assert (grown["prompt_tokens_total"], grown["request_prompt_tokens_sum"]) == (num_prompt, num_prompt)
+    assert (grown["generation_tokens_total"], grown["request_generation_tokens_sum"]) == (num_generated, num_generated)
+    assert grown["request_success_total|length"] == num_choices
+    of_choices = (
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        *(f"request_{part}_time_seconds" for part in PARTS),
+    )
+    assert {name: grown[f"{name}_count"] for name in of_choices} == dict.fromkeys(of_choices, num_choices)
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == len(answers)
+    assert grown["inter_token_latency_seconds_count"] == num_generated - num_choices
+    num_hits = grown["prefix_cache_hits_total"]
+    num_computed = num_prompt - num_hits + num_generated - num_choices  # nobody computes the last token
+    assert grown["iteration_tokens_total_sum"] == num_computed
+    assert 0 < grown["iteration_tokens_total_count"] <= num_computed
+    num_chats = sum("messages" in body for body in bodies)
+    assert grown["http_requests_total|/v1/chat/completions|POST|200"] == num_chats
+    assert grown["http_requests_total|/v1/completions|POST|200"] == NUM_ANSWERS - num_chats
+    assert grown["http_requests_total|/v1/completions|POST|400"] == grown["http_requests_total|none|GET|404"] == 1
+    took = {part: grown[f"request_{part}_time_seconds_sum"] for part in PARTS}
+    assert took["inference"] == pytest.approx(took["prefill"] + took["decode"])
+    assert min(took.values()) > 0
+
+
+async def answers_and_scrapes(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answers to all bodies, asked for at the same time, and scrape the metrics meanwhile."""
+
+    async def ask(body: dict[str, Any]) -> dict[str, Any]:
+        response = await http.post("/v1/chat/completions" if "messages" in body else "/v1/completions", json=body)
+        assert (await http.get("/metrics")).status_code == 200
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        return await asyncio.gather(*map(ask, bodies))
+
+
+def samples(client: httpx.Client) -> collections.defaultdict[str, float]:
+    """Return our metrics by their names without the prefix and their labels other than the model's; 0 for others."""
+    found: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name != "model_name"]
+            found["|".join((sample.name.removeprefix("gptserve_"), *labels))] = sample.value
+    return found
