@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,11 @@ from gptserve.weights.generation import load_sampling_defaults
 from gptserve.weights.source import model_name, resolve_model
 
 if TYPE_CHECKING:  # they import the web framework
+    from fastapi import FastAPI
+
     from gptserve.server.background.store import BackgroundStore
     from gptserve.server.completions.grammar import GrammarChecker
+    from gptserve.server.http.door import Door
     from gptserve.server.http.server import HttpServer
     from gptserve.weights.chat.template import ChatTemplate
     from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -96,6 +99,8 @@ class ServingProcess:
         config = replace(settings.engine, model_dir=folder)
         factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
         self._journal = Journal(settings.state_dir, settings.state_sync)
+        self._http: HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._with_workers: list[Tokenizer | ChatTemplate | GrammarChecker] = []
         self._engine: EngineClient = ThreadClient(factory)
         if not settings.in_process:
@@ -122,22 +127,42 @@ class ServingProcess:
         finally:
             self._limit_closing(CLOSING_LIMIT_S)
             await self._finish(self._engine.close(), "the engine")
+            if self._http is not None and self._serving is not None:
+                self._http.should_exit = True
+                await self._finish(self._serving, "the HTTP server")
             for holder in self._with_workers:
                 holder.close()
             await self._finish(self._journal.close(), "the journal")
             await self._finish(loop.shutdown_default_executor(), "a thread")
 
-    async def _load(self) -> tuple[HttpServer, BackgroundStore, Lifecycle]:
+    async def _load(self) -> tuple[BackgroundStore, Lifecycle]:
+        """Open the door, load everything, and let requests in."""
         try:
             await self._journal.open()  # fails before the model is loaded
-            built, _ = await asyncio.gather(asyncio.to_thread(self._build_server), self._engine.start())
-            _, store, _ = built
-            await store.start()
+            making_app = asyncio.to_thread(self._make_app)
+            door, (app, announce), _ = await asyncio.gather(self._open_door(), making_app, self._engine.start())
+            await app.state.store.start()
         except JournalError as error:
             raise StartError(f"state-dir: {error}") from error
         except KeyFileError as error:  # it was a good file when the settings were checked
             raise StartError(str(error)) from error
-        return built
+        assert self._http is not None
+        app.state.metrics.watch_connections(self._http.connections)
+        self._http.on_lag = app.state.metrics.event_loop_lag.observe
+        door.open(app)
+        announce(self._http.url)
+        return app.state.store, app.state.lifecycle
+
+    async def _open_door(self) -> Door:
+        """Begin to answer requests; the door refuses them."""
+        listens = asyncio.Event()
+        server, door = await asyncio.to_thread(self._make_server, listens.set)
+        self._http, self._serving = server, asyncio.create_task(server.serve(sockets=[self._listener]))
+        await _first(listens.wait(), self._serving)
+        if self._serving.done():
+            await self._serving
+        logger.info("listening on %s; requests get status 503 until the model is loaded", server.url)
+        return door
 
     def _receive_signal(self) -> None:
         if self._told_to_stop.is_set():
@@ -159,12 +184,9 @@ class ServingProcess:
             logger.warning("ending without %s: it does not finish", name)
             self.hangs = True
 
-    def _build_server(self) -> tuple[HttpServer, BackgroundStore, Lifecycle]:
-        """Import the web framework and open the tokenizer, in a thread: this takes as long as to load a small model."""
-        from gptserve.server.app import create_app
-        from gptserve.server.completions.grammar import GrammarChecker
-        from gptserve.server.completions.service import AppOptions
+    def _make_server(self, on_listening: Callable[[], object]) -> tuple[HttpServer, Door]:
         from gptserve.server.http.connections import Connections, affordable_connections
+        from gptserve.server.http.door import Door
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import load_tls
         from gptserve.server.operations.banner import log_banner
@@ -189,27 +211,12 @@ class ServingProcess:
             chat_template=template,
             grammar_checker=checker,
         )
-        app = create_app(self._engine, tokenizer, options, self._journal)
-        try:
-            connections = Connections(affordable_connections(settings.max_connections))
-            tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)
-        except ValueError as error:
-            raise StartError(str(error)) from error
-        app.state.metrics.watch_connections(connections)
-        write_limit_s, stop_limit_s = settings.write_timeout_s, LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S
-        server = HttpServer(
-            app,
-            partial(log_banner, self._engine, options),
-            connections,
-            write_limit_s=write_limit_s,
-            stop_limit_s=stop_limit_s,
-            on_lag=app.state.metrics.event_loop_lag.observe,
-            tls=tls,
-        )
-        return server, app.state.store, app.state.lifecycle
+        return create_app(self._engine, tokenizer, options, self._journal), partial(log_banner, self._engine, options)
 
-    async def _serve(self, server: HttpServer, store: BackgroundStore, lifecycle: Lifecycle) -> int:
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+    async def _serve(self, store: BackgroundStore, lifecycle: Lifecycle) -> int:
+        server, serving = self._http, self._serving
+        assert server is not None
+        assert serving is not None
         await _first(self._told_to_stop.wait(), self._engine.wait_until_dead(), serving)
         if self._told_to_stop.is_set():
             await self._drain(store, lifecycle)

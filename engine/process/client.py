@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError, ScarcityError
-from gptserve.engine.process.loop import Abort, Command, EngineFactory, Failed, Message, Ready, Stepped, Submit
+from gptserve.engine.process.loop import Abort, Command, EngineFactory, Failed, Loading, Message, Ready, Stepped, Submit
 from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from gptserve.engine.stats import EngineStats
 
@@ -115,6 +115,7 @@ class EngineClient(ABC):
         self._died = asyncio.Event()
 
     @property
+        self._load_progress = (0, 0)
     def info(self) -> EngineInfo:
         """A description of the engine; valid once `start` has returned."""
         assert self._info is not None, "the engine has not been started"
@@ -124,6 +125,11 @@ class EngineClient(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """The counters as of the latest step."""
+
+    @property
+    def load_progress(self) -> tuple[int, int]:
+        """How many bytes of the weights are loaded, and of how many; 0 of 0 while that is not known."""
+        return self._load_progress
 
     @property
     def is_alive(self) -> bool:
@@ -289,6 +295,8 @@ class LoopClient(EngineClient):
                 self._started.set()
             case Failed(cause):
                 self._blame(cause, DeathKind.RAISED)  # `_ended` tells the streams
+            case Loading(num_bytes, num_bytes_total):
+                self._load_progress = num_bytes, num_bytes_total
 
     def _deliver(self, output: TokenOutput) -> None:
         sink = self._live.get(output.request_id)

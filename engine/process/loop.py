@@ -45,8 +45,16 @@ Command = Submit | Abort | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """How many bytes of the weights are loaded, of how many. Any number of these come before Ready or Failed."""
+
+    num_bytes: int
+    num_bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is loaded. This is the first message, unless loading failed."""
+    """The engine is loaded. This is the first message but for Loading, unless loading failed."""
 
     info: EngineInfo
     stats: EngineStats
@@ -71,7 +79,7 @@ class Failed:
     cause: str
 
 
-Message = Ready | Stepped | Failed
+Message = Loading | Ready | Stepped | Failed
 
 
 class StepEngine(Protocol):
@@ -99,7 +107,15 @@ class StepEngine(Protocol):
         """Compute one batch. A failed step is repeated, or ends a request with FinishReason.ERROR."""
 
 
-EngineFactory = Callable[[], StepEngine]
+Report = Callable[[int, int], None]
+"""Is told how many bytes of the weights are loaded, and of how many."""
+
+
+class EngineFactory(Protocol):
+    """Makes an engine, where the loop runs."""
+
+    def __call__(self, *, report: Report) -> StepEngine:
+        """Load the engine and report the progress."""
 
 
 class Channel(Protocol):
@@ -118,19 +134,19 @@ class Channel(Protocol):
         """Send a message to the client."""
 
 
-def load_engine(config: EngineConfig) -> StepEngine:
-    """Load the real engine and show progress on stderr. Only this imports torch."""
+def load_engine(config: EngineConfig, *, report: Report) -> StepEngine:
+    """Load the real engine; report the progress and show it on stderr. Only this imports torch."""
     from gptserve.engine.engine import Engine
     from gptserve.engine.model.loading_bar import LoadingBar
 
-    with LoadingBar() as bar:
+    with LoadingBar(report) as bar:
         return Engine(config, bar.show)
 
 
 def serve(factory: EngineFactory, channel: Channel) -> None:
     """Load an engine and run it until Shutdown or a failure. Raises what `channel` raises if the client is gone."""
     try:
-        engine = factory()
+        engine = factory(report=lambda done, total: channel.send(Loading(done, total)))
     except Exception as error:
         channel.send(Failed(_explain(error)))
         return

@@ -140,7 +140,7 @@ def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None
     if os.getppid() != parent_pid:
         return  # the parent died before prctl
     with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
-        serve(lambda: pickle.loads(factory)(), connection)
+        serve(lambda report: pickle.loads(factory)(report=report), connection)
 
 
 def _describe_exit(code: int | None) -> tuple[str, DeathKind]:

@@ -73,6 +73,10 @@ class Supervisor(EngineClient):
         return current.after(self._earlier_stats)
 
     @property
+    def load_progress(self) -> tuple[int, int]:
+        return self._client.load_progress
+
+    @property
     def is_ready(self) -> bool:
         return self._is_ready
 

@@ -39,17 +39,16 @@ logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with a Listener; ServingProcess handles the signals. It calls `announce` with the URL once it listens."""
+    """uvicorn with a Listener; ServingProcess handles the signals. `url` is valid once it has called `on_listening`."""
 
     def __init__(
         self,
         app: ASGIApp,
-        announce: Callable[[str], None],
+        on_listening: Callable[[], object],
         connections: Connections,
         *,
         write_limit_s: float,
         stop_limit_s: float,
-        on_lag: Callable[[float], object] = lambda seconds: None,
         tls: ssl.SSLContext | None = None,
         protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
     ) -> None:
@@ -68,8 +67,11 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         make_protocol = partial(protocol, config, self.server_state, connections, write_limit_s)
         self._listen = partial(Listener, make_protocol=make_protocol, connections=connections, tls=tls)
-        self._announce = announce
-        self._on_lag = on_lag
+        self._on_listening = on_listening
+        self.connections = connections
+        self.url = ""
+        self.on_lag: Callable[[float], object] = lambda seconds: None
+        """Told how much too late the event loop wakes up."""
         self._ticked_at: float | None = None
         self._scheme = "http" if tls is None else "https"
 
@@ -87,19 +89,19 @@ class HttpServer(uvicorn.Server):
             connection.transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen and announce the URL."""
+        """Begin to listen."""
         assert sockets is not None
         self.servers = [self._listen(sockets[0])]  # type: ignore[list-item]
         self.started = True
         host, port = sockets[0].getsockname()[:2]
-        url = f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
-        self._announce(url)
+        self.url = f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
+        self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
         """Tell how late this tick is; check for clients that do not read; return whether to stop."""
         now = time.perf_counter()
         if self._ticked_at is not None:
-            self._on_lag(max(0.0, now - self._ticked_at - TICK_S))
+            self.on_lag(max(0.0, now - self._ticked_at - TICK_S))
         self._ticked_at = now
         if counter % TICKS_PER_CHECK == 0:
             now = asyncio.get_running_loop().time()

@@ -14,7 +14,7 @@ import time
 from datetime import UTC, datetime
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.process.loop import StepEngine, load_engine
+from gptserve.engine.process.loop import Report, StepEngine, load_engine
 from gptserve.server.settings import LogFormat, LogLevel
 
 RARE_INTERVAL_S = 60.0
@@ -84,10 +84,10 @@ def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
     logging.getLogger("gptserve").setLevel(threshold)
 
 
-def load_logging_engine(config: EngineConfig, log_format: LogFormat, level: LogLevel) -> StepEngine:
+def load_logging_engine(config: EngineConfig, log_format: LogFormat, level: LogLevel, *, report: Report) -> StepEngine:
     """Load the engine in a process that has no logging yet; picklable, for an EngineClient."""
     configure_logging(log_format, level)
-    return load_engine(config)
+    return load_engine(config, report=report)
 
 
 def _printable(text: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Container
 from typing import Any, Literal
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.process.loop import Report
 from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from gptserve.engine.scheduling.blame import CLEARING_STEPS
 from gptserve.engine.stats import EngineStats
@@ -149,8 +150,8 @@ class UnpickledSlowly:
     def __init__(self, gate: str) -> None:
         self._gate = gate
 
-    def __call__(self) -> FakeStepEngine:
-        return load()
+    def __call__(self, *, report: Report) -> FakeStepEngine:
+        return load(report=report)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle_slowly, (self._gate,)
@@ -162,14 +163,18 @@ def _unpickle_slowly(gate: str) -> UnpickledSlowly:
     return UnpickledSlowly(gate)
 
 
+Loading = Literal["succeeds", "reports", "waits", "waits after the first", "refuses", "raises", "is killed"]
+
+
 def load(
     gate: str = "",
-    loading: Literal["succeeds", "waits", "waits after the first", "refuses", "raises", "is killed"] = "succeeds",
+    loading: Loading = "succeeds",
     step_s: float = 0.0005,
     tally: str = "",
     failing_loads: Container[int] = (),
     changed_loads: Container[int] = (),
     cramped_loads: Container[int] = (),
+    report: Report | None = None,
     **info: int,
 ) -> FakeStepEngine:
     """Load an engine; `tally` is a file that counts the loads, so that those of some numbers, from 1, can be chosen."""
@@ -180,6 +185,8 @@ def load(
         return FakeStepEngine(dataclasses.replace(INFO, fingerprint="changed"), gate, step_s, tally)
     if number in cramped_loads:
         return FakeStepEngine(dataclasses.replace(INFO, max_model_len=INFO.max_model_len - 1), gate, step_s, tally)
+    if report is not None and loading == "reports":
+        report(1, 4)
     if loading == "waits" or (loading == "waits after the first" and number > 1):
         wait(gate)
     if loading == "refuses":

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from gptserve.engine.process.loop import StepEngine
+from gptserve.engine.process.loop import EngineFactory, Report, StepEngine
 from gptserve.engine.request import EngineInfo, Request, TokenOutput
 from gptserve.engine.stats import EngineStats
 
@@ -100,13 +99,15 @@ class HeldEngine:
         return self._engine.step()
 
 
-def load(folder: Path, factory: Callable[[], StepEngine]) -> HeldEngine:
+def load(folder: Path, factory: EngineFactory, *, report: Report) -> HeldEngine:
     """Load the engine that `factory` makes, held by the gate in this folder."""
     gate = EngineGate(folder)
+    report(1, 4)
     gate.wait_to_load()
-    return HeldEngine(factory(), gate)
+    return HeldEngine(factory(report=report), gate)
 
 
-def load_in_server(factory: Callable[[], StepEngine]) -> StepEngine:
+def load_in_server(factory: EngineFactory, report: Report) -> StepEngine:
     """Load the engine of a server, held if the environment names a gate."""
-    return load(Path(os.environ[VARIABLE]), factory) if VARIABLE in os.environ else factory()
+    is_held = VARIABLE in os.environ
+    return load(Path(os.environ[VARIABLE]), factory, report=report) if is_held else factory(report=report)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.process.loop import StepEngine
+from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 from tests.engine import held_engine
 from tests.engine.fake_step_engine import count, count_hang
@@ -24,7 +24,12 @@ POISON = 13, 13, 13
 
 
 def load(
-    config: EngineConfig, tally: str, deaths: Mapping[int, tuple[Death, int]], of_poison: Death = "kill"
+    config: EngineConfig,
+    tally: str,
+    deaths: Mapping[int, tuple[Death, int]],
+    of_poison: Death = "kill",
+    *,
+    report: Report,
 ) -> Engine:
     """Load an engine that dies as `deaths` says: by the number of the load, from 1, the way and the step."""
     from gptserve.engine.engine import Engine
@@ -32,7 +37,7 @@ def load(
     number = count(tally) if tally else 0
     if deaths.get(number) == ("kill", 0):
         die("kill")
-    engine = Engine(config)
+    engine = Engine(config, report)
     compute, num_runs = engine._runner.run, 0
     way, step = deaths.get(number, ("kill", -1))
 
@@ -49,9 +54,9 @@ def load(
     return engine
 
 
-def load_in_server(config: EngineConfig, _log_format: str, _log_level: str) -> StepEngine:
+def load_in_server(config: EngineConfig, _log_format: str, _log_level: str, *, report: Report) -> StepEngine:
     """Take the place of server.logs.load_logging_engine: an engine that only POISON kills, and that a gate may hold."""
-    return held_engine.load_in_server(functools.partial(load, config, "", {}))
+    return held_engine.load_in_server(functools.partial(load, config, "", {}), report)
 
 
 def die(way: Death, tally: str = "") -> None:

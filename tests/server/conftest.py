@@ -97,7 +97,7 @@ class LiveServer(Api):
         self.app.state.metrics.watch_connections(self.connections)
         self.server = HttpServer(
             self.app,
-            lambda url: None,
+            lambda: None,
             self.connections,
             write_limit_s=write_limit_s,
             stop_limit_s=20,

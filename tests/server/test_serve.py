@@ -109,6 +109,23 @@ def test_sigterm_refuses_what_is_new_finishes_what_runs_and_ends_with_status_0(
     assert "cut off" not in log
 
 
+def test_while_the_model_loads_requests_get_503_and_the_progress(launch: Any, gate: EngineGate) -> None:
+    gate.shut_to_new()
+    process = launch(main=MORTAL, **{VARIABLE: str(gate.folder)})
+    url = process.wait_for_line(" listening on ").partition(" listening on ")[2].partition(";")[0]
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        while (health := client.get("/health")).json()["progress"] == 0:  # the engine has not said more yet
+            assert health.status_code == 503
+        refused = client.post("/v1/completions", json={"prompt": "Once"})
+        gate.open()
+        process.wait_until_ready().close()
+        healthy = client.get("/health")
+
+    assert (health.status_code, health.json()["status"], health.json()["progress"]) == (503, "loading", 0.25)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+    assert healthy.json() == {"status": "ok"}
+
+
 def test_after_the_time_limit_streams_end_with_an_error_and_the_status_is_0(launch_held: Any) -> None:
     process = launch_held("--shutdown-timeout", "0")
     with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16) as running:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections import deque
 
 import pytest
 
-from gptserve.engine.process.loop import Abort, Command, Failed, Message, Ready, Shutdown, Stepped, Submit, serve
+from gptserve.engine.process.loop import (
+    Abort,
+    Command,
+    Failed,
+    Loading,
+    Message,
+    Ready,
+    Shutdown,
+    Stepped,
+    Submit,
+    serve,
+)
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 from gptserve.engine.stats import EngineStats
 from tests.engine import fake_step_engine as fake
@@ -97,8 +109,16 @@ def test_engine_that_raises_is_the_last_message() -> None:
 
 def test_factory_that_raises_is_the_only_message() -> None:
     channel = ScriptedChannel()
-    serve(lambda: fake.load(loading="refuses"), channel)
+    serve(functools.partial(fake.load, loading="refuses"), channel)
     assert channel.sent == [Failed("config.json: n_layer must be at least 1, got 0")]
+
+
+def test_progress_comes_before_the_engine_is_ready() -> None:
+    channel = ScriptedChannel((Shutdown(),))
+    serve(functools.partial(fake.load, loading="reports"), channel)
+    progress, ready = channel.sent
+    assert progress == Loading(1, 4)
+    assert isinstance(ready, Ready)
 
 
 def test_step_message_survives_the_wire() -> None:

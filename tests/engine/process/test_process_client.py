@@ -68,7 +68,7 @@ def test_death_during_the_load_fails_the_start() -> None:
 
 def test_factory_that_cannot_reach_the_process_fails_the_start() -> None:
     async def test() -> None:
-        client = ProcessClient(lambda: fake.load())
+        client = ProcessClient(lambda report: fake.load())
         with pytest.raises(EngineStartError, match="could not be started"):
             await client.start()
         await client.close()

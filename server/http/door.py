@@ -1,0 +1,48 @@
+"""The ASGI application that the port is given first: it answers 503 with the progress until the model is loaded.
+
+`serve.py` makes it before anything is loaded, and then opens it. Knows neither the engine nor the routes behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gptserve.server.api.errors import error_response, headers_of
+from gptserve.server.errors import ServiceError
+
+Progress = Callable[[], tuple[int, int]]
+
+
+class Door:
+    """Passes requests on to the application given to `open`. Until then it refuses them.
+
+    `progress` returns how many bytes of the weights are loaded, and of how many; of 0 while that is not known.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._started_at = time.monotonic()
+        self._app: ASGIApp = self._refuse
+
+    def open(self, app: ASGIApp) -> None:
+        """Let `app` answer from now on."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._app(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        done, total = self._progress()
+        share = done / total if total else 0.0
+        error = ServiceError("loading", f"the model is loading: {share:.0%} of the weights are read; try again later")
+        response: Response = error_response(error)
+        if scope["path"].endswith("/health"):
+            elapsed_s = round(time.monotonic() - self._started_at, 1)
+            state = {"status": "loading", "progress": round(share, 3), "elapsed_s": elapsed_s}
+            response = JSONResponse(state, 503, headers_of(error))
+        await response(scope, receive, send)
