@@ -38,11 +38,10 @@ VOLUME /state
 USER 1000:1000
 WORKDIR /home/gptserve
 EXPOSE 8000
-# Knows the port and TLS by their variables only: where flags or a file set them, run with --no-healthcheck or one of
-# your own. A port that is no number is what Kubernetes made for a Service. The certificate names another host than the
-# loopback address and is not checked; proxies are passed by.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, ssl, urllib.request as r; get = os.environ.get; port = get('GPTSERVE_PORT', ''); scheme = 'https' if get('GPTSERVE_SSL_CERTFILE') else 'http'; opener = r.build_opener(r.ProxyHandler({}), r.HTTPSHandler(context=ssl._create_unverified_context())); opener.open('%s://127.0.0.1:%s/health' % (scheme, port if port.isdigit() else '8000'), timeout=4)"]
+# Reads the same variables as the server, and the file that GPTSERVE_CONFIG names. Where flags set address or TLS, run
+# with --no-healthcheck or give the same flags to a check of your own.
+HEALTHCHECK --interval=10s --timeout=10s --start-period=120s --retries=3 \
+    CMD ["gptserve", "health"]
 ENTRYPOINT ["gptserve"]
 CMD ["serve"]
 

@@ -28,6 +28,7 @@ from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.operations.keys import KEY_RULE, is_key
 from gptserve.server.settings import (
+    ServerSettings,
     SettingsError,
     client_url,
     injected_variables,
@@ -106,6 +107,18 @@ def _build_parser() -> CommandParser:
     serve.add_argument("MODEL", nargs="?", help="folder or hub id of the model, as with --model")
     add_flags(serve)
     serve.set_defaults(parser=serve, run=_serve)
+
+    for name, run, text in (
+        ("health", _health, "ask the server that runs with these settings whether it is well"),
+        ("doctor", _doctor, "serve the model for a moment and say what is well, and what is not"),
+        ("config", _config, "check these settings of serve and show them, with where they are from"),
+    ):
+        command = commands.add_parser(
+            name, help=text, usage=f"gptserve {name} [MODEL] [options of serve]", description=f"{text.capitalize()}."
+        )
+        command.add_argument("MODEL", nargs="?", help=argparse.SUPPRESS)
+        add_flags(command)
+        command.set_defaults(parser=command, run=run)
 
     complete = commands.add_parser(
         "complete",
@@ -195,13 +208,46 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _settings(options: argparse.Namespace) -> ServerSettings:
+    """Return the settings of `serve` from the command line, the environment and a file. Raises SettingsError."""
     flags = {name: value for name, value in vars(options).items() if name not in ("MODEL", "parser", "run")}
     if options.MODEL is not None:
         if "model" in flags:
             raise SettingsError("the model must be given once, got both MODEL and --model")
         flags["model"] = options.MODEL
-    settings = load_settings(flags, os.environ)
+    return load_settings(flags, os.environ)
+
+
+def _health(options: argparse.Namespace) -> int:
+    from gptserve.server.cli.health import ask_health
+
+    try:
+        print_text([ask_health(_settings(options))])
+    except SettingsError as error:
+        raise CommandError(str(error)) from error  # a health check knows the status 0 and 1
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from gptserve.server.cli.doctor import examine
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPTSERVE_")}
+    status = 0
+    for verdict, text in examine(_settings(options), environment):
+        print_text([f"{verdict:4}  {text}"])
+        status = EXIT_FAILURE if verdict == "fail" else status
+    return status
+
+
+def _config(options: argparse.Namespace) -> int:
+    from gptserve.server.cli.health import show_settings
+
+    print_text([show_settings(_settings(options))])
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    settings = _settings(options)
     os.environ["PYTHONSAFEPATH"] = "1"  # else child processes import from the current folder, which may be the model's
 
     from gptserve.server.operations.logs import configure_logging

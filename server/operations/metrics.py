@@ -171,6 +171,7 @@ class Metrics:
             "device": info.device,
             "dtype": info.dtype,
             "attention_backend": info.attention_backend,
+            "product": info.product,
             "fingerprint": info.fingerprint,
         }
         for stem, text, labels in (

@@ -549,8 +549,9 @@ def probe(port: int | None, **environment: str) -> int:
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     [command] = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)$", dockerfile, re.M)
     environment |= {"GPTSERVE_PORT": str(port), "http_proxy": "http://127.0.0.1:1"}
-    arguments = [sys.executable, *json.loads(command)[1:]]
-    return subprocess.run(arguments, env=environment, capture_output=True, timeout=LIMIT_S).returncode
+    assert json.loads(command) == ["gptserve", "health"]
+    arguments = [sys.executable, "-c", "from gptserve.server.cli.main import main; main(['health'])"]
+    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, timeout=LIMIT_S).returncode
 
 
 def test_a_taken_port_is_known_before_anything_is_loaded(launch: Any) -> None:

@@ -1,4 +1,4 @@
-"""A server of one's own for a benchmark: `gptserve serve` as a child process on a free port. `command.py` calls it."""
+"""A server of one's own: `gptserve serve` as a child process on a free port. The commands bench and doctor call it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import IO, cast
@@ -19,18 +19,23 @@ _FLAGS = ("--host", "127.0.0.1", "--port", "0", "--log-format", "text", "--log-l
 
 
 @contextmanager
-def started_server(model: str) -> Iterator[str]:
-    """Serve a model; give the URL once it answers. What it warns of goes to stderr. Raises CommandError.
+def started_server(
+    *arguments: str, environment: Mapping[str, str] | None = None, show: Callable[[str], object] | None = None
+) -> Iterator[str]:
+    """Serve with these arguments; give the URL once it answers. Raises CommandError.
+
+    `show` gets the lines of its log; by default those that warn go to stderr.
 
     SIGTERM ends the block as Ctrl-C does, so that the server ends, too.
     """
     previous = signal.signal(signal.SIGTERM, _interrupt)
-    command = [sys.executable, "-P", "-c", _MAIN, "serve", model, *_FLAGS]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    show = show or _show
+    command = [sys.executable, "-P", "-c", _MAIN, "serve", *arguments, *_FLAGS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         stderr = cast(IO[str], process.stderr)
-        reader = threading.Thread(target=_pass_on, args=(stderr,))  # a full pipe would stop the server
+        reader = threading.Thread(target=_pass_on, args=(stderr, show))  # a full pipe would stop the server
         try:
-            url = _wait_until_ready(stderr)
+            url = _wait_until_ready(stderr, show)
             reader.start()
             yield url
         finally:
@@ -46,17 +51,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     (handler if callable(handler) else signal.default_int_handler)(number, frame)
 
 
-def _wait_until_ready(stderr: IO[str]) -> str:
+def _wait_until_ready(stderr: IO[str], show: Callable[[str], object]) -> str:
     for line in stderr:
         if _READY in line:
             return line.partition(_READY)[2].split()[0]
-        _show(line)
+        show(line)
     raise CommandError("the server did not start")
 
 
-def _pass_on(stderr: IO[str]) -> None:
+def _pass_on(stderr: IO[str], show: Callable[[str], object]) -> None:
     for line in stderr:
-        _show(line)
+        show(line)
 
 
 def _show(line: str) -> None:

@@ -19,13 +19,15 @@ from tests.server.cli.conftest import StandIn
 from tests.server.cli.events import events, text_event
 from tests.server.serving import Process
 
+COMMANDS = ("serve", "health", "doctor", "config", "complete", "chat", "bench", "inspect", "convert")
+
 
 def test_the_command_alone_prints_its_help(run: Any) -> None:
     status, out, err = run()
 
     assert (status, err) == (0, "")
     assert out == run("--help")[1]
-    assert all(f"\n    {command} " in out for command in ("serve", "complete", "chat", "bench", "inspect", "convert"))
+    assert all(f"\n    {command} " in out for command in COMMANDS)
 
 
 def test_version(run: Any) -> None:

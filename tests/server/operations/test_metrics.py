@@ -100,7 +100,7 @@ def test_engine_and_build_are_described(api: Api) -> None:
     found = samples(api)
     assert found["gptserve_cache_config_info|16|float32|1048576|64"] == 1
     [build] = [name for name in found if name.startswith("gptserve_build_info|")]
-    assert {"reference", "cpu", "float32", "fake-1", gptserve.__version__} < set(build.split("|"))
+    assert {"reference", "torch", "cpu", "float32", "fake-1", gptserve.__version__} < set(build.split("|"))
     text = api.get("/metrics").text
     assert re.search(r"^gptserve_engine_process_resident_memory_bytes [\d.e+]+$", text, re.MULTILINE)
 

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptserve.server.cli import doctor
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_well_gets_status_0(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTSERVE_API_KEY", "sk-secret")
+    status, out, err = run("doctor", "--device", "cpu", "--num-threads", "1", "--max-model-len", "128")
+
+    assert (status, err) == (0, "")
+    assert "sk-secret" not in out
+    lines = out.splitlines()
+    assert {line.split()[0] for line in lines} <= {"ok", "warn"}
+    parts = [line.split()[1] for line in lines if line.startswith("ok")]
+    assert parts[:5] == ["versions:", "settings:", "model:", "kernels:", "memory:"]
+    assert "context of 128 tokens" in out
+    assert lines[-1].startswith("ok    request: http://127.0.0.1:")
+
+
+def test_a_model_that_cannot_be_served_is_a_fail_and_status_1(run: Any) -> None:
+    status, out, _ = run("doctor", "/no/such/model")
+
+    assert status == 1
+    assert out.splitlines()[-1].startswith("fail  the model cannot be served: gptserve: ")
+    assert "/no/such/model" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype", "flags", "verdict", "why"),
+    [
+        ("native", "bfloat16", "amx_bf16", "ok", "native, the fastest for this device"),
+        ("native_int8", "float32", "avx2", "ok", "native_int8, the fastest for this device"),
+        ("onednn", "float32", "sse avx2", "warn", "has neither AVX512-BF16 nor AMX"),
+        ("onednn", "float32", "avx512_bf16", "warn", "they compute in bfloat16, and --dtype is float32"),
+        ("onednn", "bfloat16", "avx512_bf16", "warn", "their library is missing"),
+    ],
+)
+def test_slower_products_are_explained(
+    product: str, dtype: str, flags: str, verdict: str, why: str, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags : fpu {flags}\n")
+    found, text = doctor._kernels({"device": "cpu", "product": product, "dtype": dtype}, cpuinfo)
+    assert found == verdict
+    assert why in text
+
+
+def test_scarce_memory_is_a_warning(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    for free, verdict in (("1048576", "ok"), ("104857", "warn")):
+        meminfo.write_text(f"MemTotal:  1048577 kB\nMemFree:  1 kB\nMemAvailable:   {free} kB\n")
+        assert doctor._memory(2**30, meminfo)[0] == verdict
+    assert doctor._memory(2**29, tmp_path / "none") == ("ok", "memory: the engine's process takes 0.50 GiB")
