@@ -29,14 +29,16 @@ from gptserve.server.background.journal import Journal
 from gptserve.server.background.resumption import Restore
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.harmony import find_marks
+from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
-from gptserve.server.completions.service import AppOptions, Service, Tokenizer
+from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
 from gptserve.server.operations.keys import ApiKeys
 from gptserve.server.operations.lifecycle import Lifecycle
+from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import Metrics
 from gptserve.server.settings import ServerSettings
 
@@ -51,7 +53,9 @@ def create_app(
     Without a journal background completions live in memory. Raises KeyFileError.
     """
     metrics = Metrics(engine, options.model_name)
-    service = Service(engine, tokenizer, options, Lifecycle(), metrics)
+    settings = options.settings
+    limits = _limits(settings)
+    service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits)
     restore: dict[str, Restore] = {
         TEXT_SHAPE.object: partial(restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=tokenizer),
         CHAT_SHAPE.object: partial(
@@ -63,7 +67,6 @@ def create_app(
     metrics.watch_background(store.counts)
     metrics.watch_journal(journal.num_bytes)
     journal.on_write = metrics.journal_write_time.observe
-    settings = options.settings
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
@@ -71,7 +74,11 @@ def create_app(
         openapi_url=None,  # FastAPI's document would know no request bodies, its pages load scripts from elsewhere
         generate_unique_id_function=lambda route: route.name,  # clients that are generated call their functions so
         redirect_slashes=False,
-        middleware=[*_cross_origin(settings.origins), Middleware(RequestEnvelope, metrics), *_guard(settings)],
+        middleware=[
+            *_cross_origin(settings.origins),
+            Middleware(RequestEnvelope, metrics, limits),
+            *_guard(settings),
+        ],
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
@@ -108,6 +115,14 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
             expose_headers=["x-request-id", "x-gptserve-ignored", "retry-after"],
         )
     ]
+
+
+def _limits(settings: ServerSettings) -> KeyLimits:
+    """Return the limits of each key. Where there are several, each may have half of the places at most."""
+    has_several = len(settings.api_keys) > 1 or settings.api_key_file is not None
+    num_places = settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs
+    share = max(1, num_places // 2) if has_several else None
+    return KeyLimits(settings.max_requests_per_key or share, settings.max_tokens_per_minute_per_key)
 
 
 def _guard(settings: ServerSettings) -> list[Middleware]:

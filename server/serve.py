@@ -189,6 +189,28 @@ class ServingProcess:
         from gptserve.server.http.door import Door
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import load_tls
+
+        settings = self._settings
+        try:
+            connections = Connections(affordable_connections(settings.max_connections))
+            tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)
+        except ValueError as error:
+            raise StartError(str(error)) from error
+        door = Door(lambda: self._engine.load_progress)
+        write_limit_s, stop_limit_s = settings.write_timeout_s, LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S
+        server = HttpServer(
+            door, on_listening, connections, write_limit_s=write_limit_s, stop_limit_s=stop_limit_s, tls=tls
+        )
+        return server, door
+
+    def _make_app(self) -> tuple[FastAPI, Callable[[str], None]]:
+        """Return the application, and a function that logs the banner for a URL.
+
+        Imports the web framework and opens the tokenizer, in a thread: this takes as long as to load a small model.
+        """
+        from gptserve.server.app import create_app
+        from gptserve.server.completions.grammar import GrammarChecker
+        from gptserve.server.completions.options import AppOptions
         from gptserve.server.operations.banner import log_banner
         from gptserve.weights.chat.template import load_chat_template
         from gptserve.weights.tokenizers.info import load_tokenizer_info

@@ -66,6 +66,8 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("max_results", lambda number: number >= 1, "at least 1"),
     ("max_results_bytes", lambda number: number >= 1, "at least 1"),
     ("write_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
+    ("max_requests_per_key", lambda number: number >= 1, "at least 1"),
+    ("max_tokens_per_minute_per_key", lambda number: number >= 1, "at least 1"),
     ("engine_stall_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("engine_load_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("sse_keep_alive_interval_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
@@ -130,6 +132,14 @@ class ServerSettings:
     priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
     allowed_origins: Annotated[
         str | None,
+    max_requests_per_key: Annotated[
+        int | None,
+        "maximum requests of a key to run or queue; more get status 429 (default: half of all, if there are several "
+        "keys)",
+    ] = None
+    max_tokens_per_minute_per_key: Annotated[
+        int | None, "maximum tokens of a key in a minute, prompts and answers; then it gets status 429"
+    ] = None
         "web pages that may call the API: their origins, such as https://chat.example.com, with commas between, or *",
     ] = None
     strict_fields: Annotated[bool, "refuse requests with fields that nobody reads"] = False
@@ -171,16 +181,20 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name, holds, rule in _RULES:
             value = getattr(self, name)
-            if not holds(value):
+            if value is not None and not holds(value):
                 raise SettingsError(f"{_option_name(name)} must be {rule}, got {value}")
         if not all(map(is_key, self.api_keys)):
             raise SettingsError(f"api-key must be {KEY_RULE}, got {_REDACTED}")
         if self.api_key_file is not None:
             read_key_file(self.api_key_file)
-        if self.protect_operations and not self.needs_key:
-            raise SettingsError("protect-operations needs api-key or api-key-file, got neither")
-        if self.operators and not self.needs_key:
-            raise SettingsError("operator needs api-key or api-key-file, got neither")
+        for name, needs_key in (
+            ("protect-operations", self.protect_operations),
+            ("operator", self.operators),
+            ("max-requests-per-key", self.max_requests_per_key),
+            ("max-tokens-per-minute-per-key", self.max_tokens_per_minute_per_key),
+        ):
+            if needs_key and not self.needs_key:
+                raise SettingsError(f"{name} needs api-key or api-key-file, got neither")
         if not all(self.served_model_names):
             raise SettingsError("served-model-name must not be empty, got ''")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

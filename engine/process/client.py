@@ -66,6 +66,11 @@ class TokenStream:
         self._arrived.clear()
         return outputs
 
+    @property
+    def num_live(self) -> int:
+        """How many of the requests have not ended."""
+        return len(self._live)
+
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Stop computing these requests (None: all live ones) and drop their outputs that were not read."""
         gone = self._live.intersection(self._live if request_ids is None else request_ids)
@@ -110,26 +115,26 @@ class EngineClient(ABC):
 
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
+        self._load_progress = (0, 0)
         self._restarts: Counter[DeathKind] = Counter()
         self._death: EngineDiedError | None = None
         self._died = asyncio.Event()
 
     @property
-        self._load_progress = (0, 0)
     def info(self) -> EngineInfo:
         """A description of the engine; valid once `start` has returned."""
         assert self._info is not None, "the engine has not been started"
         return self._info
 
     @property
-    @abstractmethod
-    def stats(self) -> EngineStats:
-        """The counters as of the latest step."""
-
-    @property
     def load_progress(self) -> tuple[int, int]:
         """How many bytes of the weights are loaded, and of how many; 0 of 0 while that is not known."""
         return self._load_progress
+
+    @property
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """The counters as of the latest step."""
 
     @property
     def is_alive(self) -> bool:
@@ -290,13 +295,13 @@ class LoopClient(EngineClient):
                 for output in outputs:
                     self._deliver(output)
                 self.waiting_since = self._loop.time() if self._live else None
+            case Loading(num_bytes, num_bytes_total):
+                self._load_progress = num_bytes, num_bytes_total
             case Ready(info, stats):
                 self._info, self._stats = info, stats
                 self._started.set()
             case Failed(cause):
                 self._blame(cause, DeathKind.RAISED)  # `_ended` tells the streams
-            case Loading(num_bytes, num_bytes_total):
-                self._load_progress = num_bytes, num_bytes_total
 
     def _deliver(self, output: TokenOutput) -> None:
         sink = self._live.get(output.request_id)

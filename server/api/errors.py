@@ -30,7 +30,7 @@ _CODES = {
     409: "idempotency_key_reused cancelled",
     413: "body_too_large",
     415: "unsupported_media_type",
-    429: "queue_full too_many_kept",
+    429: "queue_full too_many_kept rate_limit_exceeded",
     431: "head_too_large",
     500: f"{INTERNAL_ERROR} generation_failed journal_failed model_changed",
     503: "loading draining engine_restarting engine_unavailable queue_timeout too_many_bodies too_many_connections",

@@ -119,6 +119,7 @@ class Recorder:
                     is_noted = True
                 try:
                     running.stream = self._service.engine.submit(resumption.requests)
+                    self._service.limits.begin(running.plan.identity.owner, running.stream)
                     return
                 except QueueFullError as error:
                     info = self._service.engine.info
@@ -153,6 +154,7 @@ class Recorder:
             await self.end(job, error)
             running.run.is_failed = job.status == "failed"
             fields = running.run.close()
+            self._service.limits.charge(job.record.owner, job.num_tokens)
             why = "" if job.error is None else f": {job.error}"
             level = logging.WARNING if running.run.is_failed else logging.INFO
             logger.log(level, "background completion %s: %s%s", job.completion_id, job.status, why, extra=fields)

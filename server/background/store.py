@@ -202,7 +202,7 @@ class BackgroundStore:
             self._index.check_room(request.owner)
         remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
-        stream = self._service.submit(plan.requests)
+        stream = self._service.submit(plan.requests, request.owner)
         run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, request.started_at)
         running = RunningJob(plan, run, deadline, stream)
         record = request.to_record(plan, self._service.tokenizer.fingerprint, deadline)

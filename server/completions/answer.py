@@ -44,7 +44,7 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError or EngineError only before anything is sent."""
         with self._service.lifecycle.active():
-            stream = self._service.submit(self._plan.requests)
+            stream = self._service.submit(self._plan.requests, self._plan.identity.owner)
             add = partial(self._run.add, stream=stream)
             answer = AnswerSender(self._service, self._plan, self._run.output, add, stream, stream.abort)
             try:
@@ -59,6 +59,7 @@ class CompletionResponse(Response):
             finally:
                 stream.abort()
                 log_fields(scope).update(self._run.close())
+                self._service.limits.charge(self._plan.identity.owner, self._run.output.num_tokens)
 
 
 def json_response(answer: Mapping[str, object]) -> Response:

@@ -1,27 +1,24 @@
-"""Service: the engine, the tokenizer, the options and the metrics, for every route. `create_app` makes it."""
+"""Service: the engine, the tokenizer, the options, limits and metrics, for every route. `create_app` makes it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from gptserve.engine.errors import EngineError
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.request import Request
 from gptserve.server.api.body import IncomingBodies
 from gptserve.server.api.errors import status_of, to_service_error
+from gptserve.server.completions.options import AppOptions
 from gptserve.server.errors import ServiceError, show, shutting_down
 from gptserve.server.operations.lifecycle import Lifecycle
+from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import Metrics
-from gptserve.server.settings import ServerSettings
-from gptserve.weights.chat.template import ChatTemplate
 from gptserve.weights.workers import NUM_WORKERS
-
-if TYPE_CHECKING:
-    from gptserve.server.completions.grammar import GrammarChecker
 
 Result = TypeVar("Result")
 
@@ -55,29 +52,6 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AppOptions:
-    """The settings, what was made of them, and limits that are no settings. Chats need a chat_template.
-
-    Requests may name the model by its aliases, too. sampling_defaults are the model's own values of sampling
-    parameters, max_new_tokens is its own limit of an answer in a chat. max_choices limits the number of prompts times
-    n; max_tokens_held and max_logprobs_held limit one request, all its choices together.
-    """
-
-    settings: ServerSettings
-    model_name: str
-    aliases: tuple[str, ...] = ()
-    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    max_new_tokens: int | None = None
-    chat_template: ChatTemplate | None = None
-    grammar_checker: GrammarChecker | None = None  # without one the engine alone finds out
-    tokenizer_info: Mapping[str, object] = field(default_factory=lambda: {"tokenizer_class": "unknown"})
-    body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
-    max_choices: int = 128
-    max_tokens_held: int = 2**17  # at 170 to 430 bytes each, 56 MB; one choice may have the whole context
-    max_logprobs_held: int = 150_000  # at 240 bytes each with 20 alternatives, 1,250 without: at most 164 MB
-
-
-@dataclass(frozen=True, slots=True)
 class Service:
     """Everything that a route needs."""
 
@@ -86,6 +60,7 @@ class Service:
     options: AppOptions
     lifecycle: Lifecycle
     metrics: Metrics
+    limits: KeyLimits = field(default_factory=KeyLimits)
     bodies: IncomingBodies = field(default_factory=IncomingBodies)
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_WORKERS))
@@ -111,11 +86,15 @@ class Service:
         with self.counting_rejections():
             self._check_open()
 
-    def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Queue the requests. Raises ServiceError or EngineError."""
+    def submit(self, requests: Sequence[Request], owner: str | None) -> TokenStream:
+        """Queue the requests of an owner. Raises ServiceError or EngineError."""
         with self.counting_rejections():
             self._check_open()
-            return self.engine.submit(requests)
+            self.limits.check(owner, len(requests))
+            stream = self.engine.submit(requests)
+        self.limits.begin(owner, stream)
+        self.limits.charge(owner, sum(len(request.prompt_token_ids) for request in requests))
+        return stream
 
     def check_ready(self) -> None:
         """Raise ServiceError unless an engine is loaded. During a restart requests are accepted and queue."""

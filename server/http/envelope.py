@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptserve.server.api.errors import INTERNAL_ERROR, error_response, to_service_error
 from gptserve.server.errors import ServiceError
+from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import NO_ROUTE, Metrics
 
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
@@ -44,9 +45,10 @@ def report(error: Exception, scope: Scope) -> ServiceError:
 class RequestEnvelope:
     """Reads or makes the request id, sends it with every answer, and answers exceptions."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, limits: KeyLimits) -> None:
         self._app = app
         self._metrics = metrics
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. HttpServer has no other scopes than those of requests."""
@@ -61,7 +63,8 @@ class RequestEnvelope:
             if message["type"] == "http.response.start":
                 fields["status"] = message["status"]
                 ignored = [(b"x-gptserve-ignored", fields["ignored"].encode())] if "ignored" in fields else []
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored]
+                left = self._limits.headers(scope["state"].get("owner"))
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored, *left]
             await send(message)
 
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from gptserve.engine.process.client import EngineClient
-from gptserve.server.completions.service import AppOptions
+from gptserve.server.completions.options import AppOptions
 
 logger = logging.getLogger("gptserve")  # a short name: these lines are read by people
 

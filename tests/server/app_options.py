@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptserve.engine.config import EngineConfig
-from gptserve.server.completions.service import AppOptions
+from gptserve.server.completions.options import AppOptions
 from gptserve.server.settings import ServerSettings
 
 

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from gptserve.engine.process.client import TokenStream
+from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.server.errors import ServiceError
+from gptserve.server.operations.limits import KeyLimits
+from tests.server.conftest import Api, LiveServer
+from tests.server.fake_engine import FakeEngineClient, say
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refusal(limits: KeyLimits, owner: str, num_requests: int = 1) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        limits.check(owner, num_requests)
+    assert caught.value.code == "rate_limit_exceeded"
+    return caught.value
+
+
+def test_requests_count_until_each_of_them_ends() -> None:
+    limits = KeyLimits(max_requests=3)
+    stream = TokenStream(("a", "b", "c"), lambda _: None)
+    limits.check("alice", 3)
+    limits.begin("alice", stream)
+
+    assert str(refusal(limits, "alice")) == "at most 3 requests of a key may run or wait: of 'alice' 3 do, got 1 more"
+    limits.check("bob", 3)
+    stream.push(TokenOutput("a", (1,), finish_reason=FinishReason.STOP))
+    limits.check("alice", 1)
+    assert str(refusal(limits, "alice", 2)).endswith("of 'alice' 2 do, got 2 more")
+    stream.abort()
+    limits.check("alice", 3)
+
+
+def test_a_stream_that_is_forgotten_counts_no_more() -> None:
+    limits = KeyLimits(max_requests=1)
+    limits.begin("alice", TokenStream(("a",), lambda _: None))
+    limits.check("alice", 1)
+
+
+def test_tokens_of_a_minute_come_back_evenly() -> None:
+    clock = Clock()
+    limits = KeyLimits(max_tokens_per_minute=60, clock=clock)
+    limits.check("alice", 1)
+    limits.charge("alice", 69)
+
+    error = refusal(limits, "alice")
+    assert (str(error), error.retry_after_s) == ("a key may use 60 tokens a minute: 'alice' may again in 10 s", 10)
+    limits.check("bob", 1)
+    clock.now += 9.5
+    assert refusal(limits, "alice").retry_after_s == 1
+    clock.now += 0.5
+    limits.check("alice", 1)
+    clock.now += 3600
+    assert dict(limits.headers("alice"))[b"x-ratelimit-remaining-tokens"] == b"60", "a bucket holds a minute at most"
+
+
+def test_without_limits_or_without_keys_everything_is_let_in() -> None:
+    for limits, owner in ((KeyLimits(), "alice"), (KeyLimits(1, 1), None)):
+        limits.charge(owner, 10**9)
+        limits.check(owner, 10**6)
+        assert limits.headers(owner) == []
+
+
+def test_a_key_gets_429_and_what_it_has_left(make_api: Callable[..., Api]) -> None:
+    api = make_api(FakeEngineClient(), api_keys=("k",), max_tokens_per_minute_per_key=100, max_requests_per_key=4)
+
+    def post(**body: Any) -> httpx.Response:
+        headers = {"authorization": "Bearer k"}
+        return api.request("POST", "/v1/completions", json={"prompt": "abc", **body}, headers=headers)
+
+    served, too_many, last, refused = post(max_tokens=7), post(n=5), post(max_tokens=90, n=2), post()
+    assert [response.status_code for response in (served, too_many, last, refused)] == [200, 429, 200, 429]
+    assert too_many.json()["error"]["message"] == (
+        "at most 4 requests of a key may run or wait: of 'key-1' 0 do, got 5 more"
+    )
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(refused.headers["retry-after"]) in range(1, 60)
+    left = {name.removeprefix("x-ratelimit-"): value for name, value in refused.headers.items() if "ratelimit" in name}
+    assert left.pop("reset-tokens").endswith("s")
+    assert left == {
+        **{"limit-requests": "4", "remaining-requests": "4", "limit-tokens": "100", "remaining-tokens": "0"},
+    }
+    rejections = 'gptserve_admission_rejections_total{code="rate_limit_exceeded",model_name="test-model"} 2.0'
+    assert rejections in api.get("/metrics").text
+
+
+def test_no_key_fills_the_queue_for_others(serve: Callable[..., LiveServer], tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: a\nbob: b\n")
+    engine = FakeEngineClient(say("abc"), auto=False)
+    server = serve(engine, api_key_file=keys, max_choices=4096)
+
+    def post(client: httpx.Client, key: str, **body: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return client.post("/v1/completions", json={"prompt": "x", "background": True, **body}, headers=headers)
+
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        assert post(client, "a", n=128).status_code == 202
+        refused, let_in = post(client, "a", n=33), post(client, "b", n=33)
+    assert refused.json()["error"]["message"] == (
+        "at most 160 requests of a key may run or wait: of 'alice' 128 do, got 33 more"
+    )
+    assert let_in.status_code == 202
