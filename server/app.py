@@ -35,6 +35,7 @@ from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import RequestEnvelope, report
+from gptserve.server.http.root_path import RootPath
 from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
 from gptserve.server.operations.keys import ApiKeys
 from gptserve.server.operations.lifecycle import Lifecycle
@@ -76,6 +77,7 @@ def create_app(
         redirect_slashes=False,
         middleware=[
             *_cross_origin(settings.origins),
+            *([] if settings.root_path is None else [Middleware(RootPath, settings.root_path)]),
             Middleware(RequestEnvelope, metrics, limits),
             *_guard(settings),
         ],

@@ -39,6 +39,7 @@ _INJECTED = re.compile(
     r"((SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=|PORT=(tcp|udp|sctp)://)"
 )
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")  # as a browser sends it: no path, and no slash at its end
+_ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 _ENGINE_HELP = {
     "device": "device to compute on",
     "dtype": "data type of weights, activations and KV cache",
@@ -65,9 +66,9 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("max_engine_restarts", lambda number: number >= 0, "at least 0"),
     ("max_results", lambda number: number >= 1, "at least 1"),
     ("max_results_bytes", lambda number: number >= 1, "at least 1"),
-    ("write_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("max_requests_per_key", lambda number: number >= 1, "at least 1"),
     ("max_tokens_per_minute_per_key", lambda number: number >= 1, "at least 1"),
+    ("write_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("engine_stall_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("engine_load_timeout_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
     ("sse_keep_alive_interval_s", lambda seconds: 0 < seconds < math.inf, "over 0 seconds"),
@@ -116,6 +117,9 @@ class ServerSettings:
     ] = "auto"
     host: Annotated[str, "address to listen on; 0.0.0.0 is all addresses"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
+    root_path: Annotated[
+        str | None, "path under which a proxy serves this server, such as /llm; requests may have it or not"
+    ] = None
     api_keys: Annotated[
         tuple[str, ...],
         "API key to require; repeatable. Other users of this machine can read the command line: prefer the variable "
@@ -128,10 +132,6 @@ class ServerSettings:
     operators: Annotated[
         tuple[str, ...], "name of an API key that may list the background completions of all; repeatable"
     ] = ()
-    protect_operations: Annotated[bool, "require a key for /metrics, /version and /openapi.json, too"] = False
-    priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
-    allowed_origins: Annotated[
-        str | None,
     max_requests_per_key: Annotated[
         int | None,
         "maximum requests of a key to run or queue; more get status 429 (default: half of all, if there are several "
@@ -140,6 +140,10 @@ class ServerSettings:
     max_tokens_per_minute_per_key: Annotated[
         int | None, "maximum tokens of a key in a minute, prompts and answers; then it gets status 429"
     ] = None
+    protect_operations: Annotated[bool, "require a key for /metrics, /version and /openapi.json, too"] = False
+    priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
+    allowed_origins: Annotated[
+        str | None,
         "web pages that may call the API: their origins, such as https://chat.example.com, with commas between, or *",
     ] = None
     strict_fields: Annotated[bool, "refuse requests with fields that nobody reads"] = False
@@ -175,6 +179,7 @@ class ServerSettings:
     )
     log_format: Annotated[LogFormat, "format of log lines"] = "text"
     log_level: Annotated[LogLevel, "minimum severity to log"] = "info"
+    log_prompts: Annotated[bool, "log the prompts of requests, which may be anything that people write"] = False
     in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
     config: Annotated[Path | None, "TOML file to read settings from"] = None
 
@@ -201,6 +206,8 @@ class ServerSettings:
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
         if self.chat_template not in (None, PLAIN_NAME) and not Path(str(self.chat_template)).is_file():
             raise SettingsError(f"chat-template must be a file or {PLAIN_NAME!r}, got {self.chat_template!r}")
+        if self.root_path is not None and not _ROOT_PATH.fullmatch(self.root_path):
+            raise SettingsError(f"root-path must begin with a slash and not end with one, got {self.root_path!r}")
         if not all(map(_ORIGIN.fullmatch, self.origins)):
             raise SettingsError(
                 f"allowed-origins must be * or such as https://a.example,http://b.example:3000, got "

@@ -40,6 +40,7 @@ from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
+MAX_PROMPT_LOGGED = 4096  # characters
 
 Body = TypeVar("Body", bound=schemas.GenerationRequest)
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -93,6 +94,8 @@ def _router(
         service.admit()  # refuse before reading megabytes
         key, owner, after = idempotency_key(request), owner_of(request), last_event_seen(request)
         fields, body, is_large = await read_body(request, service, lambda _: body_model)
+        if service.options.settings.log_prompts:
+            log_fields(request.scope)["prompt"] = str(fields.get("prompt", fields.get("messages")))[:MAX_PROMPT_LOGGED]
         is_kept = body.background or key is not None
         if after is not None and not (is_kept and body.stream):
             raise after.error("may be given only with stream true, and with background or an Idempotency-Key")

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gptserve.server.api.schemas import ErrorBody
+from gptserve.server.settings import ServerSettings
 
 _REF = "#/components/schemas/{model}"
 _DESCRIPTIONS = {
@@ -54,13 +55,15 @@ def json_body(*models: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _one_of(models)}}}}
 
 
-def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], *, needs_key: bool) -> dict[str, Any]:
+def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], settings: ServerSettings) -> dict[str, Any]:
     """Return the document; `models` are those of `json_body` and of events, which FastAPI does not see."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
-    if needs_key:
+    if settings.root_path is not None:
+        document["servers"] = [{"url": settings.root_path}]
+    if settings.needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document

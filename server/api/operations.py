@@ -61,7 +61,7 @@ def operations_router(service: Service) -> APIRouter:
     async def openapi(request: Request) -> Response:
         if not document:
             models = (CompletionRequest, ChatRequest, ChatCompletionChunk, *TOKENIZE_BODIES)
-            make = partial(openapi_document, request.app, models, needs_key=settings.needs_key)
+            make = partial(openapi_document, request.app, models, settings)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)
 

@@ -32,6 +32,10 @@ WRITTEN = {
     "api-key": "secret-1,secret-2",
     "api-key-file": KEY_FILE,
     "operator": "ops,on-call",
+    "root-path": "/llm",
+    "max-requests-per-key": "3",
+    "max-tokens-per-minute-per-key": "1000",
+    "log-prompts": "true",
     "protect-operations": "true",
     "priority-scheduling": "true",
     "strict-fields": "true",
@@ -79,12 +83,15 @@ SWITCHES = {
     "protect-operations": "--protect-operations",
     "priority-scheduling": "--priority-scheduling",
     "strict-fields": "--strict-fields",
+    "log-prompts": "--log-prompts",
 }
 COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},
     "ssl-certfile": {"GPTSERVE_SSL_KEYFILE": __file__},
     "protect-operations": {"GPTSERVE_API_KEY": "secret"},
     "operator": {"GPTSERVE_API_KEY": "secret"},
+    "max-requests-per-key": {"GPTSERVE_API_KEY": "secret"},
+    "max-tokens-per-minute-per-key": {"GPTSERVE_API_KEY": "secret"},
 }
 """What an option may be given with only."""
 
@@ -347,6 +354,17 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
         (("--max-results-bytes", "0"), "max-results-bytes must be at least 1, got 0"),
         (("--state-sync", "extra"), "--state-sync must be one of normal, full, got 'extra'"),
         (("--operator", "ops"), "operator needs api-key or api-key-file, got neither"),
+        *(
+            (("--root-path", path), f"root-path must begin with a slash and not end with one, got {path!r}")
+            for path in ("llm", "/", "/llm/", "/a//b", "/a?b")
+        ),
+        (("--max-requests-per-key", "2"), "max-requests-per-key needs api-key or api-key-file, got neither"),
+        (("--max-requests-per-key", "0"), "max-requests-per-key must be at least 1, got 0"),
+        (
+            ("--max-tokens-per-minute-per-key", "9"),
+            "max-tokens-per-minute-per-key needs api-key or api-key-file, got neither",
+        ),
+        (("--max-tokens-per-minute-per-key", "0"), "max-tokens-per-minute-per-key must be at least 1, got 0"),
         (("--max-queue-time", "0"), "max_queue_time_s must be a number of seconds over 0, got 0.0"),
         (("--max-engine-restarts", "-1"), "max-engine-restarts must be at least 0, got -1"),
         (("--engine-stall-timeout", "0"), "engine-stall-timeout must be over 0 seconds, got 0.0"),

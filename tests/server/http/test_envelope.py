@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from gptserve.engine.request import Request, TokenLogprobs, TokenOutput
+from gptserve.engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from tests.server.conftest import Api
-from tests.server.fake_engine import say
+from tests.server.fake_engine import FakeEngineClient, say
 
 
 def log_lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -72,6 +72,33 @@ def test_a_finished_completion_is_one_log_line(api: Api, caplog: pytest.LogCaptu
     assert fields["user"] == "someone"
     assert 0 < fields["ttft_s"] <= fields["total_s"]
     assert "status=200" in line.getMessage()
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("shown", [False, True])
+def test_prompts_are_logged_only_if_asked_for(
+    make_api: Callable[..., Api], caplog: pytest.LogCaptureFixture, path: str, shown: bool
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    api = make_api(FakeEngineClient(), log_prompts=shown)
+    prompt = "my secret " + "x" * 5000
+    asked = {"prompt": prompt} if path == "completions" else {"messages": [{"role": "user", "content": prompt}]}
+    api.request("POST", f"/v1/{path}", json={**asked, "max_tokens": 1})
+    texts = [f"{record.getMessage()} {vars(record)}" for record in caplog.records]
+    assert any("my secret" in text for text in texts) == shown
+    assert all("x" * 4097 not in text for text in texts)
+
+
+def test_the_waits_in_the_engine_are_logged(make_api: Callable[..., Api], caplog: pytest.LogCaptureFixture) -> None:
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        yield TokenOutput(request.request_id, (97,), waits=(1.5, 2.5))
+        yield TokenOutput(request.request_id, (98,), finish_reason=FinishReason.LENGTH)
+
+    caplog.set_level(logging.INFO, logger="gptserve")
+    make_api(FakeEngineClient(reply)).complete(prompt="a", max_tokens=2)
+    (line,) = log_lines(caplog)
+    assert (line.queue_s, line.prefill_s) == (1.5, 2.5)  # type: ignore[attr-defined]
+    assert "queue_s=1.5 prefill_s=2.5 decode_s=" in line.getMessage()
 
 
 def test_a_refused_request_is_logged_with_its_code(api: Api, caplog: pytest.LogCaptureFixture) -> None:
