@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from gptserve.engine.request import TokenOutput
 from gptserve.server.api.errors import error_body
 from gptserve.server.completions import sse
-from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
+from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder, StreamEncoder
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
@@ -34,10 +34,13 @@ Result = TypeVar("Result")
 class CompletionResponse(Response):
     """Submits a plan and answers with the completion. Stops computing when the client hangs up."""
 
-    def __init__(self, service: Service, plan: CompletionPlan, started_at: float) -> None:
+    def __init__(
+        self, service: Service, plan: CompletionPlan, started_at: float, encoder: StreamEncoder | None = None
+    ) -> None:
         super().__init__()
         self._service = service
         self._plan = plan
+        self._encoder = encoder
         self._started_at = started_at
         self._run = CompletionRun(plan, service.tokenizer, service.metrics, started_at)
 
@@ -50,7 +53,8 @@ class CompletionResponse(Response):
             try:
                 with expiring(stream, self._plan.remaining_s(time.perf_counter() - self._started_at)):
                     if self._plan.body.stream:
-                        self._run.is_failed = not await answer.send_events(scope, receive, send, encoder_of(self._plan))
+                        encoder = self._encoder or encoder_of(self._plan)
+                        self._run.is_failed = not await answer.send_events(scope, receive, send, encoder)
                     else:
                         await answer.send_whole(scope, receive, send)
             except Exception as error:
@@ -119,16 +123,16 @@ class AnswerSender:
             return await self.service.in_thread(render, *arguments)
         return render(*arguments)
 
-    async def send_events(self, scope: Scope, receive: Receive, send: Send, encoder: sse.EventEncoder) -> bool:
+    async def send_events(self, scope: Scope, receive: Receive, send: Send, encoder: StreamEncoder) -> bool:
         """Send the completion as events; an error becomes the last event. Return whether there was no error."""
         is_well = True
         keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
         async with sse.Connection(receive, send, self.on_gone, keep_alive_s=keep_alive_s) as connection:
-            await connection.begin()
+            await connection.begin(encoder.opening)
             try:
                 async for outputs in self.source:
                     await self._write_events(outputs, encoder, connection)
-                end = (encoder.usage_chunk(self.output.usage()) if encoder.include_usage else "") + sse.DONE
+                end = await self._computed(encoder.num_entries, encoder.end, self.output.usage())
             except Exception as error:
                 is_well = False
                 end = encoder.error(error_body(report(error, scope)))
@@ -138,7 +142,7 @@ class AnswerSender:
         return is_well
 
     async def _write_events(
-        self, outputs: Iterable[TokenOutput], encoder: sse.EventEncoder, connection: sse.Connection
+        self, outputs: Iterable[TokenOutput], encoder: StreamEncoder, connection: sse.Connection
     ) -> None:
         """Write the events of these outputs together; if one of them fails, those before it."""
         options = self.plan.body.stream_options

@@ -15,7 +15,7 @@ from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.harmony import HarmonyChannels, Mark
 from gptserve.server.completions.prompt import bad_word_ids, check_length, num_kept_tokens
 from gptserve.server.completions.service import Service
-from gptserve.server.completions.shapes import CHAT_SHAPE
+from gptserve.server.completions.shapes import CHAT_SHAPE, Shape
 from gptserve.server.errors import ServiceError
 
 NO_TEMPLATE = (
@@ -26,7 +26,11 @@ OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pro
 
 
 async def plan_chat(
-    body: ChatRequest, service: Service, owner: str | None, marks: Mapping[int, Mark] | None
+    body: ChatRequest,
+    service: Service,
+    owner: str | None,
+    marks: Mapping[int, Mark] | None,
+    shape: Shape = CHAT_SHAPE,
 ) -> plan.CompletionPlan:
     """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError.
 
@@ -50,8 +54,8 @@ async def plan_chat(
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))
         plan.check_size(body, params, [prompt], service)
-        identity = plan.new_identity(CHAT_SHAPE, body, service, owner)
-        planned = plan.make_plan(body, CHAT_SHAPE, [prompt], params, identity, channels=channels)
+        identity = plan.new_identity(shape, body, service, owner)
+        planned = plan.make_plan(body, shape, [prompt], params, identity, channels=channels)
         planned.requests[0].check(service.engine.info)
     except InvalidRequestError as error:
         given = {

@@ -1,6 +1,6 @@
 """JSON in pieces of bounded size, so that no call of the C encoder holds the interpreter and the event loop for long.
 
-Encodes whole answers and the events of streams. Knows nothing of completions.
+Encodes whole answers and the events of streams; knows not what is in them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,32 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Protocol
+
+from gptserve.server.completions.output import Delta
 
 PIECE_ENTRIES = 64
 """Entries of an iterator that one call encodes; with 20 alternatives each they take about a millisecond."""
+
+
+class StreamEncoder(Protocol):
+    """Renders the events of one stream."""
+
+    opening: str
+    """What the stream opens with, before there are tokens."""
+
+    @property
+    def num_entries(self) -> int:
+        """How many entries the lists have that close the stream."""
+
+    def chunk(self, index: int, delta: Delta, usage: dict[str, object] | None = None) -> str:
+        """Return the events that add `delta` to a choice."""
+
+    def end(self, usage: dict[str, object]) -> str:
+        """Return what closes a stream that did not fail."""
+
+    def error(self, body: Mapping[str, object]) -> str:
+        """Return the event that ends a failed stream."""
 
 
 class PiecewiseEncoder:

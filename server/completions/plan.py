@@ -71,7 +71,7 @@ class CompletionPlan:
     def answer_id(self) -> str:
         """The id of the answer. A client that chooses it may choose the same again, so it is nothing's key."""
         chosen = self.body.request_id
-        return self.identity.completion_id if chosen is None else f"{self.shape.id_prefix}-{chosen}"
+        return self.identity.completion_id if chosen is None else f"{self.shape.id_prefix}{chosen}"
 
     def head(self, *, of_chunk: bool = False) -> dict[str, object]:
         """Return the first fields of the answer or, of_chunk, of each of its chunks."""
@@ -182,7 +182,7 @@ def check_size(
 def new_identity(shape: Shape, body: GenerationRequest, service: Service, owner: str | None) -> Identity:
     """Return the identity of a new completion; without a seed in the body, or for seed -1, draw one."""
     return Identity(
-        completion_id=f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        completion_id=f"{shape.id_prefix}{uuid.uuid4().hex}",
         created=int(time.time()),
         seed=secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed in (None, -1) else body.seed,
         model=service.options.model_name,

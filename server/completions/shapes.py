@@ -99,10 +99,10 @@ def _reasoning(delta: Delta) -> Mapping[str, str]:
 def _token_list(delta: Delta) -> Json | None:
     if delta.logprobs is None:
         return None
-    return {"content": map(_token_with_top, delta.logprobs)}
+    return {"content": map(token_with_top, delta.logprobs)}
 
 
-def _token_with_top(score: TokenScore) -> Json:
+def token_with_top(score: TokenScore) -> Json:
     assert score.logprob is not None  # a conversation is not echoed
     top = [_token(data, logprob) for data, logprob in score.top]
     return {**_token(score.data, score.logprob), "top_logprobs": top}
@@ -117,9 +117,9 @@ def _end(delta: Delta) -> Json:
     return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, **token_ids}
 
 
-TEXT_SHAPE = Shape("cmpl", "text_completion", "text_completion", _text_choice, _text_choice, _nothing)
+TEXT_SHAPE = Shape("cmpl-", "text_completion", "text_completion", _text_choice, _text_choice, _nothing)
 CHAT_SHAPE = Shape(
-    id_prefix="chatcmpl",
+    id_prefix="chatcmpl-",
     object="chat.completion",
     chunk_object="chat.completion.chunk",
     choice=_message_choice,

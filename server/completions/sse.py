@@ -38,6 +38,8 @@ class EventEncoder:
     some clients split a stream at blank lines and strip that prefix from each block.
     """
 
+    opening, num_entries = "", 0
+
     def __init__(
         self,
         head: Json,
@@ -73,9 +75,9 @@ class EventEncoder:
         more = f",{encode(after_choices)[1:-1]}" if after_choices else ""
         return opening + self._event(encode(self._shape.part(index, delta)), usage, more)
 
-    def usage_chunk(self, usage: Json) -> str:
-        """Return the event that closes a stream with include_usage."""
-        return self._event("", usage, suffix=END_SUFFIX)
+    def end(self, usage: Json) -> str:
+        """Return what closes a stream that did not fail."""
+        return (self._event("", usage, suffix=END_SUFFIX) if self.include_usage else "") + DONE
 
     def error(self, body: Mapping[str, object]) -> str:
         """Return the event that ends a failed stream. It has no id, as it is not part of the completion."""
@@ -123,9 +125,11 @@ class Connection:
         self._watch.cancel()
         await asyncio.wait([self._watch])
 
-    async def begin(self) -> None:
-        """Send the head of a stream."""
+    async def begin(self, opening: str = "") -> None:
+        """Send the head of a stream, and what it opens with."""
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        if opening:
+            await self.write(opening.encode("ascii"))
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
         """Send a part of the body; waits while the client reads too slowly."""

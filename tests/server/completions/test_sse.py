@@ -11,7 +11,7 @@ from gptserve.server.api.schemas import ChatCompletionChunk, Completion
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.output import Delta, TokenScore
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
-from gptserve.server.completions.sse import AFTER_KEEP_ALIVE, KEEP_ALIVE, Connection, EventEncoder
+from gptserve.server.completions.sse import AFTER_KEEP_ALIVE, DONE, KEEP_ALIVE, Connection, EventEncoder
 
 HEAD = {
     "id": "cmpl-1",
@@ -89,7 +89,10 @@ def test_events_are_ascii_lines_and_those_of_a_resumable_stream_have_ids(is_resu
     ids = iter(["1.0", "1.1", "1.1"])
     event_id = ids.__next__ if is_resumable else None
     encoder = EventEncoder(HEAD, TEXT_SHAPE, 2, include_usage=True, event_id=event_id)
-    events = [encoder.chunk(0, Delta("\u2028\x85é")), encoder.chunk(1, Delta("b")), encoder.usage_chunk(USAGE)]
+    events = [encoder.chunk(0, Delta("\u2028\x85é")), encoder.chunk(1, Delta("b"))]
+    last, done, end = encoder.end(USAGE).partition(DONE)
+    assert (done, end) == (DONE, "")
+    events.append(last)
     for expected, event in zip(("1.0", "1.1", "1.1.end"), events, strict=True):
         assert event.isascii()
         lines = event.splitlines()  # splits at every separator that some client splits at
