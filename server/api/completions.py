@@ -28,7 +28,7 @@ from gptserve.server.api.background import (
     owner_of,
 )
 from gptserve.server.api.body import parse_json_object
-from gptserve.server.api.fields import ignored_names, take_fields
+from gptserve.server.api.fields import TakeFields, ignored_names, take_fields
 from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
@@ -111,7 +111,10 @@ def _router(
 
 
 async def read_body(
-    request: Request, service: Service, choose: Callable[[dict[str, object]], type[Parsed]]
+    request: Request,
+    service: Service,
+    choose: Callable[[dict[str, object]], type[Parsed]],
+    take: TakeFields = take_fields,
 ) -> tuple[dict[str, object], Parsed, bool]:
     """Read the body within the limits; return its fields, their model, which `choose` names, whether it is large.
 
@@ -122,7 +125,7 @@ async def read_body(
     def parse(raw: bytearray) -> tuple[dict[str, object], Parsed, list[str]]:
         given = parse_json_object(raw)
         model = choose(given)
-        fields, ignored = take_fields(given, model, strict=settings.strict_fields)
+        fields, ignored = take(given, model, strict=settings.strict_fields)
         return fields, model.model_validate(fields), ignored
 
     async with service.bodies.read(request, settings.max_body_bytes, service.options.body_limit_s) as raw:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -23,6 +23,15 @@ from gptserve.server.errors import show
 MAX_IGNORED = 64  # each costs a search for similar names; no client sends as many
 _MAX_SHOWN = 20  # names in the response header
 _MAX_NAME = 60  # characters of each
+
+
+class TakeFields(Protocol):
+    """`take_fields`, or what takes its place on another route."""
+
+    def __call__(
+        self, given: Mapping[str, object], model: type[BaseModel], *, strict: bool = False
+    ) -> tuple[dict[str, object], list[str]]: ...
+
 
 Value = bool | int | float | str | list[str] | dict[str, str]
 
@@ -104,7 +113,7 @@ _ROUTES = (CompletionRequest, ChatRequest)
 
 
 @dataclass(slots=True)
-class _Reader:
+class FieldReader:
     """Reads one body, and collects the names that are let through."""
 
     strict: bool
@@ -151,7 +160,7 @@ def take_fields(
 
     `strict` refuses the latter. Raises InvalidRequestError.
     """
-    reader = _Reader(strict)
+    reader = FieldReader(strict)
     calls_no_tool = given.get("tool_choice") == "none" or given.get("function_call") == "none"
     unread = UNREAD | dict.fromkeys(("tools", "functions"), _HINT) if calls_no_tool else UNREAD
     taken = reader.take(given, model, unread)
@@ -173,14 +182,14 @@ def ignored_names(names: list[str]) -> str:
     return ", ".join(shown + [f"and {len(names) - _MAX_SHOWN} more"] * (len(names) > _MAX_SHOWN))
 
 
-def _take_format(given: dict[str, Any], reader: _Reader) -> dict[str, object]:
+def _take_format(given: dict[str, Any], reader: FieldReader) -> dict[str, object]:
     taken = reader.take(given, ResponseFormat, {}, "response_format.")
     if isinstance(schema := taken.get("json_schema"), dict):
         taken["json_schema"] = reader.take(schema, NamedSchema, {}, "response_format.json_schema.")
     return taken
 
 
-def _take_message(message: Any, reader: _Reader) -> Any:
+def _take_message(message: Any, reader: FieldReader) -> Any:
     if not isinstance(message, dict):
         return message
     taken = reader.take(message, Message, _OF_MESSAGES, "messages.")

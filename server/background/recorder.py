@@ -22,7 +22,7 @@ from gptserve.server.completions.run import expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ServiceError
 
-_RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
+RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Recorder:
         """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
         job.num_batches = running.num_batches
         job.num_tokens, job.whole = running.run.output.num_tokens, Position.of(running.run.output)
-        if self._journal.is_durable and error is not None and error.code in _RESUMABLE:
+        if self._journal.is_durable and error is not None and error.code in RESUMABLE:
             job.error = error
         else:
             await self.end(job, error)

@@ -131,6 +131,12 @@ class BackgroundStore:
         plan = await self.plan(job)
         status = job.status
         error = error_body(job.error)["error"] if job.error is not None and status in ("failed", "cancelled") else None
+        batches = await self.outputs(job)
+        answer = await self._service.in_thread(render_outputs, plan, batches, self._service.tokenizer)
+        return {**answer, "status": status, "error": error}
+
+    async def outputs(self, job: BackgroundJob) -> list[OutputBatch]:
+        """Return the outputs so far. Raises ServiceError or JournalError."""
         num_stored, batches = job.num_batches, []
         if job.running is not None:
             num_stored, batches = job.running.num_stored, list(job.running.batches)
@@ -138,9 +144,7 @@ class BackgroundStore:
         if len(stored) < num_stored:
             self._check_kept(job)
             raise JournalError(f"the journal lacks the end of completion {job.completion_id!r}")
-        tokenizer = self._service.tokenizer
-        answer = await self._service.in_thread(render_outputs, plan, [*stored, *batches], tokenizer)
-        return {**answer, "status": status, "error": error}
+        return [*stored, *batches]
 
     async def cancel(self, job: BackgroundJob) -> None:
         """End a job unless it has ended; return when the end is journaled."""
@@ -148,6 +152,13 @@ class BackgroundStore:
             self._recorder.stop(job.running, ServiceError("cancelled", "the completion was cancelled"))
         while job.running is not None:
             await job.running.changed.wait()
+
+    async def delete(self, job: BackgroundJob) -> None:
+        """End a job and forget it; return when it is out of the journal, but for one that cannot be written."""
+        await self.cancel(job)
+        if self._index.find(job.completion_id) is job:
+            self._index.remove(job)
+            await self._forget([job.completion_id])
 
     async def start(self) -> None:
         """Read the journal and resume the jobs in it that have not ended. Raises JournalError."""
