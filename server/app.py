@@ -23,6 +23,7 @@ from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
+from gptserve.server.api.responses import responses_router
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
@@ -41,6 +42,7 @@ from gptserve.server.operations.keys import ApiKeys
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import Metrics
+from gptserve.server.responses.plan import RESPONSE_SHAPE, restore_response
 from gptserve.server.settings import ServerSettings
 
 MAX_PATH = 200  # characters of a path in a message
@@ -57,11 +59,11 @@ def create_app(
     settings = options.settings
     limits = _limits(settings)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits)
+    marks = find_marks(tokenizer)
     restore: dict[str, Restore] = {
         TEXT_SHAPE.object: partial(restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=tokenizer),
-        CHAT_SHAPE.object: partial(
-            restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, marks=find_marks(tokenizer)
-        ),
+        CHAT_SHAPE.object: partial(restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, marks=marks),
+        RESPONSE_SHAPE.object: partial(restore_response, tokenizer=tokenizer, marks=marks),
     }
     journal = journal or Journal(None)
     store = BackgroundStore(service, journal, restore)
@@ -86,7 +88,7 @@ def create_app(
     app.state.lifecycle = service.lifecycle
     app.state.store = store
     app.state.metrics = metrics
-    routers = [make(service, store) for make in (completions_router, chat_router, background_router)]
+    routers = [make(service, store) for make in (completions_router, chat_router, background_router, responses_router)]
     routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
     for router in routers:
         app.include_router(router)
@@ -112,7 +114,7 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-gptserve-ignored", "retry-after"],
         )
@@ -150,7 +152,7 @@ async def _answer_routing_error(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> str:
     """Return the methods that a path takes; Starlette names those of its first route alone."""
-    return ", ".join(method for method in ("GET", "POST") if _is_route(request, method, request.url.path))
+    return ", ".join(method for method in ("GET", "POST", "DELETE") if _is_route(request, method, request.url.path))
 
 
 def _what_to_call(request: Request) -> str:

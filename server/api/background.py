@@ -23,7 +23,7 @@ from gptserve.server.api.schemas import (
     KeptEntry,
     KeptList,
 )
-from gptserve.server.background.job import BackgroundJob, BackgroundRequest
+from gptserve.server.background.job import BackgroundJob, BackgroundRequest, not_found
 from gptserve.server.background.position import PATTERN, LastEvent, Position
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
@@ -32,6 +32,7 @@ from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ServiceError, show
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.responses.plan import RESPONSE_SHAPE
 
 IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
@@ -80,7 +81,10 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     operators = service.options.settings.operators
 
     def found(request: Request) -> BackgroundJob:
-        return store.find(request.path_params["id"], owner_of(request))
+        job = store.find(request.path_params["id"], owner_of(request))
+        if job.record.kind == RESPONSE_SHAPE.object:
+            raise not_found(job.completion_id)
+        return job
 
     async def retrieve(request: Request) -> Response:
         job = found(request)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gptserve.server.api.openapi import error_responses, openapi_document
+from gptserve.server.api.response_schemas import ResponseEvent, ResponsesRequest
 from gptserve.server.api.schemas import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
 from gptserve.server.api.tokenize import TOKENIZE_BODIES
 from gptserve.server.completions.service import Service
@@ -60,7 +61,8 @@ def operations_router(service: Service) -> APIRouter:
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
         if not document:
-            models = (CompletionRequest, ChatRequest, ChatCompletionChunk, *TOKENIZE_BODIES)
+            completions = CompletionRequest, ChatRequest, ChatCompletionChunk
+            models = (*completions, ResponsesRequest, ResponseEvent, *TOKENIZE_BODIES)
             make = partial(openapi_document, request.app, models, settings)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)

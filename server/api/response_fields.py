@@ -1,0 +1,85 @@
+"""The fields of a response's body that ask for nothing, those that are refused in words, and its items.
+
+As `fields.py` for completions; docs/responses.md repeats UNREAD, and a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.fields import FieldReader, Unread
+from gptserve.server.api.response_schemas import InputItem, InputPart, ReasoningOptions, TextFormat, TextOptions
+from gptserve.server.errors import show
+
+_HINT = Unread()
+
+UNREAD: dict[str, Unread] = {
+    **dict.fromkeys(("service_tier", "safety_identifier", "stream_options", "parallel_tool_calls"), _HINT),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"), _HINT),
+    "tools": Unread(([],), "tools are"),
+    "tool_choice": Unread(("none", "auto"), "tools are"),
+    "conversation": Unread((), "a conversation object (previous_response_id is another way) is"),
+    "prompt": Unread((), "a prompt template is"),
+    "truncation": Unread(("disabled",), "truncation of the conversation is"),
+    "context_management": Unread(([],), "compaction of the conversation is"),
+    "moderation": Unread((), "moderation is"),
+}
+"""Fields of OpenAI's API."""
+
+_SUMMARY = Unread(("auto",), "a summary of the reasoning (the reasoning itself comes) is")
+_OF_REASONING = {"summary": _SUMMARY, "generate_summary": _SUMMARY}
+_OF_ITEMS = dict.fromkeys(("id", "status", "phase", "summary", "encrypted_content"), _HINT)
+_OF_PARTS = dict.fromkeys(("annotations", "logprobs", "prompt_cache_breakpoint"), _HINT)
+_ITEM_TYPES = ("message", "reasoning")
+_PART_TYPES = ("input_text", "output_text", "reasoning_text")
+
+
+def take_response_fields(
+    given: Mapping[str, object], model: type[BaseModel], *, strict: bool = False
+) -> tuple[dict[str, object], list[str]]:
+    """Return the fields of a body that its model reads, and the names of those that nobody reads.
+
+    `strict` refuses the latter. Raises InvalidRequestError.
+    """
+    reader = FieldReader(strict)
+    taken = reader.take(given, model, UNREAD)
+    if isinstance(items := taken.get("input"), list):
+        taken["input"] = [_take_item(f"input[{i}]", item, reader) for i, item in enumerate(items)]
+    if isinstance(options := taken.get("text"), dict):
+        taken["text"] = options = reader.take(options, TextOptions, {}, "text.")
+        if isinstance(wanted := options.get("format"), dict):
+            options["format"] = reader.take(wanted, TextFormat, {}, "text.format.")
+    if isinstance(options := taken.get("reasoning"), dict):
+        taken["reasoning"] = reader.take(options, ReasoningOptions, _OF_REASONING, "reasoning.")
+    return taken, list(reader.ignored)
+
+
+def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
+    """Return the fields of an item. Reasoning is the assistant's, and may have nothing to read."""
+    if not isinstance(item, dict):
+        return item
+    _check_type(where, item, _ITEM_TYPES, "an item")
+    taken = reader.take(item, InputItem, _OF_ITEMS, "input.")
+    if taken.get("type") == "reasoning":
+        taken = {"content": [], **taken, "role": "assistant"}
+    if isinstance(parts := taken.get("content"), list):
+        taken["content"] = [_take_part(f"{where}.content[{i}]", part, reader) for i, part in enumerate(parts)]
+    return taken
+
+
+def _take_part(where: str, part: Any, reader: FieldReader) -> Any:
+    if not isinstance(part, dict):
+        return part
+    _check_type(where, part, _PART_TYPES, "a part")
+    return reader.take(part, InputPart, _OF_PARTS, "input.content.")
+
+
+def _check_type(where: str, given: Mapping[str, object], supported: tuple[str, ...], what: str) -> None:
+    kind = given.get("type")
+    if isinstance(kind, str) and kind not in supported:
+        message = f"{where}: {what} of the type {show(kind)} is not supported by this server"
+        raise InvalidRequestError(message, param=where, code="unsupported_parameter")

@@ -1,0 +1,293 @@
+"""The JSON shapes of the Responses API: the body of a request, as a chat too, and the answers.
+
+`response_fields.py` checks the items of `input` and takes unknown fields out before. The response models describe the
+answers in /openapi.json; `responses/` writes them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from gptserve.engine.request import MAX_LOGPROBS
+from gptserve.server.api.base_schemas import _Model, _RequestModel
+from gptserve.server.api.grammar_schemas import JsonSchema
+from gptserve.server.api.schemas import Label, Stop, Text, _tell_ranges, _text_or_list
+
+LOGPROBS = "message.output_text.logprobs"
+INPUT_RULE = "Input should be a string or a list of items"
+CONTENT_RULE = "Input should be a string or a list of parts"
+Json = dict[str, Any]
+
+# Fields of a chat under the same name.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_OF_CHAT = (*_SAMPLING, "model", "stop", "ignore_eos", "seed", "stream", "user", "priority", "cache_salt")
+
+
+class InputPart(_RequestModel):
+    """A part of an item."""
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+
+
+class InputItem(_RequestModel):
+    """A message, or the reasoning that led to the assistant's next one. An answer's items may come back as they are."""
+
+    type: Literal["message", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[
+        Text | Annotated[list[InputPart], Field(fail_fast=True), Tag("list")],
+        Discriminator(_text_or_list, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
+    ]
+
+
+class TextFormat(_RequestModel):
+    """JSON, or JSON of a schema. Name and description change nothing."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonSchema = Field(default=None, alias="schema")
+    strict: bool | None = None
+    """true or false: the answer matches the schema"""
+
+
+class TextOptions(_RequestModel):
+    """What the text of the answer is like."""
+
+    format: TextFormat | None = None
+    verbosity: Label | None = None
+    """a variable for the chat template, which may ignore it"""
+
+
+class ReasoningOptions(_RequestModel):
+    """How the model reasons."""
+
+    effort: Label | None = None
+    """a variable for the chat template, which may ignore it"""
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class ResponsesRequest(_RequestModel):
+    """The body of POST /v1/responses. Null is the same as no field."""
+
+    model_config = ConfigDict(json_schema_extra=_tell_ranges)
+
+    input: Annotated[
+        Text | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("list")],
+        Discriminator(_text_or_list, custom_error_type="input_type", custom_error_message=INPUT_RULE),
+    ]
+    instructions: str | None = None
+    """a system message before all others; not taken over from the previous response"""
+    previous_response_id: str | None = None
+    """a stored response, whose conversation comes before the input"""
+    model: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """default what the context leaves"""
+    temperature: float | None = None
+    """0 is greedy; default 1"""
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 or -1 is off"""
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: Stop | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    """drawn and reported back when left out"""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    """logprobs; reasoning is always in the clear"""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """how many likeliest tokens to report with each token; needs logprobs to be included"""
+    store: bool | None = None
+    """keep the response, so that it can be read again and continued; default true"""
+    background: bool | None = None
+    """answer at once and go on without the client; needs store"""
+    stream: bool | None = None
+    metadata: Metadata | None = None
+    user: Label | None = None
+    """written to the log"""
+    priority: int | None = None
+    """lower runs sooner; default 0; others need --priority-scheduling"""
+    cache_salt: Label | None = None
+    """only requests with the same salt share cached prefixes"""
+
+    @property
+    def includes_logprobs(self) -> bool:
+        """Whether the text comes with logprobs."""
+        return LOGPROBS in (self.include or ())
+
+    def to_chat(self, messages: list[Json]) -> Json:
+        """Return the fields of the chat that answers these messages."""
+        fields = {name: getattr(self, name) for name in _OF_CHAT}
+        options = self.text or TextOptions()
+        logprobs = {"logprobs": True, "top_logprobs": self.top_logprobs} if self.includes_logprobs else {}
+        return {
+            **fields,
+            **logprobs,
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "verbosity": options.verbosity,
+            "response_format": _response_format(options.format),
+            "return_token_ids": True,  # reasoning tokens are counted
+        }
+
+
+def _response_format(given: TextFormat | None) -> Json | None:
+    if given is None or given.type != "json_schema":
+        return None if given is None else {"type": given.type}
+    return {"type": given.type, "json_schema": {"schema": given.schema_}}
+
+
+class StoredRequest(ResponsesRequest):
+    """The body of a response as it is kept; `earlier` are the items of the conversation before its input."""
+
+    earlier: list[InputItem] = Field(default_factory=list)
+
+
+class TextLogprob(_Model):
+    """A token that could have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OutputLogprob(TextLogprob):
+    """A token of the text, and the likeliest at its position."""
+
+    top_logprobs: list[TextLogprob]
+
+
+class OutputText(_Model):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[OutputLogprob]
+
+
+class ReasoningText(_Model):
+    """A text of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _OutputItem(_Model):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(_OutputItem):
+    """What the model says."""
+
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(_OutputItem):
+    """How the model came to it."""
+
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class InputTokensDetails(_Model):
+    """Where the tokens of the input came from."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(_Model):
+    """What the tokens of the output are."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(_Model):
+    """Tokens of one response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(_Model):
+    """Why a response failed."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(_Model):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(_Model):
+    """A response: what was asked, and the answer so far."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputMessage | OutputReasoning]
+    usage: ResponseUsage | None
+    model: str
+    system_fingerprint: str
+    batch_invariant: bool
+    seed: int
+    instructions: str | None
+    previous_response_id: str | None
+    max_output_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_logprobs: int
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    metadata: dict[str, str]
+    store: bool
+    background: bool
+    parallel_tool_calls: bool
+    tool_choice: Literal["auto"]
+    tools: list[Any]
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+class ResponseEvent(_Model):
+    """An event of a stream; other fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
+
+
+class DeletedResponse(_Model):
+    """The answer to DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

@@ -1,0 +1,246 @@
+"""The Responses API: POST /v1/responses, and the routes of one response by its id.
+
+A response is a chat in another shape. One that is stored is a background completion in the same store, under the same
+rules of owners, limits and restarts.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, owner_of
+from gptserve.server.api.completions import read_body
+from gptserve.server.api.openapi import error_responses, event_stream, json_body
+from gptserve.server.api.response_fields import take_response_fields
+from gptserve.server.api.response_schemas import (
+    LOGPROBS,
+    DeletedResponse,
+    InputItem,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+    StoredRequest,
+)
+from gptserve.server.background.job import BackgroundJob, BackgroundRequest
+from gptserve.server.background.store import BackgroundStore
+from gptserve.server.completions.answer import CompletionResponse, json_response
+from gptserve.server.completions.harmony import find_marks
+from gptserve.server.completions.service import Service
+from gptserve.server.completions.shapes import Json
+from gptserve.server.errors import ServiceError, show
+from gptserve.server.http.envelope import log_fields
+from gptserve.server.responses.plan import (
+    RESPONSE_SHAPE,
+    ResponsePlan,
+    input_items,
+    output_items,
+    plan_response,
+)
+from gptserve.server.responses.stream import (
+    NO_EVENT,
+    ResponseEncoder,
+    StoredAnswer,
+    count_events,
+    render_response,
+)
+
+_PATH = "/v1/responses"
+_BY_ID = f"{_PATH}/{{id}}"
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_STREAM = {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "answer as events"}
+_AFTER = {
+    "name": "starting_after",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+    "description": "the sequence_number of the last event to leave out of a stream",
+}
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ResponseObject,
+        "description": "The response; with `stream` as events",
+        **event_stream(ResponseEvent),
+    }
+}
+
+
+def responses_router(service: Service, store: BackgroundStore) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(tags=["responses"])
+    routes = _Routes(service, store)
+    router.post(
+        _PATH,
+        name="create_response",
+        summary="Answer with a response, which is stored",
+        openapi_extra={**json_body(ResponsesRequest), "parameters": [IDEMPOTENCY_KEY]},
+        responses={**_ANSWER, **error_responses(400, 401, 404, 408, 409, 413, 415, 429, 500, 503)},
+    )(routes.create)
+    router.get(
+        _BY_ID,
+        name="retrieve_response",
+        summary="Return a response so far, or stream its events from any of them on",
+        openapi_extra={"parameters": [_ID, _STREAM, _AFTER]},
+        responses={**_ANSWER, **error_responses(400, 401, 404, 500)},
+    )(routes.retrieve)
+    router.post(
+        f"{_BY_ID}/cancel",
+        name="cancel_response",
+        summary="Cancel a response; one that has ended stays as it is",
+        openapi_extra={"parameters": [_ID]},
+        responses={200: {"model": ResponseObject}, **error_responses(401, 404, 500)},
+    )(routes.cancel)
+    router.delete(
+        _BY_ID,
+        name="delete_response",
+        summary="Delete a response; one that runs is cancelled",
+        openapi_extra={"parameters": [_ID]},
+        responses={200: {"model": DeletedResponse}, **error_responses(401, 404, 500)},
+    )(routes.delete)
+    return router
+
+
+class _Routes:
+    """The functions of the routes."""
+
+    def __init__(self, service: Service, store: BackgroundStore) -> None:
+        self._service = service
+        self._store = store
+        self._marks = find_marks(service.tokenizer)
+
+    async def create(self, request: Request) -> Response:
+        """Plan a response; begin it in the store, or compute it for its client alone."""
+        started_at = time.perf_counter()
+        service, store = self._service, self._store
+        service.admit()  # refuse before reading megabytes
+        key, owner = idempotency_key(request), owner_of(request)
+        fields, body, is_large = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
+        _check_together(body, key)
+        earlier = await self._conversation(body.previous_response_id, owner)
+        asked = StoredRequest.model_construct(**dict(body), earlier=earlier)
+        if body.store is False:
+            plan = await plan_response(asked, None, service, owner, self._marks)
+            return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
+        make = partial(BackgroundRequest.of, _PATH, fields, owner, key, started_at)
+        background = await service.in_thread(make) if is_large else make()
+        kept = {**background.fields, "earlier": [item.model_dump() for item in earlier]}
+        background = replace(background, fields=kept)
+        make_plan = partial(plan_response, asked, background, service, owner, self._marks)
+        job = await store.begin_or_find(background, make_plan)
+        if body.background and not body.stream:
+            return await self._answer(job, request)
+        plan = await self._plan(job)
+        ends_with_client = not body.background and key is None
+        return StoredAnswer(service, store, job, plan, bool(body.stream), ends_with_client=ends_with_client)
+
+    async def retrieve(self, request: Request) -> Response:
+        """Return a response, or its events."""
+        stream, after = _stream_asked(request)
+        job = self._found(request)
+        if not stream:
+            return await self._answer(job, request)
+        plan = await self._plan(job)
+        if job.is_unreadable:
+            after = NO_EVENT  # nothing is sent but the error
+        if after > NO_EVENT:
+            await self._check_after(after, job, plan)
+        return StoredAnswer(self._service, self._store, job, plan, stream=True, after=after)
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a response."""
+        job = self._found(request)
+        await self._store.cancel(job)
+        return await self._answer(job, request)
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a response."""
+        job = self._found(request)
+        await self._store.delete(job)
+        return JSONResponse(DeletedResponse(id=job.completion_id).model_dump())
+
+    def _found(self, request: Request) -> BackgroundJob:
+        """Return the job that the path names. Raises ServiceError."""
+        return self._find(request.path_params["id"], owner_of(request), "id")
+
+    async def _plan(self, job: BackgroundJob) -> ResponsePlan:
+        """Return the plan of a job. Raises ServiceError or JournalError."""
+        plan = await self._store.plan(job)
+        assert isinstance(plan, ResponsePlan), "find sees to it"
+        return plan
+
+    async def _answer(self, job: BackgroundJob, request: Request) -> Response:
+        """Return the response so far."""
+        log_fields(request.scope)["completion_id"] = job.completion_id
+        _, answer = await self._read(job)
+        return await self._service.in_thread(json_response, answer)
+
+    async def _conversation(self, response_id: str | None, owner: str | None) -> list[InputItem]:
+        """Return the items of a response, its input and output, and of those before it. Raises ServiceError."""
+        if response_id is None:
+            return []
+        job = self._find(response_id, owner, "previous_response_id")
+        if job.status != "completed":
+            message = f"previous_response_id must be of a response that has ended well; {response_id!r} is {job.status}"
+            raise ServiceError("invalid_value", message, param="previous_response_id")
+        plan, answer = await self._read(job)
+        return [*plan.asked.earlier, *input_items(plan.asked), *output_items(answer)]
+
+    async def _check_after(self, after: int, job: BackgroundJob, plan: ResponsePlan) -> None:
+        """Raise ServiceError if a response has no event `after`, nor can get it.
+
+        After a power cut a reader may be ahead of a response that runs again. It waits if the same tokens come again.
+        """
+        if job.running is not None and job.record.batch_invariant:
+            return
+        status, batches = job.status, await self._store.outputs(job)
+        count = await self._service.in_thread(count_events, plan, batches, self._service.tokenizer, status)
+        if after >= count:
+            message = f"starting_after may be at most {count - 1}, as the response has no more events, got {after}"
+            raise ServiceError("invalid_value", message, param="starting_after")
+
+    async def _read(self, job: BackgroundJob) -> tuple[ResponsePlan, Json]:
+        plan = await self._plan(job)
+        status = job.status
+        error = None if job.error is None or status != "failed" else str(job.error)
+        batches = await self._store.outputs(job)
+        tokenizer = self._service.tokenizer
+        return plan, await self._service.in_thread(render_response, plan, batches, tokenizer, status, error)
+
+    def _find(self, response_id: str, owner: str | None, param: str) -> BackgroundJob:
+        with suppress(ServiceError):
+            job = self._store.find(response_id, owner)
+            if job.record.kind == RESPONSE_SHAPE.object:
+                return job
+        message = f"response {response_id!r} does not exist: it was not stored, it was deleted or it has expired"
+        raise ServiceError("completion_not_found", message, param=param)
+
+
+def _check_together(body: ResponsesRequest, key: str | None) -> None:
+    """Raise InvalidRequestError if fields contradict each other."""
+    if body.store is False and (body.background or key is not None):
+        raise InvalidRequestError("store must not be false with background or an Idempotency-Key", param="store")
+    if body.top_logprobs and not body.includes_logprobs:
+        raise InvalidRequestError(f"top_logprobs may be given only with include {LOGPROBS}", param="top_logprobs")
+
+
+def _stream_asked(request: Request) -> tuple[bool, int]:
+    """Return whether the events are asked for, and the number of the last one that is not. Raises ServiceError."""
+    stream, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
+    if stream not in ("true", "false"):
+        raise ServiceError("invalid_value", f"stream must be true or false, got {show(stream)}", param="stream")
+    if after is None:
+        return stream == "true", NO_EVENT
+    if stream == "false":
+        raise ServiceError("invalid_value", "starting_after may be given only with stream true", param="starting_after")
+    if re.fullmatch("[0-9]{1,9}", after) is None:
+        message = f"starting_after must be the sequence_number of an event, such as 17, got {show(after)}"
+        raise ServiceError("invalid_value", message, param="starting_after")
+    return True, int(after)

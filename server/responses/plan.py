@@ -1,0 +1,213 @@
+"""Plans a response: the conversation it continues and its input become a chat, whose answer is written as a response.
+
+Knows no HTTP; `api/responses.py` calls it, and the store to restore what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.response_schemas import InputItem, InputPart, StoredRequest
+from gptserve.server.api.schemas import ChatRequest
+from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.completions.chat import plan_chat
+from gptserve.server.completions.harmony import Mark
+from gptserve.server.completions.output import Delta
+from gptserve.server.completions.plan import CompletionPlan, Identity, restore_plan
+from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.shapes import CHAT_SHAPE, Json
+from gptserve.server.errors import ServiceError
+from gptserve.server.responses.output import ItemStatus, ResponseOutput
+from gptserve.weights.errors import ChatTemplateError
+from gptserve.weights.generation import SAMPLING_DEFAULTS
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+RESPONSE_SHAPE = replace(CHAT_SHAPE, id_prefix="resp_", object="response")
+
+_ITEM_STATUSES: dict[Status, ItemStatus] = {
+    "queued": "in_progress",
+    "in_progress": "in_progress",
+    "completed": "completed",
+}
+# The fields of a chat that a message about one may name, and those of a response.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePlan(CompletionPlan):
+    """The plan of a chat, with the request for the response that it makes."""
+
+    asked: StoredRequest
+
+    def new_output(self) -> ResponseOutput:
+        """Return the output before the first token."""
+        return ResponseOutput(self.identity.completion_id, marks_reasoning=self.channels is not None)
+
+    def whole(self, choices: Sequence[Sequence[Delta]], usage: Mapping[str, object]) -> Json:
+        """Return the response that has ended well, from the deltas of its only choice."""
+        output = self.new_output()
+        for delta in choices[0]:
+            list(output.add(delta))
+        return self.response(end_status(output), output, usage)
+
+    def response(
+        self,
+        status: Status,
+        output: ResponseOutput | None = None,
+        usage: Mapping[str, object] | None = None,
+        error: str | None = None,
+    ) -> Json:
+        """Return the response object; `usage` is that of a completion."""
+        return {
+            "id": self.identity.completion_id,
+            "object": "response",
+            "created_at": self.identity.created,
+            "status": status,
+            "error": None if error is None else {"code": "server_error", "message": error},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [] if output is None else output.items(_ITEM_STATUSES.get(status, "incomplete")),
+            "usage": None if usage is None or output is None else _to_usage(usage, output),
+            "model": self.identity.model,
+            "system_fingerprint": self.identity.fingerprint,
+            "batch_invariant": self.identity.batch_invariant,
+            "seed": self.identity.seed,
+            **_echo(self.asked),
+        }
+
+
+def _echo(asked: StoredRequest) -> Json:
+    """Return the fields of the request that a response repeats, and the values of those that have no other."""
+    text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_unset=True)
+    reasoning = {} if asked.reasoning is None else asked.reasoning.model_dump()
+    same = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "user")
+    return {
+        **{name: getattr(asked, name) for name in same},
+        "top_logprobs": asked.top_logprobs or 0,
+        "text": {"format": {"type": "text"}, **text},
+        "reasoning": {"effort": None, "summary": None, **reasoning},
+        "metadata": asked.metadata or {},
+        "store": asked.store is not False,
+        "background": bool(asked.background),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "truncation": "disabled",
+    }
+
+
+def _to_usage(of_completion: Mapping[str, Any], output: ResponseOutput) -> Json:
+    cached = of_completion["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": of_completion["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": of_completion["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": output.num_reasoning_tokens},
+        "total_tokens": of_completion["total_tokens"],
+    }
+
+
+def end_status(output: ResponseOutput) -> Status:
+    """Return the status of a response that ended well."""
+    return "completed" if output.finish_reason == "stop" else "incomplete"
+
+
+async def plan_response(
+    asked: StoredRequest,
+    background: BackgroundRequest | None,
+    service: Service,
+    owner: str | None,
+    marks: Mapping[int, Mark] | None,
+) -> ResponsePlan:
+    """Plan the chat. `background` is the request for it if it is kept. Raises what `plan_chat` raises."""
+    chat = ChatRequest.model_validate(asked.to_chat(_to_messages(asked)))
+    if background is not None:
+        chat = background.seeded(chat)
+    try:
+        plan = await plan_chat(chat, service, owner, marks, RESPONSE_SHAPE)
+    except ChatTemplateError as error:
+        raise ServiceError("invalid_chat_template_input", str(error), param="input") from error
+    except InvalidRequestError as error:
+        param, message = error.param, str(error)
+        for name, own in _NAMES.items():
+            message = message.replace(name, own)
+        raise InvalidRequestError(message, param=_NAMES.get(param or "", param), code=error.code) from error
+    in_force = {name: getattr(plan.requests[0].params, name) for name in SAMPLING_DEFAULTS}
+    return _of_chat(plan, asked.model_copy(update=in_force))
+
+
+def restore_response(
+    stored: dict[str, object],
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    identity: Identity,
+    *,
+    tokenizer: Tokenizer,
+    marks: Mapping[int, Mark] | None,
+) -> ResponsePlan:
+    """Rebuild the plan of a response from its body and the tokens of its prompt, as `restore_plan` does."""
+    asked = StoredRequest.model_validate(stored)
+    chat = asked.to_chat([{"role": "user", "content": ""}])
+    plan = restore_plan(
+        chat,
+        prompts,
+        max_tokens,
+        identity,
+        model=ChatRequest,
+        shape=RESPONSE_SHAPE,
+        tokenizer=tokenizer,
+        marks=marks,
+    )
+    return _of_chat(plan, asked)
+
+
+def _of_chat(plan: CompletionPlan, asked: StoredRequest) -> ResponsePlan:
+    return ResponsePlan(**{field.name: getattr(plan, field.name) for field in fields(CompletionPlan)}, asked=asked)
+
+
+def input_items(asked: StoredRequest) -> list[InputItem]:
+    """Return the items of the input; a text is a message of the user."""
+    if isinstance(asked.input, str):
+        return [InputItem(role="user", content=asked.input)]
+    return asked.input
+
+
+def output_items(response: Mapping[str, Any]) -> list[InputItem]:
+    """Return the output of a response as items of an input."""
+    return [
+        InputItem(
+            type=item["type"],
+            role="assistant",
+            content=[InputPart(type=part["type"], text=part["text"]) for part in item["content"]],
+        )
+        for item in response["output"]
+    ]
+
+
+def _to_messages(asked: StoredRequest) -> list[dict[str, Any]]:
+    """Return the messages of the conversation. Reasoning belongs to the assistant's message after it."""
+    messages: list[dict[str, Any]] = []
+    if asked.instructions is not None:
+        messages.append({"role": "system", "content": asked.instructions})
+    reasoning: list[str] = []
+    for item in (*asked.earlier, *input_items(asked)):
+        texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
+        if item.type == "reasoning":
+            reasoning += texts
+            continue
+        content = item.content if isinstance(item.content, str) else [{"type": "text", "text": text} for text in texts]
+        message = {"role": item.role, "content": content}
+        if item.role == "assistant" and reasoning:
+            message["reasoning_content"] = "\n".join(reasoning)
+        reasoning = []
+        messages.append(message)
+    return messages
