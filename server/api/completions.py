@@ -41,6 +41,7 @@ from gptserve.server.http.envelope import log_fields
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 MAX_PROMPT_LOGGED = 4096  # characters
+_PROMPTS = ("prompt", "messages", "input")
 
 Body = TypeVar("Body", bound=schemas.GenerationRequest)
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -94,8 +95,6 @@ def _router(
         service.admit()  # refuse before reading megabytes
         key, owner, after = idempotency_key(request), owner_of(request), last_event_seen(request)
         fields, body, is_large = await read_body(request, service, lambda _: body_model)
-        if service.options.settings.log_prompts:
-            log_fields(request.scope)["prompt"] = str(fields.get("prompt", fields.get("messages")))[:MAX_PROMPT_LOGGED]
         is_kept = body.background or key is not None
         if after is not None and not (is_kept and body.stream):
             raise after.error("may be given only with stream true, and with background or an Idempotency-Key")
@@ -133,6 +132,9 @@ async def read_body(
         fields, body, ignored = await asyncio.to_thread(parse, raw) if is_large else parse(raw)
     if ignored:
         log_fields(request.scope)["ignored"] = ignored_names(ignored)
+    if settings.log_prompts:
+        prompt = next((fields[name] for name in _PROMPTS if name in fields), None)
+        log_fields(request.scope)["prompt"] = str(prompt)[:MAX_PROMPT_LOGGED]
     return fields, body, is_large
 
 

@@ -74,7 +74,7 @@ def test_a_finished_completion_is_one_log_line(api: Api, caplog: pytest.LogCaptu
     assert "status=200" in line.getMessage()
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 @pytest.mark.parametrize("shown", [False, True])
 def test_prompts_are_logged_only_if_asked_for(
     make_api: Callable[..., Api], caplog: pytest.LogCaptureFixture, path: str, shown: bool
@@ -82,8 +82,9 @@ def test_prompts_are_logged_only_if_asked_for(
     caplog.set_level(logging.DEBUG)
     api = make_api(FakeEngineClient(), log_prompts=shown)
     prompt = "my secret " + "x" * 5000
-    asked = {"prompt": prompt} if path == "completions" else {"messages": [{"role": "user", "content": prompt}]}
-    api.request("POST", f"/v1/{path}", json={**asked, "max_tokens": 1})
+    messages = [{"role": "user", "content": prompt}]
+    asked = {"completions": {"prompt": prompt}, "chat/completions": {"messages": messages}}.get(path, {"input": prompt})
+    api.request("POST", f"/v1/{path}", json=asked)
     texts = [f"{record.getMessage()} {vars(record)}" for record in caplog.records]
     assert any("my secret" in text for text in texts) == shown
     assert all("x" * 4097 not in text for text in texts)
