@@ -58,7 +58,7 @@ def exposed() -> dict[str, set[str]]:
 
 def selected(expression: str) -> Iterator[tuple[str, set[str]]]:
     """Yield each metric that an expression selects, with the labels it selects by; `up` is Prometheus' own."""
-    for name, braces in re.findall(r"\b(gptserve_\w+|up)\b(?:\{([^}]*)\})?", expression):
+    for name, braces in re.findall(r"\b((?:gptserve|process)_\w+|up)\b(?:\{([^}]*)\})?", expression):
         yield name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", braces))
 
 
