@@ -1,26 +1,22 @@
-"""The settings of `gptserve serve`, from the command line, the environment and a file.
+"""The settings of `gptserve serve`: what they are, and their rules.
 
 The fields of ServerSettings and EngineConfig are the one table of options: each is a flag (--max-num-seqs), a variable
-(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs), in this order of precedence. Unknown names are
-errors, except the variables that Kubernetes makes for a Service. It imports neither torch nor the web
-framework. `cli` calls it.
+(GPTSERVE_MAX_NUM_SEQS) and a key of the --config file (max-num-seqs). `settings_sources.py` reads these. It imports
+neither torch nor the web framework.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import math
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.server.operations.keys import KEY_RULE, KeyFileError, is_key, read_key_file
+from gptserve.server.operations.keys import KEY_RULE, is_key, read_key_file
 from gptserve.weights.chat.template import PLAIN_NAME
 
 GenerationConfig = Literal["auto", "none"]
@@ -28,16 +24,8 @@ LogFormat = Literal["text", "json"]
 StateSync = Literal["normal", "full"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-CLIENT_VARIABLE = "GPTSERVE_URL"
-"""The one variable that is no option of `serve`: the commands that ask a server read it."""
-_VARIABLE_PREFIX = "GPTSERVE_"
+VARIABLE_PREFIX = "GPTSERVE_"
 _REDACTED = "***"
-# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables, as NAME=VALUE. GPTSERVE_PORT
-# is also a setting: only its value tells whether it is the address of a Service.
-_INJECTED = re.compile(
-    r"GPTSERVE_([A-Z0-9_]+_)?"
-    r"((SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=|PORT=(tcp|udp|sctp)://)"
-)
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")  # as a browser sends it: no path, and no slash at its end
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 _ENGINE_HELP = {
@@ -263,7 +251,7 @@ class Option:
     @property
     def variable(self) -> str:
         """The name of its variable."""
-        return _VARIABLE_PREFIX + self.name.upper().replace("-", "_")
+        return VARIABLE_PREFIX + self.name.upper().replace("-", "_")
 
     def parse(self, value: object, source: str) -> object:
         """Convert a text, or a value of argparse or TOML, to the field's type. Raises SettingsError."""
@@ -290,37 +278,6 @@ def server_options() -> tuple[Option, ...]:
     return tuple(options)
 
 
-def client_url(environment: Mapping[str, str]) -> str:
-    """Return where commands look for a server: GPTSERVE_URL, or this machine at GPTSERVE_PORT. Raises SettingsError."""
-    if url := environment.get(CLIENT_VARIABLE):
-        return url
-    [option] = [option for option in server_options() if option.name == "port"]
-    port: object = option.default
-    if option.variable in environment and option.variable not in injected_variables(environment):
-        port = option.parse(environment[option.variable], option.variable)
-    return f"http://127.0.0.1:{port}"
-
-
-def load_settings(flags: Mapping[str, object], environment: Mapping[str, str]) -> ServerSettings:
-    """Return the settings: from flags (text by option name), else variables, file, defaults.
-
-    Raises SettingsError.
-    """
-    options = {option.name: option for option in server_options()}
-    given = _from_environment(options, environment) | {name: (value, f"--{name}") for name, value in flags.items()}
-    if "config" in given:
-        given = _from_file(options, Path(str(given["config"][0]))) | given
-    values = {name: options[name].parse(value, source) for name, (value, source) in given.items()}
-    sources = {name: given[name][1] for name, value in values.items() if value != options[name].default}
-    of_server = {options[name].field: value for name, value in values.items() if not options[name].of_engine}
-    of_engine = {options[name].field: value for name, value in values.items() if options[name].of_engine}
-    try:
-        engine = EngineConfig(model_dir=Path(str(values.get("model", ""))), **of_engine)  # type: ignore[arg-type]
-        return ServerSettings(engine=engine, sources=sources, **of_server)  # type: ignore[arg-type]
-    except (InvalidConfigurationError, KeyFileError) as error:
-        raise SettingsError(str(error)) from None
-
-
 def parse_size(text: str) -> int:
     """Parse a number of bytes such as 512MiB, 2GiB, 1.5GB or 4096. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip())
@@ -328,54 +285,6 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is no size")
     unit: int = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
     return round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" with the nearest known name, or an empty string if none is near."""
-    bare = {other.removeprefix(_VARIABLE_PREFIX): other for other in known}
-    nearest = difflib.get_close_matches(name.removeprefix(_VARIABLE_PREFIX), bare, n=1)
-    return f"; did you mean {bare[nearest[0]]}?" if nearest else ""
-
-
-def injected_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that Kubernetes or a container link made for a Service called gptserve or gptserve-…."""
-    return [variable for variable, value in environment.items() if _INJECTED.match(f"{variable}={value}")]
-
-
-def _from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
-    """Return value and source by option name."""
-    names = {option.variable: option.name for option in options.values()}
-    injected = injected_variables(environment)
-    given: dict[str, tuple[object, str]] = {}
-    for variable, value in environment.items():
-        if not variable.startswith(_VARIABLE_PREFIX) or variable in injected or variable == CLIENT_VARIABLE:
-            continue
-        if variable not in names:
-            raise SettingsError(f"unknown variable {variable}{suggestion(variable, names)}")
-        given[names[variable]] = (value, variable)
-    return given
-
-
-def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[object, str]]:
-    """Return value and source by option name; a key may be written with dashes or underscores."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"config must be a file that can be read, got {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"config must be a TOML file, got {path}: {error}") from None
-    known = [name for name in options if name != "config"]
-    given: dict[str, tuple[object, str]] = {}
-    for key, value in content.items():
-        name = key.replace("_", "-")
-        if name not in known:
-            raise SettingsError(f"unknown key {key} in {path}{suggestion(name, known)}")
-        is_list = isinstance(value, list) and not isinstance(options[name].default, tuple)
-        if name in given or is_list or isinstance(value, dict):
-            got = "two" if name in given else "a list" if is_list else "a table"
-            raise SettingsError(f"{key} in {path} must be one plain value, got {got}")
-        given[name] = (value, f"{key} in {path}")
-    return given
 
 
 def _option_of(f: Field[Any], hint: Any) -> Option:

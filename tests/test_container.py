@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from gptserve.server.serve import CLOSING_LIMIT_S
-from gptserve.server.settings import load_settings, server_options
+from gptserve.server.settings import server_options
+from gptserve.server.settings_sources import load_settings
 from tests.deploy.tools import run_tool
 
 ROOT = Path(__file__).parents[1]

@@ -27,14 +27,8 @@ from gptserve.server.cli.flags import EPILOG, add_flags, add_server_flags
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.operations.keys import KEY_RULE, is_key
-from gptserve.server.settings import (
-    ServerSettings,
-    SettingsError,
-    client_url,
-    injected_variables,
-    load_settings,
-    suggestion,
-)
+from gptserve.server.settings import ServerSettings, SettingsError
+from gptserve.server.settings_sources import client_url, injected_variables, load_settings, suggestion
 from gptserve.weights.errors import TokenizerError, WeightsError
 
 EXIT_FAILURE = 1

@@ -15,7 +15,8 @@ import yaml
 from gptserve.server.app import create_app
 from gptserve.server.operations.keys import read_key_file
 from gptserve.server.serve import CLOSING_LIMIT_S
-from gptserve.server.settings import load_settings, server_options
+from gptserve.server.settings import server_options
+from gptserve.server.settings_sources import load_settings
 from tests.deploy.tools import ROOT, run_tool
 from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient

@@ -13,12 +13,10 @@ from gptserve.server.cli.flags import add_flags
 from gptserve.server.settings import (
     ServerSettings,
     SettingsError,
-    client_url,
-    injected_variables,
-    load_settings,
     parse_size,
     server_options,
 )
+from gptserve.server.settings_sources import client_url, injected_variables, load_settings
 
 KEY_FILE = str(Path(__file__).parent / "api_keys.txt")
 WRITTEN = {
