@@ -56,6 +56,7 @@ WITH_TORCH = {
     "gptserve.engine.sampling.logprobs",
     "gptserve.engine.sampling.native_draw",
     "gptserve.engine.sampling.sampler",
+    "gptserve.engine.staging",
     "gptserve.weights.checkpoint",
     "gptserve.weights.mxfp4",
     "gptserve.weights.storyteller.recipe.evaluate",

@@ -15,6 +15,7 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionMetadata
 from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.scheduling.sequence import ScheduledBatch
+from gptserve.engine.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class ModelInput:
     """int64 [T], 0 in padding rows"""
     positions_T: Tensor
     """int64 [T], 0 in padding rows"""
+    sampled_R: Tensor
+    """int64, the rows after which tokens are sampled, those of an item together; the last again up to min_rows"""
     metadata: AttentionMetadata
 
 
@@ -36,7 +39,7 @@ def build_model_input(
     token_ids = np.zeros(num_rows, np.int64)
     positions = np.zeros(num_rows, np.int64)
     slots = np.full(num_rows, -1, np.int64)
-    starts, kv_lens = [0], []
+    starts, kv_lens, rows = [0], [], list[int]()
     tables = np.zeros((len(batch.items), max(len(item.sequence.block_ids) for item in batch.items)), np.int32)
     for s, item in enumerate(batch.items):
         sequence, first = item.sequence, item.sequence.num_computed
@@ -46,17 +49,16 @@ def build_model_input(
             token_ids[end - len(item.draft) : end] = item.draft
         positions[start:end] = np.arange(first, last)
         tables[s, : len(sequence.block_ids)] = sequence.block_ids
+        if item.needs_sampling:
+            rows += range(end - 1 - len(item.draft), end)
         starts.append(end)
         kv_lens.append(last)
     owners, scheduled = np.repeat(np.arange(len(batch.items)), np.diff(starts)), positions[: starts[-1]]
     block_ids = tables[owners, scheduled // block_size].astype(np.int64)
     slots[: starts[-1]] = block_ids * block_size + scheduled % block_size
-    metadata = AttentionMetadata(
-        query_starts=tuple(starts),
-        kv_lens=tuple(kv_lens),
-        query_starts_S1=torch.tensor(starts, dtype=torch.int32).to(device),
-        kv_lens_S=torch.tensor(kv_lens, dtype=torch.int32).to(device),
-        block_tables_SN=torch.from_numpy(tables).to(device),
-        slots_T=torch.from_numpy(slots).to(device),
-    )
-    return ModelInput(torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device), metadata)
+    rows += rows[-1:] * (min_rows - len(rows))
+    offsets, lengths = np.array(starts, np.int32), np.array(kv_lens, np.int32)
+    arrays = (token_ids, positions, np.array(rows, np.int64), offsets, lengths, tables, slots)
+    token_ids_T, positions_T, rows_R, *tensors = to_device(device, *arrays)
+    metadata = AttentionMetadata(tuple(starts), tuple(kv_lens), *tensors)
+    return ModelInput(token_ids_T, positions_T, rows_R, metadata)

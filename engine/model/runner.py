@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gptserve.engine import native
 from gptserve.engine.attention import choose_backend
@@ -35,6 +37,7 @@ from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLo
 from gptserve.engine.sampling.logprobs import top_logprobs
 from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, sample
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.staging import to_device
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
@@ -140,7 +143,7 @@ class ModelRunner:
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         starts = inputs.metadata.query_starts
         return StepResult(
-            sampled=self._sample(hidden, starts, batch, {} if masks is None else masks.result()),
+            sampled=self._sample(hidden, inputs.sampled_R, batch, {} if masks is None else masks.result()),
             prompt_logprobs={
                 i: self._prompt_logprobs(hidden[starts[i] : starts[i + 1]], item)
                 for i, item in enumerate(batch.items)
@@ -160,27 +163,19 @@ class ModelRunner:
         hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
         return digest_of(self._decoder.logits(hidden)[:num_tokens])
 
-    def _sample(
-        self, hidden: Tensor, starts: tuple[int, ...], batch: ScheduledBatch, masks: Masks
-    ) -> tuple[SampledTokens, ...]:
-        rows: list[int] = []
+    def _sample(self, hidden: Tensor, rows_R: Tensor, batch: ScheduledBatch, masks: Masks) -> tuple[SampledTokens, ...]:
         positions: list[SamplingPosition] = []
         sizes: list[int] = []
-        for item, end in zip(batch.items, starts[1:], strict=True):
+        for item in batch.items:
             if item.needs_sampling:
                 size = 1 + len(item.draft)
                 sizes.append(size)
-                rows += range(end - size, end)
                 allowed: Sequence[Mask | None] = masks.get(item.sequence) or [None] * size
                 positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
-        if not rows:
+        if not positions:
             return ()
-        return tuple(sample(self._logits(hidden, rows), positions, self.info.eos_token_ids, self.choose).split(sizes))
-
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Return fp32 logits of these rows, followed by padding rows up to min_rows."""
-        rows = rows + rows[-1:] * (self.min_rows - len(rows))
-        return self._decoder.logits(hidden[rows])
+        logits = self._decoder.logits(hidden[rows_R])
+        return tuple(sample(logits, positions, self.info.eos_token_ids, self.choose).split(sizes))
 
     def _prompt_logprobs(self, hidden: Tensor, item: ScheduledSequence) -> list[tuple[int, TokenLogprobs]]:
         """Return (position, logprobs) of the prompt tokens that the item's rows predict."""
@@ -191,8 +186,9 @@ class ModelRunner:
         entries: list[tuple[int, TokenLogprobs]] = []
         for start in range(first, last, _LOGIT_ROWS):
             positions = range(start + 1, min(start + _LOGIT_ROWS, last) + 1)
-            logits = self._logits(hidden, [p - 1 - first for p in positions])[: len(positions)]
-            targets = torch.tensor([sequence.token_ids[p] for p in positions], device=self.device)
+            rows = hidden[positions[0] - 1 - first : positions[-1] - first]
+            logits = self._decoder.logits(pad(rows, (0, 0, 0, max(0, self.min_rows - len(rows)))))[: len(rows)]
+            (targets,) = to_device(self.device, np.array(sequence.token_ids[positions[0] : positions[-1] + 1]))
             entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
         return entries
 

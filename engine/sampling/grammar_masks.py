@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.grammar.matcher import Mask
+from gptserve.engine.staging import to_device
 
 
 def with_masks(scores: Tensor, masks: Sequence[Mask | None]) -> Tensor:
@@ -18,8 +19,8 @@ def with_masks(scores: Tensor, masks: Sequence[Mask | None]) -> Tensor:
         return scores
     packed = np.stack([mask for mask in masks if mask is not None]).view(np.uint8)
     bits = np.unpackbits(packed, axis=1, bitorder="little", count=scores.shape[1])
-    allowed = torch.from_numpy(bits.view(bool)).to(scores.device)
-    masked = scores[rows]
+    rows_M, allowed = to_device(scores.device, np.array(rows), bits.view(bool))
+    masked = scores[rows_M]
     scores = scores.clone()
-    scores[rows] = torch.where(allowed, masked, masked - torch.inf)  # a NaN stays one, so that it shows
+    scores[rows_M] = torch.where(allowed, masked, masked - torch.inf)  # a NaN stays one, so that it shows
     return scores

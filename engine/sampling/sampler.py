@@ -31,6 +31,7 @@ from gptserve.engine.sampling.logprobs import reported_logprobs
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.staging import to_device
 
 _MIN_TEMPERATURE = 1e-6
 _NUM_CANDIDATES = 1024
@@ -88,7 +89,7 @@ def sample(
     """Choose the token at each position from fp32 logits [rows, vocab]; later rows are padding.
 
     A row of which the masks leave nothing counts as one that is not finite. Mutates nothing. It waits for the device
-    once, and once more for logprobs and for filters.
+    once, and once more for logprobs.
     """
     raw = logits[: len(positions)]
     scores = _adjust(raw, positions, eos_token_ids)
@@ -117,8 +118,11 @@ def choose_by_torch(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
     drawing = [row for row, choice in enumerate(choices) if choice.temperature]
     if drawing:
-        drawn_scores = scores if len(drawing) == len(choices) else scores[drawing]
-        chosen[drawing] = _draw(drawn_scores, [choices[row] for row in drawing])
+        drawn = [choices[row] for row in drawing]
+        filtered = [row for row, choice in enumerate(drawn) if choice.top_k or choice.top_p < 1.0 or choice.min_p]
+        table = np.array([choice[:5] for choice in drawn], np.float64)
+        rows_D, *parameters = to_device(scores.device, np.array(drawing), np.array(filtered, np.int64), table)
+        chosen[rows_D] = _draw(scores if len(drawing) == len(choices) else scores[rows_D], drawn, *parameters)
     return torch.where(torch.isfinite(best_scores), chosen, -1)
 
 
@@ -140,16 +144,17 @@ def _adjust(raw: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: S
             scores = raw.clone()
         _penalize(scores[row], position)
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=raw.device)
-            scores[row, ids] += torch.tensor(list(params.logit_bias.values()), dtype=raw.dtype, device=raw.device)
+            biases = np.array(list(params.logit_bias.values()), np.float32)
+            ids, bias = to_device(raw.device, np.array(list(params.logit_bias)), biases)
+            scores[row, ids] += bias
         # To subtract infinity leaves a NaN what it is, so that it shows.
         if allowed:
-            ids = torch.tensor(allowed, device=raw.device)
+            (ids,) = to_device(raw.device, np.array(allowed))
             kept = scores[row, ids]
             scores[row] -= torch.inf
             scores[row, ids] = kept
         if banned:
-            scores[row, torch.tensor(banned, device=raw.device)] -= torch.inf
+            scores[row, to_device(raw.device, np.array(banned))[0]] -= torch.inf
     return scores
 
 
@@ -171,47 +176,48 @@ def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:
     """Apply the three penalties to one row, in place."""
     params, device = position.request.params, scores_V.device
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(position.tokens_from(0))).to(device)
+        (seen,) = to_device(device, np.unique(position.tokens_from(0)))
         values = scores_V[seen]
         penalty = params.repetition_penalty
         scores_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if params.frequency_penalty or params.presence_penalty:
         generated = position.tokens_from(position.sequence.num_prompt_tokens)
         unique, counts = np.unique(np.array(generated, np.int64), return_counts=True)
-        penalty_U = params.frequency_penalty * counts + params.presence_penalty
-        scores_V[torch.from_numpy(unique).to(device)] -= torch.from_numpy(penalty_U).to(device, scores_V.dtype)
+        penalties = params.frequency_penalty * counts + params.presence_penalty
+        ids, penalty_U = to_device(device, unique, penalties.astype(np.float32))
+        scores_V[ids] -= penalty_U
 
 
-def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise."""
-    device = scores.device
-    noise = [choice.noise for choice in choices]
-    temperature = torch.tensor([choice.temperature for choice in choices], dtype=torch.float32, device=device)
+def _draw(scores: Tensor, choices: Sequence[Choice], filtered_F: Tensor, table_R5: Tensor) -> Tensor:
+    """Return a token id [rows] per row of adjusted scores, drawn by inverse CDF with that row's noise.
+
+    The table has the numbers of the choices, in fp64; int64 `filtered` names the rows with a filter.
+    """
+    noise, _, temperature, *_ = table_R5.unbind(1)
     # Shift the largest score to 0, so that a small temperature cannot overflow; softmax ignores the shift.
-    probs = ((scores - scores.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)
-    filtered = [row for row, choice in enumerate(choices) if choice.top_k or choice.top_p < 1.0 or choice.min_p]
-    if filtered:
-        floors = torch.zeros((len(choices), 1), device=device)
-        floors[filtered] = _floors(probs[filtered], [choices[row] for row in filtered])
+    probs = ((scores - scores.amax(-1, keepdim=True)) / temperature.float()[:, None]).softmax(-1)
+    if len(filtered_F):
+        floors = torch.zeros((len(choices), 1), device=scores.device)
+        largest_k = max((choice.top_k for choice in choices), default=0)
+        floors[filtered_F] = _floors(probs[filtered_F], table_R5[filtered_F], largest_k)
         probs = probs.masked_fill(probs < floors, 0.0)
     cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    target = torch.tensor(noise, dtype=torch.float64, device=device)[:, None] * total
+    target = noise[:, None] * total
     # u * total may round up to total, which no entry exceeds. Limit it to the largest number below total.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     # A row that is not finite matches no entry. Its token is dropped, but the index must stay in range.
     return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=scores.shape[1] - 1)
 
 
-def _floors(probs: Tensor, choices: Sequence[Choice]) -> Tensor:
+def _floors(probs: Tensor, table_R5: Tensor, largest_k: int) -> Tensor:
     """Return the smallest probability that each row keeps, [rows, 1], after top-k, top-p and min-p."""
-    vocab_size, device = probs.shape[1], probs.device
-    top_k = [min(p.top_k or vocab_size, vocab_size) for p in choices]
-    limited_k = max((p.top_k for p in choices if p.top_k), default=1)
-    top_k_R1 = torch.tensor(top_k, device=device)[:, None]
-    top_p_R1 = torch.tensor([p.top_p for p in choices], dtype=torch.float64, device=device)[:, None]
-    min_p_R1 = torch.tensor([p.min_p for p in choices], dtype=torch.float32, device=device)[:, None]
-    for num_sorted in (min(max(_NUM_CANDIDATES, limited_k), vocab_size), vocab_size):
+    vocab_size = probs.shape[1]
+    _, top_p_R1, _, min_p_R1, top_k_R1 = table_R5.unsqueeze(2).unbind(1)
+    top_k_R1 = torch.where(top_k_R1 > 0, top_k_R1, vocab_size).clamp(max=vocab_size).long()
+    few = min(max(_NUM_CANDIDATES, largest_k), vocab_size)
+    # To ask whether few are enough is to wait, for which sorting them all on a GPU is too fast.
+    for num_sorted in (few, vocab_size) if probs.device.type == "cpu" else (vocab_size,):
         best = probs.topk(num_sorted).values
         mass = best.cumsum(-1, dtype=torch.float64)
         last_k = (top_k_R1 - 1).clamp(max=num_sorted - 1)
@@ -221,4 +227,4 @@ def _floors(probs: Tensor, choices: Sequence[Choice]) -> Tensor:
             break
     floor_k = torch.where(top_k_R1 < vocab_size, best.gather(1, last_k), 0.0)
     floor_p = torch.where(top_p_R1 < 1.0, best.gather(1, last_p.clamp(max=num_sorted - 1)), 0.0)
-    return torch.maximum(torch.maximum(floor_k, floor_p), min_p_R1 * best[:, :1])
+    return torch.maximum(torch.maximum(floor_k, floor_p), min_p_R1.float() * best[:, :1])

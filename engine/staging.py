@@ -1,0 +1,39 @@
+"""From the host to the device: all arrays of a call in one pinned buffer and one copy, for which nobody waits.
+
+A list as an index, or a tensor made of a list on the device, would each be a copy of its own that the host waits for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+"""Bytes: what the widest loads of a GPU's kernels want."""
+
+Array = np.ndarray[Any, Any]
+
+
+def to_device(device: torch.device, *arrays: Array) -> list[Tensor]:
+    """Return the arrays as tensors on the device; on a CPU they share the arrays' memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
+    # torch takes pinned memory from a pool and gives it to nobody else before the copy is done.
+    buffer = pinned(starts[-1])
+    parts = [slice(start, start + array.nbytes) for array, start in zip(arrays, starts, strict=False)]
+    for array, part in zip(arrays, parts, strict=True):
+        buffer.numpy()[part] = array.reshape(-1).view(np.uint8)
+    copied = buffer.to(device, non_blocking=True)
+    dtypes = [torch.from_numpy(array).dtype for array in arrays]
+    return [
+        copied[part].view(dtype).view(array.shape) for array, part, dtype in zip(arrays, parts, dtypes, strict=True)
+    ]
+
+
+def pinned(num_bytes: int) -> Tensor:
+    """Return memory of the host that the device copies by itself."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

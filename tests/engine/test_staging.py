@@ -1,0 +1,165 @@
+"""What goes from the host to a device and back, counted on torch's meta device.
+
+That device has shapes but no numbers, so whatever waits for one fails: `item`, `tolist`, a condition, a boolean index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gptserve.engine import staging
+from gptserve.engine.model.batch import build_model_input
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.sampling.logprobs import best_of_rows, top_logprobs
+from gptserve.engine.sampling.native_draw import Choice
+from gptserve.engine.sampling.sampler import choose_by_torch
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.staging import to_device
+
+DEVICE = torch.device("meta")
+CHOICES = [Choice(), Choice(0.5, 0.9, 1.0, 0.1, 5), Choice(0.3, 1.0, 0.7), Choice(0.1, 0.5, 1.0)]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operations that read a tensor of the host for one of the device; a scalar is no copy."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        is_of_device = any(x.is_meta for x in [*read, *tree_leaves(result)] if isinstance(x, Tensor))
+        self.count += is_of_device and any(not x.is_meta and x.dim() for x in read)
+        return result
+
+
+class Lists(TorchFunctionMode):
+    """Refuses lists as indices of the device's tensors, and tensors made of lists on it: hidden copies, and waits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(index, list) for index in indices), "a list as an index"
+        assert func is not torch.tensor or (kwargs or {}).get("device") != DEVICE, "a tensor of a list"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    """Count copies; only a machine with a GPU has pinned memory."""
+    monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    with Lists(), Copies() as counted:
+        yield counted
+
+
+def scheduled(token_ids: Sequence[int], num_tokens: int) -> ScheduledSequence:
+    request = Request("r", tuple(token_ids), SamplingParams(), seed=0)
+    known = SequenceState(request=request, arrival=0, token_ids=list(token_ids), block_ids=[1, 2])
+    return ScheduledSequence(known, num_tokens)
+
+
+def test_arrays_of_any_type_keep_shape_and_type_and_take_one_copy(copies: Copies) -> None:
+    arrays = [np.ones(3, np.int32), np.ones((2, 5)), np.zeros(0, np.int64), np.ones((2, 2), bool)]
+    found = to_device(DEVICE, *arrays)
+    assert [(tuple(x.shape), x.dtype) for x in found] == [(x.shape, torch.from_numpy(x).dtype) for x in arrays]
+    assert all(x.is_meta for x in found)
+    assert copies.count == 1
+
+
+def test_arrays_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the one copy, seen on their way."""
+    sent: list[Tensor] = []
+
+    def pinned(num_bytes: int) -> Tensor:
+        sent.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return sent[-1]
+
+    monkeypatch.setattr(staging, "pinned", pinned)
+    arrays = [np.arange(3, dtype=np.int32), np.arange(10.0).reshape(2, 5), np.array([[True, False]])]
+    its_parts = to_device(DEVICE, *arrays)
+    (buffer,) = sent
+    for array, part in zip(arrays, its_parts, strict=True):
+        start = part.storage_offset() * part.itemsize
+        assert start % 16 == 0
+        assert buffer[start : start + array.nbytes].numpy().tobytes() == array.tobytes()
+
+
+def test_on_a_cpu_nothing_is_copied(copies: Copies) -> None:
+    array = np.arange(4)
+    (found,) = to_device(torch.device("cpu"), array)
+    array[0] = 7
+    assert found.tolist() == [7, 1, 2, 3]
+    assert copies.count == 0
+
+
+def test_the_inputs_of_a_step_take_one_copy(copies: Copies) -> None:
+    batch = ScheduledBatch((scheduled(range(20), 20), scheduled([5], 1)))
+    inputs = build_model_input(batch, 16, DEVICE)
+    assert inputs.sampled_R.is_meta
+    assert inputs.metadata.slots_T.is_meta
+    assert copies.count == 1
+
+
+def test_the_parameters_of_all_rows_take_one_copy_and_nothing_waits(copies: Copies) -> None:
+    chosen = choose_by_torch(torch.empty(4, 5000, device=DEVICE), CHOICES)
+    assert chosen.is_meta
+    assert copies.count == 1
+
+
+def test_masks_of_grammars_take_one_more(copies: Copies) -> None:
+    masked = [choice._replace(allowed=np.zeros(16, np.int32)) for choice in CHOICES]
+    choose_by_torch(torch.empty(4, 500, device=DEVICE), masked)
+    assert copies.count == 2
+
+
+def test_logprobs_wait_once(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[int, ...]] = []
+
+    def tolist(self: Tensor) -> list[list[float]]:
+        waits.append(tuple(self.shape))
+        return [[7.0, 2.0, -1.5, 9.0, 7.0, -0.5, -1.5]] * len(self)
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    entries = top_logprobs(
+        torch.empty(3, 50, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE), [2, 0, 1]
+    )
+    assert waits == [(3, 7)]
+    assert [entry.top for entry in entries] == [((9, -0.5), (7, -1.5)), (), ((9, -0.5),)]
+    assert {(entry.token_id, entry.rank, entry.logprob) for entry in entries} == {(7, 2, -1.5)}
+    assert copies.count == 0
+
+
+@pytest.mark.parametrize("wait", [Tensor.item, Tensor.tolist, bool, lambda x: x[x > 0], lambda x: x.nonzero()])
+def test_what_would_wait_fails_here(wait: Any, copies: Copies) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        wait(torch.empty(1, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    "hide", [lambda x: x[[0, 2]], lambda x: x.__setitem__((0, [1]), 2.0), lambda x: torch.tensor([1], device=DEVICE)]
+)
+def test_a_list_fails_here(hide: Any, copies: Copies) -> None:
+    with pytest.raises(AssertionError, match="a list"):
+        hide(torch.empty(4, 4, device=DEVICE))
+
+
+def test_a_tensor_of_the_host_as_an_index_is_a_copy(copies: Copies) -> None:
+    torch.empty(4, device=DEVICE)[torch.arange(2)]
+    assert copies.count == 1
+
+
+def test_the_best_of_all_rows_are_those_of_each_row() -> None:
+    logits = torch.randint(0, 9, (5, 40), generator=torch.Generator().manual_seed(0)).float()
+    ids, values = best_of_rows(logits.log_softmax(-1), 12)
+    entries = top_logprobs(logits, torch.zeros(5, dtype=torch.int64), [12] * 5)
+    assert [[pair[0] for pair in entry.top] for entry in entries] == ids.tolist()
+    assert [[pair[1] for pair in entry.top] for entry in entries] == values.tolist()
