@@ -6,7 +6,7 @@ The weights are random, of the real shape. Each request has its own random promp
 sides produce exactly max_tokens tokens per sequence in the same dtype; a run is prefill and decode together. The two
 take turns, and the medians are compared. `--alone` leaves transformers out.
 
-On a CPU each turn also measures how fast memory is read. The floor of a step is the time to read the weights, and the
+Each turn also measures how fast memory is read. The floor of a step is the time to read the weights, and the
 keys and values of all sequences at the middle of their answers. It is compared with the mean step of the engine while
 all sequences decode. Prints a table and one JSON line.
 """
@@ -40,7 +40,6 @@ KINDS: dict[str, dict[str, float]] = {
 }
 ENGINES: dict[str, dict[str, Any]] = {"gptserve": {}}
 """What the configuration of each engine has besides; their rows stand below each other."""
-KV_CACHE_BYTES = 2**30  # engines must fit side by side
 PAUSE_S = 0.05  # torch's threads spin for a while after their work, in the way of what comes next
 
 Row = dict[str, Any]
@@ -59,14 +58,19 @@ def main() -> None:
             device=device.type,
             dtype=args.dtype,
             enable_prefix_caching=False,
-            kv_cache_bytes=KV_CACHE_BYTES,
+            kv_cache_bytes=args.kv_cache_bytes,
+            max_num_seqs=max(args.batch),
+            max_num_batched_tokens=max(512, *args.batch),
             num_threads=args.threads,
         )
         engines = {name: Engine(replace(config, **more)) for name, more in ENGINES.items()}
     turns = Turns(engines, None if args.alone else reference.to(device, getattr(torch, args.dtype)), model, args)
     rows = [row for batch in args.batch for kind in args.kinds for row in turns.measure(batch, kind)]
     show(rows)
-    print(json.dumps({"benchmark": "decode", **describe(engines["gptserve"], device, args), "rows": rows}))
+    result = json.dumps({"benchmark": "decode", **describe(engines["gptserve"], device, args), "rows": rows})
+    print(result)
+    if args.output is not None:
+        args.output.write_text(result + "\n", encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,6 +84,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="engines must fit side by side")
+    parser.add_argument("--output", type=Path, help="a file for the line of JSON")
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
     return parser.parse_args()
 
@@ -95,8 +101,8 @@ class Turns:
         self._model = model
         self._args = args
         self._dtype: torch.dtype = getattr(torch, args.dtype)
-        on_cpu = next(iter(engines.values())).info.device == "cpu"
-        self._reader = Reader(step_bytes(model, self._dtype, batch=0, context=0)) if on_cpu else None
+        device = torch.device(next(iter(engines.values())).info.device)
+        self._reader = Reader(step_bytes(model, self._dtype, batch=0, context=0), device)
 
     def measure(self, batch: int, kind: str) -> list[Row]:
         """Return a row of medians for each engine."""
@@ -120,12 +126,11 @@ class Turns:
             theirs = num_tokens / time_transformers(self._reference, prompts, args.max_tokens, params)
             for row in found.values():
                 row |= {"transformers": theirs, "ratio": row["tokens_per_s"] / theirs}
-        if self._reader is not None:
-            num_bytes = step_bytes(self._model, self._dtype, batch, args.prompt_len + args.max_tokens // 2)
-            bandwidth = self._reader.bytes_per_second()
-            floor_ms = num_bytes / bandwidth * 1e3
-            for row in found.values():
-                row |= {"read_gb_per_s": bandwidth / 1e9, "floor_ms": floor_ms, "of_floor": floor_ms / row["step_ms"]}
+        num_bytes = step_bytes(self._model, self._dtype, batch, args.prompt_len + args.max_tokens // 2)
+        bandwidth = self._reader.bytes_per_second()
+        floor_ms = num_bytes / bandwidth * 1e3
+        for row in found.values():
+            row |= {"read_gb_per_s": bandwidth / 1e9, "floor_ms": floor_ms, "of_floor": floor_ms / row["step_ms"]}
         return found
 
 
@@ -159,7 +164,7 @@ def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> 
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
-        **vars(args),
+        **{name: value for name, value in vars(args).items() if name != "output"},
         "dtype": engine.info.dtype,
         "attention_backend": engine.info.attention_backend,
         "product": engine.info.product,

@@ -24,16 +24,19 @@ def step_bytes(model: ModelConfig, dtype: torch.dtype, batch: int, context: int)
 
 
 class Reader:
-    """Reads memory in torch's threads, as much as a model's weights: what a cache holds of these, it holds here."""
+    """Reads the device's memory, as much as a model's weights: what a cache holds of these, it holds here.
 
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = torch.ones(num_bytes // torch.float32.itemsize)
+    On a CPU it takes torch's threads.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._buffer = torch.ones(num_bytes // torch.float32.itemsize, device=device)
 
     def bytes_per_second(self) -> float:
         """Return the bandwidth of the fastest of some passes."""
         times = []
         for _ in range(_PASSES):
             start = time.perf_counter()
-            self._buffer.sum()
+            self._buffer.sum().item()
             times.append(time.perf_counter() - start)
         return self._buffer.nbytes / min(times)

@@ -26,6 +26,7 @@ _LLAMA_NAMES = (
 LLAMA_SHAPES: dict[str, tuple[int, ...]] = {
     "llama-135m": (30, 576, 1536, 9, 3, 49152),  # SmolLM 135M
     "llama-1b": (16, 2048, 8192, 32, 8, 128256),  # Llama 3.2 1B
+    "llama-8b": (32, 4096, 14336, 32, 8, 128256),  # Llama 3 8B, but for its head, which is the embedding here
 }
 SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES)
 

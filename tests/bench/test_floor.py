@@ -28,4 +28,4 @@ def test_a_step_reads_each_weight_once_and_the_cache_of_each_sequence(
 
 
 def test_memory_is_read_at_some_bandwidth() -> None:
-    assert Reader(2**20).bytes_per_second() > 0
+    assert Reader(2**20, torch.device("cpu")).bytes_per_second() > 0
