@@ -48,5 +48,12 @@ CMD ["serve"]
 FROM runtime AS cpu
 
 FROM runtime AS cuda
+# Triton compiles a launcher for each kernel; the base image has Python's headers.
+USER root
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+USER 1000:1000
 ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    TRITON_CACHE_DIR=/cache/triton

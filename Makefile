@@ -31,7 +31,7 @@ test: $(venv)/developing  ## run the tests but the slow ones, or ARGS="tests/eng
 	$(pytest) $(ARGS)
 
 test-all: $(venv)/developing  ## run all tests that need no CUDA device
-	$(pytest) -m 'not gpu and not clients' $(ARGS)
+	$(pytest) -m 'not gpu and not triton and not clients' $(ARGS)
 
 clients: $(venv)/developing  ## try the clients of other projects, each installed into build/clients; needs npm, too
 	$(bin)/python -m tests.clients.environments
@@ -52,9 +52,12 @@ format: $(venv)/developing  ## format the code, and repair what lint can repair
 bench: $(venv)/developing  ## measure decoding against transformers on this machine
 	$(bin)/python -m bench.decode $(ARGS)
 
-gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure decoding on it
-	$(bin)/pytest -m gpu $(ARGS)
-	$(bin)/python -m bench.decode --device cuda
+gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure decoding on it, into bench/results
+	$(bin)/pytest -m 'gpu or triton' $(ARGS)
+	for shape in gpt2 gpt2-xl llama-8b; do \
+		$(bin)/python -m bench.decode --device cuda --alone --shape $$shape --batch 1 8 32 128 256 \
+			--kv-cache-bytes 17179869184 --output bench/results/gpu-$$shape.json || exit 1; \
+	done
 
 image:  ## build the container image gptserve; TARGET=cuda for the one with the CUDA libraries
 	docker build --target $(TARGET) --tag gptserve $(ARGS) .

@@ -16,7 +16,7 @@ from gptserve.engine.scheduling.drafter import MAX_NGRAM, MIN_NGRAM
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
-AttentionBackendName = Literal["auto", "reference", "cpu"]
+AttentionBackendName = Literal["auto", "reference", "cpu", "triton"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,11 @@ MAX_SPINE_LINES = 3000
 PACKAGES = ("server", "engine", "weights")
 WITH_TORCH = {
     "gptserve.engine.attention",
+    "gptserve.engine.attention.check",
+    "gptserve.engine.attention.choice",
     "gptserve.engine.attention.cpu",
     "gptserve.engine.attention.reference",
+    "gptserve.engine.attention.triton_paged",
     "gptserve.engine.model.activation",
     "gptserve.engine.model.batch",
     "gptserve.engine.model.decoder",
@@ -82,6 +85,8 @@ def modules() -> set[str]:
     names = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
+            if path.name == "triton_kernels.py":
+                continue  # it needs Triton, which is not installed everywhere
             parts = path.relative_to(ROOT).with_suffix("").parts
             names.add(".".join(["gptserve", *parts][:-1] if parts[-1] == "__init__" else ["gptserve", *parts]))
     return names

@@ -1,22 +1,15 @@
-"""Attention over the paged KV cache: one interface, several backends, one chooser.
+"""Attention over the paged KV cache: the interface of its backends.
 
 Shape letters: T tokens of the step, S sequences, H query heads, G KV heads, D head size, N blocks, B block size.
-A backend knows only tensors: no scheduler and no model family. layers.py calls it once a layer.
+A backend knows only tensors: no scheduler and no model family. choice.py chooses it, layers.py calls it once a layer.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
-
-from gptserve.engine.config import AttentionBackendName
-from gptserve.engine.errors import InvalidConfigurationError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +78,3 @@ class AttentionBackend(Protocol):
         self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         """Return softmax(scores of the spec + causal mask) v as [T, H, D] in the query's dtype; softmax in fp32."""
-
-
-def choose_backend(
-    name: AttentionBackendName, device: torch.device, dtype: torch.dtype, head_size: int
-) -> AttentionBackend:
-    """Return the named backend; for "auto" the fastest that can compute this model on this device.
-
-    Raises InvalidConfigurationError if the named one cannot. "auto" warns if it chooses the reference, which is slower.
-    """
-    from gptserve.engine.attention.cpu import SUPPORTED_DTYPES, CpuAttention
-    from gptserve.engine.attention.reference import ReferenceAttention
-
-    if name == "reference":
-        return ReferenceAttention()
-    if device.type != "cpu":
-        obstacle = f"the device is {device}"
-    elif dtype not in SUPPORTED_DTYPES or head_size % 8:
-        obstacle = f"it computes fp32 and bf16 with head sizes divisible by 8, this is {dtype} with {head_size}"
-    elif not CpuAttention.is_available():
-        obstacle = "its library is missing or stale: the installation compiles it where there is a C++ compiler"
-    else:
-        return CpuAttention()
-    if name == "cpu":
-        raise InvalidConfigurationError(f"attention_backend 'cpu' cannot be used: {obstacle}")
-    if device.type != "cpu":
-        logger.warning(
-            "attention: 'reference' is used on %s, as only 'cpu' has a kernel. It computes one sequence after another: "
-            "answers are right but slow",
-            device.type,
-        )
-        return ReferenceAttention()
-    logger.warning("attention: 'reference', which is slower, is used instead of the compiled CPU kernel: %s", obstacle)
-    return ReferenceAttention()

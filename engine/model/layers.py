@@ -42,6 +42,26 @@ class StreamedTensors:
         return self._waiting.pop(name)
 
 
+def attention_spec(config: ModelConfig, layer: int, device: torch.device, sinks: Tensor | None) -> AttentionSpec:
+    """Return the attention of this layer."""
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        scale=config.attention_scales[layer],
+        window=config.attention_windows[layer],
+        alibi_slopes=torch.tensor(config.alibi_slopes, device=device) if config.alibi_slopes else None,
+        sinks=sinks,
+        softcap=config.attention_softcap,
+    )
+
+
+def layer_specs(config: ModelConfig, device: torch.device) -> list[AttentionSpec]:
+    """Return the attention of all layers, with sinks of 0 where the model has any."""
+    sinks = torch.zeros(config.num_heads, device=device) if config.attention_sinks else None
+    return [attention_spec(config, layer, device, sinks) for layer in range(config.num_layers)]
+
+
 class Attention:
     """Causal self-attention with its projections: softmax(scale * q k) v over cached tokens and those of the step."""
 
@@ -55,16 +75,8 @@ class Attention:
         if config.qk_norm:
             self._q_norm = take_norm(config, source, f"{name}.q_norm")
             self._k_norm = take_norm(config, source, f"{name}.k_norm")
-        self._spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            scale=config.attention_scales[layer],
-            window=config.attention_windows[layer],
-            alibi_slopes=torch.tensor(config.alibi_slopes, device=device) if config.alibi_slopes else None,
-            sinks=source.take(f"{name}.sinks").float() if config.attention_sinks else None,
-            softcap=config.attention_softcap,
-        )
+        sinks = source.take(f"{name}.sinks").float() if config.attention_sinks else None
+        self._spec = attention_spec(config, layer, device, sinks)
         source.attentions.append(self._spec)
 
     def __call__(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gptserve.engine import native
-from gptserve.engine.attention import choose_backend
+from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
@@ -30,6 +30,7 @@ from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_
 from gptserve.engine.model.host_cpus import FreeCpus
 from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
+from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.linear import MIN_ROWS, product_of, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes, plan_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
@@ -78,7 +79,8 @@ class ModelRunner:
         self._model = load_config(config.model_dir)
         _check_max_model_len(config, self._model.max_position)
         check_quantization(quantization, self._model, self.device)
-        backend = choose_backend(config.attention_backend, self.device, dtype, self._model.head_size)
+        specs = layer_specs(self._model, self.device)
+        backend = choose_backend(config.attention_backend, self.device, dtype, specs, config.block_size)
         checkpoint = Checkpoint(config.model_dir, self._model)
         # After the checkpoint has shown the sizes to be true: it multiplies matrices of them.
         is_invariant = _is_batch_invariant(self._model, self.device, dtype, quantization)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from gptserve.engine.attention import choose_backend
+from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.layers import layer_specs
 from gptserve.weights.families import load_config
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -42,8 +43,8 @@ def texts() -> list[list[int]]:
 @functools.cache
 def raw_logits(dtype: str) -> list[torch.Tensor]:
     """Return the logits [tokens, vocab] after every token of every text."""
-    head_size = load_config(STORYTELLER).head_size
-    backend = choose_backend("auto", torch.device("cpu"), DTYPES[dtype], head_size)
+    specs = layer_specs(load_config(STORYTELLER), torch.device("cpu"))
+    backend = choose_backend("auto", torch.device("cpu"), DTYPES[dtype], specs, block_size=4)
     with torch.inference_mode():
         return paged_logits(STORYTELLER, texts(), backend, DTYPES[dtype])
 

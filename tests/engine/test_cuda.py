@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gptserve.engine.request import FinishReason
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+FAST = "triton"
 
 
 def test_greedy_ids_in_fp32_equal_those_of_transformers(tiny_gpt2: Path) -> None:
@@ -19,7 +25,7 @@ def test_greedy_ids_in_fp32_equal_those_of_transformers(tiny_gpt2: Path) -> None
     model = GPT2LMHeadModel.from_pretrained(tiny_gpt2, dtype=torch.float32, attn_implementation="eager").cuda().eval()
     prompts = ragged_prompts(16, 60)
     requests = [make_request(str(i), p, max_tokens=64, temperature=0.0) for i, p in enumerate(prompts)]
-    outputs = run(make_engine(tiny_gpt2, device="cuda"), requests)
+    outputs = run(make_engine(tiny_gpt2, device=DEVICE), requests)
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device="cuda")
         with torch.no_grad():
@@ -35,7 +41,7 @@ def test_every_request_gets_its_tokens_under_preemption(tiny_gpt2: Path, dtype: 
         make_request(str(i), p, seed=i, max_tokens=30, logprobs=2, temperature=0.5 * (i % 3), top_p=0.9)
         for i, p in enumerate(ragged_prompts(32, 60))
     ]
-    engine = make_engine(tiny_gpt2, device="cuda", dtype=dtype, num_blocks=24)
+    engine = make_engine(tiny_gpt2, device=DEVICE, dtype=dtype, num_blocks=24)
     outputs = run(engine, requests)
     assert engine.stats.num_preemptions > 0
     for request in requests:
@@ -44,19 +50,19 @@ def test_every_request_gets_its_tokens_under_preemption(tiny_gpt2: Path, dtype: 
 
 
 def test_no_independence_of_the_batch_is_promised(tiny_gpt2: Path) -> None:
-    info = make_engine(tiny_gpt2, device="cuda").info
+    info = make_engine(tiny_gpt2, device=DEVICE).info
     assert not info.batch_invariant
     assert info.fingerprint != make_engine(tiny_gpt2).info.fingerprint
 
 
 def test_the_storyteller_ends_its_story(storyteller: Path) -> None:
-    engine = make_engine(storyteller, device="cuda", dtype="bfloat16", kv_cache_bytes=2**27)
+    engine = make_engine(storyteller, device=DEVICE, dtype="bfloat16", kv_cache_bytes=2**27)
     outputs = run(engine, [make_request("s", [0], max_tokens=500, temperature=0.8, ignore_eos=False)])["s"]
     assert outputs[-1].finish_reason is FinishReason.STOP
 
 
 def test_a_prompt_is_found_in_the_prefix_cache_and_an_abort_frees_its_blocks(tiny_gpt2: Path) -> None:
-    engine = make_engine(tiny_gpt2, device="cuda")
+    engine = make_engine(tiny_gpt2, device=DEVICE)
     cold = run(engine, [make_request("cold", range(40), max_tokens=8, temperature=0.0)])["cold"]
     warm = run(engine, [make_request("warm", range(40), max_tokens=8, temperature=0.0)])["warm"]
     assert warm[0].num_cached_tokens == 32
@@ -65,3 +71,36 @@ def test_a_prompt_is_found_in_the_prefix_cache_and_an_abort_frees_its_blocks(tin
     engine.step()
     engine.abort("aborted")
     assert engine.stats.num_used_blocks == 0
+
+
+def prompt_logprobs(folder: Path, **options: Any) -> torch.Tensor:
+    """Return the logprob of every prompt token but the first, for ragged prompts that advance in chunks."""
+    engine = make_engine(folder, max_num_batched_tokens=64, enable_prefix_caching=False, **options)
+    requests = [
+        make_request(str(i), prompt, max_tokens=1, prompt_logprobs=0)
+        for i, prompt in enumerate(ragged_prompts(5, 60, vocab_size=90))
+    ]
+    outputs = [output for its in run(engine, requests).values() for output in its]
+    entries = [entry for output in outputs for entry in output.prompt_logprobs or () if entry is not None]
+    assert len(entries) > 100
+    return torch.tensor([entry.logprob for entry in entries], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_family_is_as_exact_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+    """In fp32; and in bf16 the kernel is as close to that as the reference."""
+    write_model(tmp_path, *SHAPES[name])
+    exact = prompt_logprobs(tmp_path)
+    in_fp32 = prompt_logprobs(tmp_path, device=DEVICE, attention_backend=FAST)
+    assert (in_fp32 - exact).abs().max() < 1e-4
+
+    options = {"device": DEVICE, "dtype": "bfloat16"}
+    error = (prompt_logprobs(tmp_path, attention_backend=FAST, **options) - exact).abs().mean()
+    of_reference = (prompt_logprobs(tmp_path, attention_backend="reference", **options) - exact).abs().mean()
+    assert 0 < error < 1.5 * of_reference
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_kernel_is_taken_without_a_word(storyteller: Path, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert make_engine(storyteller, device=DEVICE, dtype=dtype, kv_cache_bytes=2**27).info.attention_backend == FAST
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptserve.engine.attention import choose_backend
+from gptserve.engine.attention import AttentionBackend, AttentionSpec, triton_paged
+from gptserve.engine.attention import check as attention_check
+from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.config import AttentionBackendName
 from gptserve.engine.errors import InvalidConfigurationError
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
 
 needs_kernel = pytest.mark.skipif(not CpuAttention.is_available(), reason="installed without a compiler")
+
+
+def choose(name: AttentionBackendName, device: torch.device, dtype: torch.dtype, head_size: int) -> AttentionBackend:
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=head_size, scale=0.25)
+    return choose_backend(name, device, dtype, [spec], block_size=16)
 
 
 @needs_kernel
@@ -20,7 +30,7 @@ needs_kernel = pytest.mark.skipif(not CpuAttention.is_available(), reason="insta
 def test_auto_takes_the_kernel_where_it_can_compute(
     head_size: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose_backend("auto", CPU, dtype, head_size).name == "cpu"
+    assert choose("auto", CPU, dtype, head_size).name == "cpu"
     assert not caplog.records
 
 
@@ -30,18 +40,18 @@ def test_auto_takes_the_kernel_where_it_can_compute(
 def test_auto_warns_and_takes_the_reference_where_the_kernel_cannot(
     dtype: torch.dtype, head_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose_backend("auto", CPU, dtype, head_size).name == "reference"
+    assert choose("auto", CPU, dtype, head_size).name == "reference"
     (record,) = caplog.records
     assert f"{dtype} with {head_size}" in record.getMessage()
     with pytest.raises(InvalidConfigurationError, match=f"{dtype} with {head_size}"):
-        choose_backend("cpu", CPU, dtype, head_size)
+        choose("cpu", CPU, dtype, head_size)
 
 
 def test_auto_warns_when_the_library_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gptserve.engine.native.find_spec", lambda module: None)
-    assert choose_backend("auto", CPU, torch.float32, 64).name == "reference"
+    assert choose("auto", CPU, torch.float32, 64).name == "reference"
     assert "its library is missing" in caplog.text
 
 
@@ -49,15 +59,66 @@ def test_auto_warns_when_the_library_is_missing(
 def test_reference_is_taken_without_a_word_where_it_is_named(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose_backend("reference", device, torch.float32, 64).name == "reference"
+    assert choose("reference", device, torch.float32, 64).name == "reference"
     assert not caplog.records
 
 
-def test_auto_warns_on_a_gpu_that_the_slow_reference_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 64).name == "reference"
+def test_a_backend_of_another_device_is_refused() -> None:
+    with pytest.raises(InvalidConfigurationError, match="attention_backend 'cpu' cannot be used: the device is cuda"):
+        choose("cpu", CUDA, torch.float32, 64)
+    with pytest.raises(InvalidConfigurationError, match="attention_backend 'triton' cannot be used: the device is cpu"):
+        choose("triton", CPU, torch.float32, 64)
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "error", "difference", "reason"),
+    [
+        (False, None, None, "Triton is not installed"),
+        (True, OSError("no compiler"), None, "it failed with OSError: no compiler"),
+        (True, None, "it differs from 'reference' by 1", "it differs from 'reference' by 1"),
+    ],
+)
+def test_on_a_gpu_the_reference_takes_the_place_of_a_kernel_that_is_missing_fails_or_differs(
+    is_installed: bool,
+    error: Exception | None,
+    difference: str | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    put_triton(monkeypatch, is_installed, error, difference)
+    assert choose("auto", CUDA, torch.float32, 16).name == "reference"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "'reference' is used on cuda" in record.getMessage()
-    assert "only 'cpu' has a kernel" in record.getMessage()
-    with pytest.raises(InvalidConfigurationError, match="the device is cuda"):
-        choose_backend("cpu", torch.device("cuda"), torch.float32, 64)
+    assert record.getMessage() == f"attention: 'reference', which is slower, is used instead of 'triton': {reason}"
+    with pytest.raises(InvalidConfigurationError, match=f"^attention_backend 'triton' cannot be used: {reason}$"):
+        choose("triton", CUDA, torch.float32, 16)
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_on_a_gpu_a_kernel_that_agrees_is_taken_without_a_word(
+    name: AttentionBackendName, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_triton(monkeypatch, is_installed=True)
+    assert choose(name, CUDA, torch.bfloat16, 64).name == "triton"
+    assert not caplog.records
+
+
+def put_triton(
+    monkeypatch: pytest.MonkeyPatch, is_installed: bool, error: Exception | None = None, difference: str | None = None
+) -> None:
+    """Replace the kernels and their comparison, neither of which runs without a GPU."""
+
+    class FakeTriton:
+        name = "triton"
+
+        @staticmethod
+        def is_available() -> bool:
+            return is_installed
+
+        def __init__(self) -> None:
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(triton_paged, "TritonAttention", FakeTriton)
+    monkeypatch.setattr(attention_check, "disagreement", lambda *_: difference)

@@ -1,0 +1,75 @@
+"""What the comparison of a backend with the reference notices: other numbers, another cache, bits of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptserve.engine.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.attention.check import disagreement
+from gptserve.engine.attention.reference import ReferenceAttention
+
+CPU = torch.device("cpu")
+SPECS = [AttentionSpec(4, 2, 8, 0.3), AttentionSpec(4, 2, 8, 0.3, window=50)]
+
+
+class Adding(ReferenceAttention):
+    """Adds a number to what it computes for layers with this window; `per_row` times the number of rows, too."""
+
+    def __init__(self, number: float = 0.0, window: int | None = None, per_row: float = 0.0) -> None:
+        self._number, self._window, self._per_row = number, window, per_row
+
+    def attend(
+        self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        out_THD = super().attend(query_THD, cache_2NGBD, metadata, spec)
+        return out_THD + (self._number + self._per_row * len(out_THD) if spec.window == self._window else 0)
+
+
+class Forgetting(ReferenceAttention):
+    """Does not store the last row."""
+
+    def write(self, key_TGD: Tensor, value_TGD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata) -> None:
+        starts = (*metadata.query_starts[:-1], metadata.query_starts[-1] - 1)
+        super().write(key_TGD, value_TGD, cache_2NGBD, replace(metadata, query_starts=starts))
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [
+        (ReferenceAttention(), None),
+        (Adding(1e-5), None),
+        (Adding(1e-2), "it differs from 'reference' by 1.0e-02 for decoding with a window of None"),
+        (Adding(1e-2, window=50), "it differs from 'reference' by 1.0e-02 for decoding with a window of 50"),
+        (Adding(torch.nan), "it differs from 'reference' by nan for decoding with a window of None"),
+        (Adding(per_row=1e-6), "a row has other bits alone than in its step, for decoding with a window of None"),
+        (Forgetting(), "it stores other keys and values than 'reference' for decoding with a window of None"),
+    ],
+)
+def test_a_backend_that_differs_is_found(backend: ReferenceAttention, found: str | None) -> None:
+    assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_feature_takes_part(dtype: torch.dtype) -> None:
+    spec = replace(SPECS[0], alibi_slopes=torch.full((4,), 0.1), sinks=torch.zeros(4), softcap=2.0)
+
+    class Without(ReferenceAttention):
+        """Ignores one feature."""
+
+        def __init__(self, feature: str) -> None:
+            self._feature = feature
+
+        def attend(
+            self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+        ) -> Tensor:
+            return super().attend(query_THD, cache_2NGBD, metadata, replace(spec, **{self._feature: None}))
+
+    assert disagreement(ReferenceAttention(), [spec], CPU, dtype, block_size=3) is None
+    for feature in ("alibi_slopes", "sinks", "softcap"):
+        found = disagreement(Without(feature), [spec], CPU, dtype, block_size=3)
+        assert found is not None
+        assert found.startswith("it differs from 'reference' by ")

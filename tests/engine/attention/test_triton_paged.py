@@ -1,0 +1,229 @@
+"""TritonAttention against the reference, and the bits of its rows along every axis they must not depend on.
+
+The tests marked `triton` run on a CUDA device (`make gpu`) or, with TRITON_INTERPRET=1, in Triton's interpreter on a
+CPU. The variable must be set before Triton is imported, so one test without the mark runs them in their own process. An
+interpreted call of a function takes a millisecond, hence the small sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptserve.engine.attention import AttentionMetadata, AttentionSpec
+from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.attention.triton_paged import TritonAttention
+from tests.engine.attention.oracle import FEATURE_SETS, FEATURES, Feature, with_features
+from tests.engine.steps import make_metadata, shuffled_tables
+
+ROOT = Path(__file__).parents[3]
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+DEVICE = torch.device("cpu" if os.environ.items() >= INTERPRETED.items() else "cuda")
+PIECE = 64
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+LIMIT_S = 1700
+
+Data = TypeVar("Data", bound=Any)
+
+interpreted = pytest.mark.triton
+slow = pytest.mark.slow
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+
+OTHER_DTYPES = [pytest.param(dtype, marks=slow) for dtype in TOLERANCES if dtype is not torch.float32]
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, *OTHER_DTYPES], ids=str)
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_the_tests_of_the_kernels_pass_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """All of them where slow tests run, too; else one case of each."""
+    marks = "triton" if "not slow" not in request.config.option.markexpr else "triton and not slow"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, __file__]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | INTERPRETED, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+class Cached:
+    """Random sequences in a scattered cache, which is NaN where nothing was written."""
+
+    def __init__(
+        self, kv_lens: Sequence[int], spec: AttentionSpec, dtype: torch.dtype, block_size: int = 16, seed: int = 0
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.kv_lens, self.spec, self._block_size = kv_lens, spec, block_size
+        self.rows = [torch.randn(n, sum(sizes), spec.head_size, generator=generator).to(dtype) for n in kv_lens]
+        num_blocks = sum(-(-n // block_size) for n in kv_lens) + 2
+        self._tables = shuffled_tables(kv_lens, block_size, num_blocks, seed)
+        shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_size)
+        self.cache = torch.full(shape, math.nan, dtype=dtype)
+        metadata = self.metadata(range(len(kv_lens)), kv_lens, kv_lens)
+        _, key, value = self._split(torch.cat(self.rows))
+        ReferenceAttention().write(key, value, self.cache, metadata)
+
+    def metadata(
+        self, sequences: Sequence[int], query_lens: Sequence[int], kv_lens: Sequence[int], pad: int = 0
+    ) -> AttentionMetadata:
+        return make_metadata(query_lens, kv_lens, [self._tables[s] for s in sequences], self._block_size, pad)
+
+    def attend(
+        self, backend: TritonAttention | ReferenceAttention, step: Sequence[tuple[int, int, int]], pad: int = 0
+    ) -> list[Tensor]:
+        """Return the rows of each (sequence, rows, known tokens) of a step, whose keys are written anew."""
+        sequences, query_lens, kv_lens = zip(*step, strict=True)
+        metadata = self.metadata(sequences, query_lens, kv_lens, pad)
+        rows = torch.cat([self.rows[s][kv_len - n : kv_len] for s, n, kv_len in step])
+        query, key, value = self._split(torch.cat([rows, torch.full_like(rows[:1], math.nan).expand(pad, -1, -1)]))
+        cache, metadata = self.cache.to(DEVICE), on_device(metadata)
+        backend.write(key.to(DEVICE), value.to(DEVICE), cache, metadata)
+        out = backend.attend(query.to(DEVICE), cache, metadata, on_device(self.spec)).cpu()
+        assert not out[len(rows) :].any(), "padding"
+        return list(out[: len(rows)].split(query_lens))
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split([self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads], 1)
+
+
+def on_device(data: Data) -> Data:
+    """Return the dataclass with its tensors on the device."""
+    values = {field.name: getattr(data, field.name) for field in fields(data)}
+    return replace(data, **{name: x.to(DEVICE) for name, x in values.items() if isinstance(x, Tensor)})
+
+
+def make_spec(
+    num_heads: int, num_kv_heads: int, head_size: int, window: int | None = None, features: Sequence[Feature] = FEATURES
+) -> AttentionSpec:
+    spec = AttentionSpec(num_heads, num_kv_heads, head_size, head_size**-0.5, window)
+    return with_features(spec, tuple(features))
+
+
+def check(
+    cached: Cached, step: Sequence[tuple[int, int, int]], dtype: torch.dtype, pad: int = 0, matters: bool = True
+) -> None:
+    """Compare with the reference, and see that each feature of the spec matters if it must."""
+    expected, tolerance = cached.attend(ReferenceAttention(), step, pad), TOLERANCES[dtype]
+    for out, wanted in zip(cached.attend(TritonAttention(PIECE), step, pad), expected, strict=True):
+        torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
+    for feature in ("window", *FEATURES) if matters else ():
+        if getattr(cached.spec, feature) is not None:
+            other = replace(cached.spec, **{feature: None})
+            without = Cached(cached.kv_lens, other, dtype).attend(ReferenceAttention(), step, pad)
+            differences = [(a - b).abs().max().item() for a, b in zip(without, expected, strict=True)]
+            assert max(differences) > 3 * tolerance, f"{feature} hardly matters here"
+
+
+@interpreted
+@by_dtype
+def test_a_ragged_step_with_every_feature_equals_the_reference(dtype: torch.dtype) -> None:
+    cached = Cached([70, 9, 33], make_spec(6, 2, 24, window=40), dtype)
+    check(cached, [(0, 1, 70), (1, 9, 9), (2, 3, 30)], dtype, pad=2)
+
+
+@interpreted
+@slow
+@pytest.mark.parametrize(
+    ("dtype", "features"), [(torch.float32, ()), *((dtype, FEATURES) for dtype in TOLERANCES)], ids=str
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "window"), [(2, 2, 64, None), (5, 1, 12, 20), (4, 2, 80, 100), (2, 1, 256, None)]
+)
+def test_any_heads_and_windows_equal_the_reference(
+    heads: int, kv_heads: int, head_size: int, window: int | None, dtype: torch.dtype, features: tuple[Feature, ...]
+) -> None:
+    cached = Cached([150, 64, 20], make_spec(heads, kv_heads, head_size, window, features), dtype)
+    check(cached, [(0, 2, 150), (1, 1, 64), (2, 20, 20)], dtype, pad=1)
+
+
+@interpreted
+@slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_ragged_steps_equal_the_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    dtype, kv_heads = rng.choice(list(TOLERANCES)), rng.choice([1, 2, 3])
+    sizes = kv_heads * rng.choice([1, 2, 7]), kv_heads, rng.choice([4, 16, 40, 65])
+    spec = make_spec(*sizes, features=rng.choice(FEATURE_SETS))
+    cached = Cached([rng.randint(1, 200) for _ in range(rng.randint(1, 6))], spec, dtype, rng.choice([1, 3, 16, 32]))
+    known = [rng.randint(1, kv_len) for kv_len in cached.kv_lens]
+    step = [(s, rng.randint(1, min(n, 20)), n) for s, n in enumerate(known)]
+    rng.shuffle(step)
+    check(cached, step, dtype, pad=rng.randint(0, 2), matters=False)
+
+
+@interpreted
+@by_dtype
+def test_bits_do_not_depend_on_neighbours_chunks_pieces_or_blocks(dtype: torch.dtype) -> None:
+    spec = make_spec(2, 1, 16)
+    cached = Cached([70, 12], spec, dtype)
+    backend, unsplit = TritonAttention(PIECE), TritonAttention(PIECE, max_split_rows=0)
+    whole, short = cached.attend(backend, [(0, 9, 70), (1, 9, 12)])
+    assert torch.isfinite(whole).all()
+    assert not torch.equal(whole, short)
+
+    moved = Cached([70, 12], spec, dtype, block_size=5, seed=3)
+    for name, rows in {
+        "alone": cached.attend(backend, [(0, 1, 70)]),
+        "behind a neighbour, padded": cached.attend(backend, [(1, 3, 12), (0, 2, 70)], pad=3)[1:],
+        "pieces in one program, other blocks": moved.attend(unsplit, [(0, 3, 70)]),
+    }.items():
+        assert torch.equal(rows[0], whole[-len(rows[0]) :]), name
+    for kv_len in (64, 65):
+        assert torch.equal(cached.attend(backend, [(0, 1, kv_len)])[0][0], whole[kv_len - 71]), kv_len
+
+
+@interpreted
+def test_one_changed_key_changes_the_rows_that_see_it_and_no_other() -> None:
+    cached = Cached([20, 5], make_spec(2, 1, 16), torch.float32)
+    step = [(0, 7, 20), (1, 1, 5)]
+    before = cached.attend(TritonAttention(PIECE), step)
+    cached.rows[0][15, 2, 0] += 1
+    after = cached.attend(TritonAttention(PIECE), step)
+    assert torch.equal(before[0][:2], after[0][:2])
+    assert (before[0][2:] != after[0][2:]).any(-1).any(-1).all()
+    assert torch.equal(before[1], after[1])
+
+
+@interpreted
+def test_a_write_stores_each_row_in_its_slot_and_nothing_else() -> None:
+    cached = Cached([20, 3], make_spec(3, 3, 24), torch.bfloat16)
+    metadata = on_device(cached.metadata([1, 0], [2, 5], [3, 18], pad=2))
+    rows = torch.arange(9 * 9 * 24).view(9, 9, 24).bfloat16().to(DEVICE)
+    written, expected = (torch.full_like(cached.cache, 7.0).to(DEVICE) for _ in range(2))
+    TritonAttention().write(rows[:, 3:6], rows[:, 6:], written, metadata)
+    ReferenceAttention().write(rows[:, 3:6], rows[:, 6:], expected, metadata)
+    assert torch.equal(written, expected)
+    assert (written != 7.0).any(-1).sum() == 2 * 3 * 7
+
+
+@interpreted
+def test_a_sequence_without_keys_gives_zeros() -> None:
+    cached = Cached([5, 5], make_spec(2, 2, 16, features=()), torch.float32)
+    metadata = replace(cached.metadata([0, 1], [1, 1], [5, 5]), kv_lens_S=torch.tensor([5, 0], dtype=torch.int32))
+    out = TritonAttention().attend(
+        torch.ones(2, 2, 16).to(DEVICE), cached.cache.to(DEVICE), on_device(metadata), cached.spec
+    )
+    assert out[0].all()
+    assert not out[1].any()
+
+
+def test_scratch_is_that_of_the_pieces_of_the_longest_sequence() -> None:
+    if not TritonAttention.is_available():
+        pytest.skip("Triton is not installed")
+    backend = TritonAttention(PIECE)
+    assert backend.scratch_bytes(PIECE, 64, 1) == 0
+    assert backend.scratch_bytes(PIECE + 1, 64, 1) == 2 * 1024 * 66 * 4
