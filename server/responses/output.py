@@ -5,7 +5,8 @@ The events depend on the additions alone, so every reader of the same tokens get
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gptserve.server.completions.output import Delta, EndReason, TokenScore
@@ -18,10 +19,34 @@ _ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
-class ResponseOutput:
-    """The output of one response while its tokens arrive: reasoning and messages, each an item with one part.
+@dataclass(slots=True)
+class _Item:
+    """An item with its only part. The lists of logprobs in its JSON are iterators, each to be used once."""
 
-    With `marks_reasoning` only tokens of a message have logprobs. These lists are iterators, each to be used once.
+    item_id: str
+    kind: Kind
+    status: ItemStatus = "in_progress"
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+
+    def to_json(self, status: ItemStatus, content: Sequence[Json]) -> Json:
+        own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        return {"id": self.item_id, "type": self.kind, "status": status, **own, "content": list(content)}
+
+    def part(self) -> Json:
+        own: Json = {"annotations": []} if self.kind == "message" else {}
+        return {"type": _TEXTS[self.kind], "text": "".join(self.pieces), **own, **self.scored(self.logprobs)}
+
+    def scored(self, logprobs: list[Json]) -> Json:
+        """Return the field with logprobs, which only a message has."""
+        return {"logprobs": iter(logprobs)} if self.kind == "message" else {}
+
+
+class ResponseOutput:
+    """The output of one response while its tokens arrive: reasoning and messages, one after another.
+
+    With `marks_reasoning` only tokens of a message have logprobs. The last item is open until another begins, or the
+    end.
     """
 
     def __init__(self, response_id: str, *, marks_reasoning: bool) -> None:
@@ -29,77 +54,62 @@ class ResponseOutput:
         self.num_reasoning_tokens = 0
         self._suffix = response_id.partition("_")[2]
         self._marks_reasoning = marks_reasoning
-        self._closed: list[Json] = []
-        self._open: Kind | None = None
-        self._pieces: list[str] = []
-        self._logprobs: list[Json] = []
-
-    def items(self, status: ItemStatus) -> list[Json]:
-        """Return the items so far; `status` is that of the one that is open."""
-        return [*self._closed, *([] if self._open is None else [self._item(self._open, status, [self._part()])])]
+        self._items: list[_Item] = []
 
     @property
     def num_entries(self) -> int:
-        """The number of logprobs that the end of the open item has."""
-        return len(self._logprobs)
+        """The number of logprobs that the end of the last item has."""
+        return len(self._items[-1].logprobs) if self._items else 0
+
+    def items(self, status: ItemStatus) -> list[Json]:
+        """Return the items so far; `status` is that of the last one if it is open."""
+        return [
+            item.to_json(status if item.status == "in_progress" else item.status, [item.part()]) for item in self._items
+        ]
 
     def add(self, delta: Delta) -> Iterator[Json]:
         """Add what came next; yield the events, without their numbers. Use up the iterator."""
         if delta.reasoning:
             self.num_reasoning_tokens += len(delta.token_ids or ())
             yield from self._say("reasoning", delta.reasoning, ())
-        is_scored = bool(delta.logprobs) and (self._open == "message" or not self._marks_reasoning)
+        is_scored = bool(delta.logprobs) and (self._last_kind == "message" or not self._marks_reasoning)
         if delta.text or is_scored:
             yield from self._say("message", delta.text, delta.logprobs or ())
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
-            if self._open is None:
+            if not self._items:
                 yield from self._begin("message")
 
     def end(self, status: ItemStatus) -> Iterator[Json]:
-        """End the open item; yield the events."""
-        assert self._open is not None
-        item = self._item(self._open, status, [self._part()])
-        text = self._part()["text"]
-        yield self._event(f"{_TEXTS[self._open]}.done", content_index=0, text=text, **self._scored(self._logprobs))
-        yield self._event("content_part.done", content_index=0, part=self._part())
-        yield self._event("output_item.done", item={**item, "content": [self._part()]})
-        self._closed.append(item)
-        self._open = None
+        """End the last item; yield the events."""
+        item = self._items[-1]
+        item.status = status
+        text = {"text": "".join(item.pieces), **item.scored(item.logprobs)}
+        yield self._event(f"{_TEXTS[item.kind]}.done", item_id=item.item_id, content_index=0, **text)
+        yield self._event("content_part.done", item_id=item.item_id, content_index=0, part=item.part())
+        yield self._event("output_item.done", item=item.to_json(status, [item.part()]))
+
+    @property
+    def _last_kind(self) -> Kind | None:
+        return self._items[-1].kind if self._items else None
 
     def _say(self, kind: Kind, text: str, scores: Iterable[TokenScore]) -> Iterator[Json]:
-        if self._open != kind:
-            if self._open is not None:
+        if self._last_kind != kind:
+            if self._items:
                 yield from self.end("completed")
             yield from self._begin(kind)
-        logprobs = [token_with_top(score) for score in scores]
-        self._pieces.append(text)
-        self._logprobs += logprobs
-        yield self._event(f"{_TEXTS[kind]}.delta", content_index=0, delta=text, **self._scored(logprobs))
+        item, logprobs = self._items[-1], [token_with_top(score) for score in scores]
+        item.pieces.append(text)
+        item.logprobs += logprobs
+        added = {"delta": text, **item.scored(logprobs)}
+        yield self._event(f"{_TEXTS[kind]}.delta", item_id=item.item_id, content_index=0, **added)
 
     def _begin(self, kind: Kind) -> Iterator[Json]:
-        self._open, self._pieces, self._logprobs = kind, [], []
-        yield self._event("output_item.added", item=self._item(kind, "in_progress", []))
-        yield self._event("content_part.added", content_index=0, part=self._part())
+        item = _Item(f"{_ID_PREFIXES[kind]}_{self._suffix}_{len(self._items)}", kind)
+        self._items.append(item)
+        yield self._event("output_item.added", item=item.to_json("in_progress", []))
+        yield self._event("content_part.added", item_id=item.item_id, content_index=0, part=item.part())
 
     def _event(self, name: str, **fields: object) -> Json:
-        """Return an event about the open item."""
-        of_item = {} if "item" in fields else {"item_id": self._item_id()}
-        return {"type": f"response.{name}", "output_index": len(self._closed), **of_item, **fields}
-
-    def _item(self, kind: Kind, status: ItemStatus, content: list[Json]) -> Json:
-        own: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
-        return {"id": self._item_id(), "type": kind, "status": status, **own, "content": content}
-
-    def _item_id(self) -> str:
-        assert self._open is not None
-        return f"{_ID_PREFIXES[self._open]}_{self._suffix}_{len(self._closed)}"
-
-    def _part(self) -> Json:
-        """Return the only part of the open item."""
-        assert self._open is not None
-        own: Json = {"annotations": []} if self._open == "message" else {}
-        return {"type": _TEXTS[self._open], "text": "".join(self._pieces), **own, **self._scored(self._logprobs)}
-
-    def _scored(self, logprobs: list[Json]) -> Json:
-        return {"logprobs": iter(logprobs)} if self._open == "message" else {}
+        """Return an event about the last item."""
+        return {"type": f"response.{name}", "output_index": len(self._items) - 1, **fields}
