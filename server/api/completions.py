@@ -28,7 +28,7 @@ from gptserve.server.api.background import (
     owner_of,
 )
 from gptserve.server.api.body import parse_json_object
-from gptserve.server.api.fields import TakeFields, ignored_names, take_fields
+from gptserve.server.api.fields import Take, ignored_names, take_fields
 from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
@@ -110,10 +110,7 @@ def _router(
 
 
 async def read_body(
-    request: Request,
-    service: Service,
-    choose: Callable[[dict[str, object]], type[Parsed]],
-    take: TakeFields = take_fields,
+    request: Request, service: Service, choose: Callable[[dict[str, object]], type[Parsed]], take: Take = take_fields
 ) -> tuple[dict[str, object], Parsed, bool]:
     """Read the body within the limits; return its fields, their model, which `choose` names, whether it is large.
 

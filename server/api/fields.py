@@ -25,7 +25,7 @@ _MAX_SHOWN = 20  # names in the response header
 _MAX_NAME = 60  # characters of each
 
 
-class TakeFields(Protocol):
+class Take(Protocol):
     """`take_fields`, or what takes its place on another route."""
 
     def __call__(
