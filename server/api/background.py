@@ -27,7 +27,7 @@ from gptserve.server.background.job import BackgroundJob, BackgroundRequest, not
 from gptserve.server.background.position import PATTERN, LastEvent, Position
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
-from gptserve.server.completions.answer import json_response
+from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ServiceError, show

@@ -33,7 +33,8 @@ from gptserve.server.api.response_schemas import (
 )
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
-from gptserve.server.completions.answer import CompletionResponse, json_response
+from gptserve.server.completions.answer import CompletionResponse
+from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json

@@ -22,8 +22,8 @@ from gptserve.server.api.token_schemas import (
     Tokens,
     TokensToText,
 )
-from gptserve.server.completions.answer import json_response
 from gptserve.server.completions.chat import check_conversation, encode_conversation
+from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.output import token_name
 from gptserve.server.completions.prompt import check_length
 from gptserve.server.completions.service import Service

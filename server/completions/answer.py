@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from gptserve.engine.request import TokenOutput
 from gptserve.server.api.errors import error_body
 from gptserve.server.completions import sse
-from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder, StreamEncoder
+from gptserve.server.completions.encoding import PIECE_ENTRIES, StreamEncoder, json_response
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
@@ -64,11 +64,6 @@ class CompletionResponse(Response):
                 stream.abort()
                 log_fields(scope).update(self._run.close())
                 self._service.limits.charge(self._plan.identity.owner, self._run.output.num_tokens)
-
-
-def json_response(answer: Mapping[str, object]) -> Response:
-    """Return an answer as JSON."""
-    return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
 
 
 def encoder_of(

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Protocol
 
+from starlette.responses import Response
+
 from gptserve.server.completions.output import Delta
 
 PIECE_ENTRIES = 64
@@ -72,3 +74,8 @@ class PiecewiseEncoder:
             yield from pieces
             separator = ","
         yield brackets if separator == brackets[0] else brackets[1]
+
+
+def json_response(answer: Mapping[str, object]) -> Response:
+    """Return an answer as JSON."""
+    return Response(PiecewiseEncoder(ensure_ascii=False).encode(answer).encode(), media_type="application/json")
