@@ -21,7 +21,8 @@ def compute_here(model: str, prompt: str, asked: Mapping[str, Any]) -> Iterator[
     with ctrl_c_kills():
         from gptserve.engine.llm import LLM
     from gptserve.engine.request import SEED_LIMIT, Request, SamplingParams
-    from gptserve.server.completions.output import ChoiceOutput, compile_stop
+    from gptserve.server.completions.output import ChoiceOutput
+    from gptserve.server.completions.stop import compile_stop
     from gptserve.weights.generation import load_sampling_defaults
     from gptserve.weights.source import resolve_model
 

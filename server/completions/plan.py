@@ -17,10 +17,11 @@ from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.harmony import HarmonyChannels, Mark
-from gptserve.server.completions.output import Delta, StopPattern, compile_stop, join_deltas
+from gptserve.server.completions.output import Delta, join_deltas
 from gptserve.server.completions.prompt import bad_word_ids, encode_bad_words, encode_prompt
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
+from gptserve.server.completions.stop import StopPattern, compile_stop
 
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 

@@ -16,12 +16,11 @@ from gptserve.server.completions.output import (
     Delta,
     Detokenizer,
     RankedToken,
-    StopStrings,
     TokenScore,
-    compile_stop,
     join_deltas,
     token_name,
 )
+from gptserve.server.completions.stop import StopStrings, compile_stop
 from tests.server.fake_engine import EOS, ByteTokenizer
 
 # Bytes that begin, continue and break characters of every length come up often.
