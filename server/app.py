@@ -29,7 +29,6 @@ from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.resumption import Restore
 from gptserve.server.background.store import BackgroundStore
-from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.service import Service, Tokenizer
@@ -44,6 +43,7 @@ from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import Metrics
 from gptserve.server.responses.plan import RESPONSE_SHAPE, restore_response
 from gptserve.server.settings import ServerSettings
+from gptserve.server.tools.dialect import dialect_of
 
 MAX_PATH = 200  # characters of a path in a message
 
@@ -59,11 +59,13 @@ def create_app(
     settings = options.settings
     limits = _limits(settings)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits)
-    marks = find_marks(tokenizer)
+    dialect = dialect_of(service)
     restore: dict[str, Restore] = {
         TEXT_SHAPE.object: partial(restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=tokenizer),
-        CHAT_SHAPE.object: partial(restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, marks=marks),
-        RESPONSE_SHAPE.object: partial(restore_response, tokenizer=tokenizer, marks=marks),
+        CHAT_SHAPE.object: partial(
+            restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, dialect=dialect
+        ),
+        RESPONSE_SHAPE.object: partial(restore_response, tokenizer=tokenizer, dialect=dialect),
     }
     journal = journal or Journal(None)
     store = BackgroundStore(service, journal, restore)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from gptserve.engine.config import EngineConfig
 from gptserve.server.operations.keys import KEY_RULE, is_key, read_key_file
+from gptserve.server.tools.formats import ToolFormatName
 from gptserve.weights.chat.template import PLAIN_NAME
 
 GenerationConfig = Literal["auto", "none"]
@@ -97,6 +98,7 @@ class ServerSettings:
         "Jinja file to use instead of the model's own chat template, or 'plain' for lines of \"User: ...\" and "
         '"Assistant: ..."',
     ] = None
+    tool_call_format: Annotated[ToolFormatName | None, "format of tool calls (default: by the chat template)"] = None
     served_model_names: Annotated[
         tuple[str, ...], "name of the model in the API; repeatable, answers give the first (default: its own)"
     ] = ()

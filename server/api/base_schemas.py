@@ -1,8 +1,13 @@
-"""The two bases of the JSON shapes: of what is sent, and of what is received."""
+"""The two bases of the JSON shapes, of what is sent and of what is received, and types that several files have."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Tag
+
+MAX_LABEL_LENGTH = 256  # user and cache_salt travel with every request
+Text = Annotated[str, Tag("text")]
 
 
 class _Model(BaseModel):
@@ -14,3 +19,7 @@ class _RequestModel(_Model):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, json_schema_extra={"additionalProperties": True}
     )
+
+
+def _text_or_list(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None

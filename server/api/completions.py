@@ -34,10 +34,10 @@ from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.chat import plan_chat
-from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.tools.dialect import dialect_of
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 MAX_PROMPT_LOGGED = 4096  # characters
@@ -55,7 +55,7 @@ def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
 
 def chat_router(service: Service, store: BackgroundStore) -> APIRouter:
     """Return the route of chats."""
-    plan = partial(plan_chat, marks=find_marks(service.tokenizer))
+    plan = partial(plan_chat, dialect=dialect_of(service))
     models = schemas.ChatRequest, schemas.ChatCompletion, schemas.ChatCompletionChunk
     return _router(service, store, plan, "/v1/chat/completions", models, "chat_completion", "Answer a conversation")
 

@@ -18,8 +18,8 @@ from gptserve.weights.errors import ChatTemplateError, TokenizerError
 
 UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route elsewhere, or for a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
-# After these fields of schemas.py pydantic's location names the member of the union.
-UNIONS = frozenset({"prompt", "stop", "content", "input"})
+# After these fields of the schemas pydantic's location names the member of the union.
+UNIONS = frozenset({"prompt", "stop", "content", "input", "tool_choice"})
 
 # The codes of each status. All others are of requests that break a rule, with status 400.
 _CODES = {

@@ -16,8 +16,10 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.chat_schemas import Message, TextPart
 from gptserve.server.api.grammar_schemas import NamedSchema, ResponseFormat, StructuredOutputs
-from gptserve.server.api.schemas import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from gptserve.server.api.schemas import ChatRequest, CompletionRequest, StreamOptions
+from gptserve.server.api.tool_schemas import Function, FunctionCall, FunctionName, NamedTool, Tool, ToolCall
 from gptserve.server.errors import show
 
 MAX_IGNORED = 64  # each costs a search for similar names; no client sends as many
@@ -33,6 +35,7 @@ class Take(Protocol):
     ) -> tuple[dict[str, object], list[str]]: ...
 
 
+_Models = tuple[type[BaseModel], type[BaseModel]]
 Value = bool | int | float | str | list[str] | dict[str, str]
 
 
@@ -48,17 +51,15 @@ class Unread:
 
 
 _HINT = Unread()
-_TOOLS, _BEAMS = "tools are", "beam search is"
+_FUNCTIONS, _BEAMS = "an older spelling of tools is", "beam search is"
 _FORMAT = "this way to ask for structured output (response_format and structured_outputs are others) is"
 _TEMPLATE, _MEDIA = "a chat template of the request is", "media other than text are"
 
 UNREAD: dict[str, Unread] = {
     **dict.fromkeys(("store", "metadata", "service_tier", "safety_identifier", "prediction"), _HINT),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"), _HINT),
-    "tools": Unread(([],), _TOOLS),
-    "tool_choice": Unread(("none", "auto"), _TOOLS),
-    "functions": Unread(([],), _TOOLS),
-    "function_call": Unread(("none", "auto"), _TOOLS),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _HINT),
+    "functions": Unread(([],), _FUNCTIONS),
+    "function_call": Unread(("none", "auto"), _FUNCTIONS),
     "web_search_options": Unread((), "web search is"),
     **dict.fromkeys(("structural_tag", "grammar", "json_schema", "regex", "ebnf"), Unread((), _FORMAT)),
     "guided_decoding_backend": _HINT,
@@ -89,10 +90,10 @@ _OF_STREAM_OPTIONS = {"include_obfuscation": _HINT}
 _OF_MESSAGES = {
     **dict.fromkeys(("type", "id", "annotations", "provider_specific_fields"), _HINT),
     "refusal": Unread(("",), "a refusal in a message is"),
-    "tool_calls": Unread(([],), _TOOLS),
-    "function_call": Unread(({},), _TOOLS),
+    "function_call": Unread(({},), _FUNCTIONS),
     "audio": Unread(({},), _MEDIA),
 }
+_OF_CALLS = {"index": _HINT}
 _OF_PARTS = {"cache_control": _HINT, "annotations": _HINT, "id": _HINT}
 
 FOREIGN = frozenset(
@@ -161,9 +162,7 @@ def take_fields(
     `strict` refuses the latter. Raises InvalidRequestError.
     """
     reader = FieldReader(strict)
-    calls_no_tool = given.get("tool_choice") == "none" or given.get("function_call") == "none"
-    unread = UNREAD | dict.fromkeys(("tools", "functions"), _HINT) if calls_no_tool else UNREAD
-    taken = reader.take(given, model, unread)
+    taken = reader.take(given, model, UNREAD)
     options, messages = taken.get("stream_options"), taken.get("messages")
     if isinstance(options, dict):
         taken["stream_options"] = reader.take(options, StreamOptions, _OF_STREAM_OPTIONS, "stream_options.")
@@ -171,6 +170,10 @@ def take_fields(
         taken["response_format"] = _take_format(wanted, reader)
     if isinstance(outputs := taken.get("structured_outputs"), dict):
         taken["structured_outputs"] = reader.take(outputs, StructuredOutputs, _OF_OUTPUTS, "structured_outputs.")
+    if isinstance(tools := taken.get("tools"), list):
+        taken["tools"] = [_take_function(tool, (Tool, Function), {}, "tools.", reader) for tool in tools]
+    if isinstance(choice := taken.get("tool_choice"), dict):
+        taken["tool_choice"] = _take_function(choice, (NamedTool, FunctionName), {}, "tool_choice.", reader)
     if isinstance(messages, list):
         taken["messages"] = [_take_message(message, reader) for message in messages]
     return taken, list(reader.ignored)
@@ -201,6 +204,21 @@ def _take_message(message: Any, reader: FieldReader) -> Any:
         ]
     elif content is None and taken.get("role") == "assistant":
         taken["content"] = ""
+    if isinstance(calls := taken.get("tool_calls"), list):
+        models = ToolCall, FunctionCall
+        taken["tool_calls"] = [
+            _take_function(call, models, _OF_CALLS, "messages.tool_calls.", reader) for call in calls
+        ]
+    return taken
+
+
+def _take_function(given: Any, models: _Models, unread: Mapping[str, Unread], where: str, reader: FieldReader) -> Any:
+    """Take the fields of a tool, a choice or a call, and those of its function."""
+    if not isinstance(given, dict):
+        return given
+    taken = reader.take(given, models[0], unread, where)
+    if isinstance(function := taken.get("function"), dict):
+        taken["function"] = reader.take(function, models[1], {}, f"{where}function.")
     return taken
 
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from gptserve.engine.request import MAX_LOGPROBS
-from gptserve.server.api.base_schemas import _Model, _RequestModel
+from gptserve.server.api.base_schemas import Text, _Model, _RequestModel, _text_or_list
 from gptserve.server.api.grammar_schemas import JsonSchema
-from gptserve.server.api.schemas import Label, Stop, Text, _tell_ranges, _text_or_list
+from gptserve.server.api.schemas import Label, Stop, _tell_ranges
 
 LOGPROBS = "message.output_text.logprobs"
 INPUT_RULE = "Input should be a string or a list of items"

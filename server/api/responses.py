@@ -35,7 +35,6 @@ from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
-from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
 from gptserve.server.errors import ServiceError, show
@@ -54,6 +53,7 @@ from gptserve.server.responses.stream import (
     count_events,
     render_response,
 )
+from gptserve.server.tools.dialect import dialect_of
 
 _PATH = "/v1/responses"
 _BY_ID = f"{_PATH}/{{id}}"
@@ -115,7 +115,7 @@ class _Routes:
     def __init__(self, service: Service, store: BackgroundStore) -> None:
         self._service = service
         self._store = store
-        self._marks = find_marks(service.tokenizer)
+        self._dialect = dialect_of(service)
 
     async def create(self, request: Request) -> Response:
         """Plan a response; begin it in the store, or compute it for its client alone."""
@@ -128,13 +128,13 @@ class _Routes:
         earlier = await self._conversation(body.previous_response_id, owner)
         asked = StoredRequest.model_construct(**dict(body), earlier=earlier)
         if body.store is False:
-            plan = await plan_response(asked, None, service, owner, self._marks)
+            plan = await plan_response(asked, None, service, owner, self._dialect)
             return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
         make = partial(BackgroundRequest.of, _PATH, fields, owner, key, started_at)
         background = await service.in_thread(make) if is_large else make()
         kept = {**background.fields, "earlier": [item.model_dump() for item in earlier]}
         background = replace(background, fields=kept)
-        make_plan = partial(plan_response, asked, background, service, owner, self._marks)
+        make_plan = partial(plan_response, asked, background, service, owner, self._dialect)
         job = await store.begin_or_find(background, make_plan)
         if body.background and not body.stream:
             return await self._answer(job, request)

@@ -22,14 +22,15 @@ from gptserve.engine.request import (
     SEED_LIMIT,
     SamplingParams,
 )
-from gptserve.server.api.base_schemas import _Model, _RequestModel
+from gptserve.server.api.base_schemas import MAX_LABEL_LENGTH, Text, _Model, _RequestModel, _text_or_list
+from gptserve.server.api.chat_schemas import Conversation
 from gptserve.server.api.grammar_schemas import GrammarFields, asked_grammar
+from gptserve.server.api.tool_schemas import AnswerToolCall, ToolCallDelta, ToolFields
 from gptserve.server.completions.output import EndReason
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1000
 MAX_PROMPTS = 128
-MAX_LABEL_LENGTH = 256  # user and cache_salt travel with every request
 MAX_BAD_WORDS = 64  # each is at most two of the engine's
 MAX_BAD_WORD_LENGTH = 100
 MAX_TIMEOUT_MS = 2**31 - 1  # 24 days, the longest timer of many languages
@@ -45,7 +46,6 @@ _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is che
 
 PROMPT_RULE = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
 STOP_RULE = "Input should be a string or a list of strings"
-CONTENT_RULE = "Input should be a string or a list of text parts"
 
 
 def _told(**rules: float) -> Any:
@@ -53,7 +53,6 @@ def _told(**rules: float) -> Any:
     return Field(json_schema_extra={**rules})
 
 
-Text = Annotated[str, Tag("text")]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
@@ -73,10 +72,6 @@ def _kind(value: Any) -> str | None:
         return None
     first = value[0] if value else 0
     return "texts" if isinstance(first, str) else "id lists" if isinstance(first, list) else "ids"
-
-
-def _text_or_list(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
 
 
 def _cut(prompt: Any) -> Any:
@@ -220,57 +215,7 @@ class CompletionRequest(GenerationRequest):
         return super().sampling_params(defaults, **chosen)
 
 
-class TextPart(_RequestModel):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_RequestModel):
-    """A message of one side. The chat template decides which roles may follow each other."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Text | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
-        Discriminator(_text_or_list, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
-    ]
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    """how the assistant came to its content"""
-
-    def to_template(self) -> dict[str, str]:
-        """Return the given fields; text parts are joined with line ends."""
-        given = {name: value for name, value in self if value is not None}
-        if not isinstance(self.content, str):
-            given["content"] = "\n".join(part.text for part in self.content)
-        return given
-
-
-class Conversation(_RequestModel):
-    """Messages, and how to make a prompt of them."""
-
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    add_generation_prompt: bool | None = None
-    """end the prompt with the beginning of an answer; default true"""
-    continue_final_message: bool | None = None
-    """go on with the last message instead"""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """variables for the chat template"""
-    reasoning_effort: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = None
-    """a variable for the chat template, which may ignore it"""
-    verbosity: Annotated[str, Field(max_length=MAX_LABEL_LENGTH)] | None = None
-    """a variable for the chat template, which may ignore it"""
-
-    def template_variables(self) -> dict[str, Any]:
-        """Return the variables for the chat template; chat_template_kwargs win."""
-        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        given = {name: value for name, value in named.items() if value is not None}
-        return given | (self.chat_template_kwargs or {})
-
-
-class ChatRequest(Conversation, GenerationRequest):
+class ChatRequest(Conversation, ToolFields, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -278,6 +223,10 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """needs logprobs true"""
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the chat template shows: none that may not be called."""
+        return None if self.tool_choice == "none" else super().template_tools()
 
     def sampling_params(self, defaults: Mapping[str, float], **chosen: Any) -> SamplingParams:
         """Return the parameters. In a chat logprobs only switches them on."""
@@ -382,11 +331,13 @@ class ChatLogprobs(_Model):
 
 
 class AnswerMessage(_Model):
-    """The model's message; reasoning_content only for models that mark their reasoning."""
+    """The model's message. Its reasoning has two names. content is null only beside calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[AnswerToolCall] | None = None
 
 
 class MessageDelta(_Model):
@@ -394,7 +345,9 @@ class MessageDelta(_Model):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class _ChatPart(_Model):

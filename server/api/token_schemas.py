@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import ConfigDict
 
 from gptserve.server.api.base_schemas import _Model, _RequestModel
-from gptserve.server.api.schemas import Conversation, TokenIds
+from gptserve.server.api.chat_schemas import Conversation
+from gptserve.server.api.schemas import TokenIds
 
 
 class _ToTokenize(_RequestModel):

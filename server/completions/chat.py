@@ -5,18 +5,18 @@ Knows no HTTP; `api/completions.py` calls it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.schemas import ChatRequest, Conversation
+from gptserve.server.api.chat_schemas import Conversation
+from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.completions import plan
-from gptserve.server.completions.grammar import check_grammar
-from gptserve.server.completions.harmony import HarmonyChannels, Mark
+from gptserve.server.completions.grammar import check_compiles, check_grammar
 from gptserve.server.completions.prompt import bad_word_ids, check_length, num_kept_tokens
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Shape
 from gptserve.server.errors import ServiceError
+from gptserve.server.tools.dialect import Dialect
 
 NO_TEMPLATE = (
     "this model has no chat template: it continues text, for which there is /v1/completions; to chat with it all the "
@@ -26,20 +26,14 @@ OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pro
 
 
 async def plan_chat(
-    body: ChatRequest,
-    service: Service,
-    owner: str | None,
-    marks: Mapping[int, Mark] | None,
-    shape: Shape = CHAT_SHAPE,
+    body: ChatRequest, service: Service, owner: str | None, dialect: Dialect, shape: Shape = CHAT_SHAPE
 ) -> plan.CompletionPlan:
-    """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError.
-
-    `marks` are the special tokens of a model that answers in harmony's channels.
-    """
+    """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError."""
     check_conversation(body, service)
     plan.check_request(body, service, 1)
     _check_together(body)
-    await check_grammar(body, service, marks)
+    dialect.check(body)
+    await check_grammar(body, service, has_channels=dialect.marks is not None)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit, options = service.engine.info.max_model_len, service.options
     params = body.sampling_params(
@@ -50,12 +44,16 @@ async def plan_chat(
     try:
         num_kept = num_kept_tokens(body, max_tokens or 1, service)
         # A template may take long however short the conversation is.
-        prompt, channels = await service.in_worker(_encode, body, service, marks, num_kept)
+        prompt = await service.in_worker(_encode, body, service, num_kept)
+        reading = dialect.reading(body, prompt)
+        if reading is not None and reading.grammar is not None:
+            await check_compiles("tools", reading.grammar, service)
+            params = replace(params, grammar=reading.grammar)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))
         plan.check_size(body, params, [prompt], service)
         identity = plan.new_identity(shape, body, service, owner)
-        planned = plan.make_plan(body, shape, [prompt], params, identity, channels=channels)
+        planned = plan.make_plan(body, shape, [prompt], params, identity, reading=reading)
         planned.requests[0].check(service.engine.info)
     except InvalidRequestError as error:
         given = {
@@ -67,14 +65,11 @@ async def plan_chat(
     return planned
 
 
-def _encode(
-    body: ChatRequest, service: Service, marks: Mapping[int, Mark] | None, num_kept: int
-) -> tuple[tuple[int, ...], HarmonyChannels | None]:
-    """Return the prompt, of at most num_kept tokens unless that is 0, and the channels at its end."""
+def _encode(body: ChatRequest, service: Service, num_kept: int) -> tuple[int, ...]:
+    """Return the prompt, of at most num_kept tokens unless that is 0."""
     add_special = bool(body.add_special_tokens)
     token_ids = encode_conversation(body, service, add_special=add_special, is_cut=num_kept > 0)
-    prompt = tuple(token_ids[-num_kept:])
-    return prompt, None if marks is None else HarmonyChannels(marks).follow(prompt, service.tokenizer)
+    return tuple(token_ids[-num_kept:])
 
 
 def encode_conversation(body: Conversation, service: Service, *, add_special: bool, is_cut: bool = False) -> list[int]:
@@ -88,6 +83,7 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
     text = template.render(
         [message.to_template() for message in body.messages],
         body.template_variables(),
+        tools=body.template_tools(),
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
     )

@@ -7,14 +7,12 @@ The engine compiles the grammar again for itself, in a process where nothing cou
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.server.api.grammar_schemas import GrammarFields, asked_grammar
-from gptserve.server.completions.harmony import Mark
 from gptserve.server.completions.service import Service
 from gptserve.weights.workers import ForeignCodeError, Limits, Workers
 
@@ -48,17 +46,22 @@ class GrammarChecker:
         return reason
 
 
-async def check_grammar(body: GrammarFields, service: Service, marks: Mapping[int, Mark] | None = None) -> None:
+async def check_grammar(body: GrammarFields, service: Service, *, has_channels: bool = False) -> None:
     """Raise InvalidRequestError unless the body's grammar compiles, if it has one."""
     name, grammar = asked_grammar(body)
     if grammar is None:
         return
+    if has_channels:
+        message = f"{name} is not supported in chats with this model, which marks its reasoning; use /v1/completions"
+        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+    await check_compiles(name, grammar, service)
+
+
+async def check_compiles(name: str, grammar: Grammar, service: Service) -> None:
+    """Raise InvalidRequestError unless the grammar that the field `name` asks for compiles."""
     if not service.engine.info.eos_token_ids:
         message = f"{name} may not be given: this model has no end of text, by which the answer would end"
         raise InvalidRequestError(message, param=name)
-    if marks is not None:
-        message = f"{name} is not supported in chats with this model, which marks its reasoning; use /v1/completions"
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
     checker = service.options.grammar_checker
     if checker is None or checker.is_known(grammar):
         return

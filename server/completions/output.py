@@ -16,12 +16,13 @@ from typing import Literal, NamedTuple, Protocol
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 from gptserve.server.completions.stop import StopPattern, StopStrings
+from gptserve.server.tools.calls import CallDelta, join_calls
 
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have; vLLM's value
 
 
 Channel = Literal["text", "reasoning"]
-EndReason = Literal["stop", "length"]
+EndReason = Literal["stop", "length", "tool_calls"]
 TIMEOUT = "timeout"
 """The stop_reason of a choice whose time ran out. Its finish_reason is "length": clients know no other."""
 
@@ -94,12 +95,16 @@ class Delta:
     prompt_logprobs: PromptScores | None = None
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    tool_calls: tuple[CallDelta, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
         scored = self.logprobs is not None or self.prompt_logprobs is not None
-        return not (self.text or self.reasoning or scored or self.token_ids) and self.finish_reason is None
+        return (
+            not (self.text or self.reasoning or self.tool_calls or scored or self.token_ids)
+            and self.finish_reason is None
+        )
 
     @property
     def is_text_alone(self) -> bool:
@@ -122,6 +127,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         last,
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=join_calls(call for delta in deltas for call in delta.tool_calls),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
         prompt_token_ids=next((delta.prompt_token_ids for delta in deltas if delta.prompt_token_ids), None),
         logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],

@@ -10,18 +10,18 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.grammar import check_grammar
-from gptserve.server.completions.harmony import HarmonyChannels, Mark
 from gptserve.server.completions.output import Delta, join_deltas
 from gptserve.server.completions.prompt import bad_word_ids, encode_bad_words, encode_prompt
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
 from gptserve.server.completions.stop import StopPattern, compile_stop
+from gptserve.server.tools.dialect import Dialect, Reading
 
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 
@@ -46,8 +46,8 @@ class Identity:
 class CompletionPlan:
     """A checked request: the engine's requests to submit and the way to answer.
 
-    `requests` are in the order of the choices: all n of the first prompt, then all n of the second. `channels` is the
-    state at the end of the prompt, for a model that marks its reasoning.
+    `requests` are in the order of the choices: all n of the first prompt, then all n of the second. `reading` splits
+    the answers to a chat into text, reasoning and calls of tools.
     """
 
     shape: Shape
@@ -56,7 +56,7 @@ class CompletionPlan:
     num_prompt_tokens: int
     stop: tuple[StopPattern, ...]
     body: GenerationRequest
-    channels: HarmonyChannels | None
+    reading: Reading | None
 
     @property
     def echoes(self) -> bool:
@@ -121,7 +121,7 @@ def restore_plan(
     model: type[GenerationRequest],
     shape: Shape,
     tokenizer: Tokenizer,
-    marks: Mapping[int, Mark] | None = None,
+    dialect: Dialect | None = None,
 ) -> CompletionPlan:
     """Rebuild the plan of a completion from its body, a `model`, and its prompts.
 
@@ -130,10 +130,10 @@ def restore_plan(
     body = model.model_validate(fields)
     bad_words = encode_bad_words(body.bad_words, tokenizer)
     params = body.sampling_params({}, bad_words=bad_words, max_tokens=max_tokens)
-    channels = None if marks is None else HarmonyChannels(marks)
-    if channels is not None and prompts:
-        channels.follow(prompts[0], tokenizer)
-    return make_plan(body, shape, prompts, params, identity, channels=channels)
+    reading = None if dialect is None else dialect.reading(body, prompts[0] if prompts else ())
+    if reading is not None and reading.grammar is not None:
+        params = replace(params, grammar=reading.grammar)
+    return make_plan(body, shape, prompts, params, identity, reading=reading)
 
 
 def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
@@ -200,7 +200,7 @@ def make_plan(
     params: SamplingParams,
     identity: Identity,
     *,
-    channels: HarmonyChannels | None = None,
+    reading: Reading | None = None,
 ) -> CompletionPlan:
     """Return the plan for prompts of token ids. Raises InvalidRequestError."""
     num_choices = body.n or 1
@@ -222,7 +222,7 @@ def make_plan(
     )
     patterns = tuple(map(compile_stop, [body.stop] if isinstance(body.stop, str) else body.stop or ()))
     num_prompt_tokens = sum(map(len, prompts))
-    return CompletionPlan(shape, identity, requests, num_prompt_tokens, patterns, body, channels)
+    return CompletionPlan(shape, identity, requests, num_prompt_tokens, patterns, body, reading)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -28,6 +27,11 @@ class CompletionOutput:
     """The choices of one completion as text. It depends on the plan and the outputs alone."""
 
     def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer) -> None:
+        reading, completion_id = plan.reading, plan.identity.completion_id
+        self._readers = [
+            None if reading is None else reading.reader(completion_id, i) for i in range(len(plan.requests))
+        ]
+        special_ids = tokenizer.special_ids if reading is None else reading.special_ids
         self.choices = [
             ChoiceOutput(
                 tokenizer,
@@ -37,14 +41,14 @@ class CompletionOutput:
                 prompt_logprobs=plan.body.prompt_logprobs,
                 echo=request.prompt_token_ids if plan.echoes else (),
                 generates=plan.body.max_tokens != 0,
-                skip=() if plan.body.skip_special_tokens is False else tokenizer.special_ids,
-                channel_of=None if plan.channels is None else copy(plan.channels).channel_of,
+                skip=() if plan.body.skip_special_tokens is False else special_ids,
+                channel_of=None if reader is None else reader.channel_of,
                 min_tokens=request.params.min_tokens,
                 includes_stop=bool(plan.body.include_stop_str_in_output),
                 returned_prompt=request.prompt_token_ids if plan.body.return_token_ids else None,
                 names_ids=bool(plan.body.return_tokens_as_token_ids),
             )
-            for request in plan.requests
+            for request, reader in zip(plan.requests, self._readers, strict=True)
         ]
         self._plan = plan
         self._index = {request.request_id: i for i, request in enumerate(plan.requests)}
@@ -77,7 +81,8 @@ class CompletionOutput:
         if choice.num_tokens == 0:
             # Only the first output counts: after a restart another engine reports its own cache.
             self._num_cached[index] = output.num_cached_tokens
-        return index, choice.add(output)
+        delta, reader = choice.add(output), self._readers[index]
+        return index, delta if reader is None else reader.read(delta)
 
     def usage(self) -> dict[str, object]:
         """Return the token counts so far, in the shape of schemas.Usage."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gptserve.server.completions.output import Delta, RankedToken, TokenScore, token_name
+from gptserve.server.tools.calls import call_json
 
 Json = dict[str, object]
 
@@ -79,13 +80,17 @@ def _top_by_name(score: TokenScore) -> dict[str, float] | None:
 
 
 def _message_choice(index: int, delta: Delta) -> Json:
-    message = {"role": "assistant", "content": delta.text, **_reasoning(delta)}
+    calls: Json = {"tool_calls": list(map(call_json, delta.tool_calls))} if delta.tool_calls else {}
+    content = delta.text or (None if calls else "")
+    message = {"role": "assistant", "content": content, **_reasoning(delta), **calls}
     return {"index": index, "message": message, "logprobs": _token_list(delta), **_end(delta)}
 
 
 def _delta_choice(index: int, delta: Delta) -> Json:
-    content = {"content": delta.text} if delta.text else {}
-    return {"index": index, "delta": {**_reasoning(delta), **content}, "logprobs": _token_list(delta), **_end(delta)}
+    content: Json = {"content": delta.text} if delta.text else {}
+    calls = [{"index": call.index, **call_json(call)} for call in delta.tool_calls]
+    added = {**_reasoning(delta), **content, **({"tool_calls": calls} if calls else {})}
+    return {"index": index, "delta": added, "logprobs": _token_list(delta), **_end(delta)}
 
 
 def _opening_choice(index: int) -> Json:
@@ -93,7 +98,8 @@ def _opening_choice(index: int) -> Json:
 
 
 def _reasoning(delta: Delta) -> Mapping[str, str]:
-    return {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+    # vLLM has renamed the field; clients read one or the other.
+    return dict.fromkeys(("reasoning", "reasoning_content"), delta.reasoning) if delta.reasoning else {}
 
 
 def _token_list(delta: Delta) -> Json | None:

@@ -14,13 +14,13 @@ from gptserve.server.api.response_schemas import InputItem, InputPart, StoredReq
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.chat import plan_chat
-from gptserve.server.completions.harmony import Mark
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan, Identity, restore_plan
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
 from gptserve.server.errors import ServiceError
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
+from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
 
@@ -51,7 +51,7 @@ class ResponsePlan(CompletionPlan):
 
     def new_output(self) -> ResponseOutput:
         """Return the output before the first token."""
-        return ResponseOutput(self.identity.completion_id, marks_reasoning=self.channels is not None)
+        return ResponseOutput(self.identity.completion_id, marks_reasoning=self.reading is not None)
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Mapping[str, object]) -> Json:
         """Return the response that has ended well, from the deltas of its only choice."""
@@ -126,14 +126,14 @@ async def plan_response(
     background: BackgroundRequest | None,
     service: Service,
     owner: str | None,
-    marks: Mapping[int, Mark] | None,
+    dialect: Dialect,
 ) -> ResponsePlan:
     """Plan the chat. `background` is the request for it if it is kept. Raises what `plan_chat` raises."""
     chat = ChatRequest.model_validate(asked.to_chat(_to_messages(asked)))
     if background is not None:
         chat = background.seeded(chat)
     try:
-        plan = await plan_chat(chat, service, owner, marks, RESPONSE_SHAPE)
+        plan = await plan_chat(chat, service, owner, dialect, RESPONSE_SHAPE)
     except ChatTemplateError as error:
         raise ServiceError("invalid_chat_template_input", str(error), param="input") from error
     except InvalidRequestError as error:
@@ -152,7 +152,7 @@ def restore_response(
     identity: Identity,
     *,
     tokenizer: Tokenizer,
-    marks: Mapping[int, Mark] | None,
+    dialect: Dialect,
 ) -> ResponsePlan:
     """Rebuild the plan of a response from its body and the tokens of its prompt, as `restore_plan` does."""
     asked = StoredRequest.model_validate(stored)
@@ -165,7 +165,7 @@ def restore_response(
         model=ChatRequest,
         shape=RESPONSE_SHAPE,
         tokenizer=tokenizer,
-        marks=marks,
+        dialect=dialect,
     )
     return _of_chat(plan, asked)
 

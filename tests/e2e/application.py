@@ -24,14 +24,16 @@ MODEL = "model"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-def ask(folder: Path, tokenizer: Tokenizer, bodies: Sequence[dict[str, Any]], **options: Any) -> list[httpx.Response]:
+def ask(
+    folder: Path, tokenizer: Tokenizer, bodies: Sequence[dict[str, Any]], *, template: str = TEMPLATE, **options: Any
+) -> list[httpx.Response]:
     """Return the answers to the bodies, one after the other; `options` are the fields of EngineConfig."""
 
     async def converse() -> list[httpx.Response]:
         async with started(ThreadClient(partial(load_engine, make_config(folder, **options)))) as engine:
-            template = ChatTemplate(TEMPLATE, {})
-            app = create_app(engine, tokenizer, app_options(MODEL, chat_template=template))
-            with closing(template):
+            chat_template = ChatTemplate(template, {})
+            app = create_app(engine, tokenizer, app_options(MODEL, chat_template=chat_template))
+            with closing(chat_template):
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
                     return [await client.post(_path(body), json=body) for body in bodies]
 

@@ -24,6 +24,7 @@ WRITTEN = {
     "revision": "main",
     "chat-template": "plain",
     "served-model-name": "teller",
+    "tool-call-format": "hermes",
     "generation-config": "none",
     "host": "0.0.0.0",
     "port": "9000",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
 from gptserve.weights.json_file import read_json_object, read_text
@@ -36,9 +37,10 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, object],
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
@@ -50,7 +52,7 @@ class ChatTemplate:
         final = seen[-1]["content"]
         if continue_final_message:
             seen[-1]["content"] += _FINAL
-        given = {"messages": seen, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        given = {"messages": seen, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
             text = str(self._workers.call(variables={**self._special_tokens, **variables, **given}))
         except CannotOpenError as fault:
@@ -111,7 +113,7 @@ def special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]
     return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
 
-def _with_reasoning(message: Mapping[str, str]) -> dict[str, str]:
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy that has reasoning_content also as "thinking", which gpt-oss's template reads."""
     return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else {**message}
 

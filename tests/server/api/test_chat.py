@@ -32,11 +32,11 @@ def parse_events(text: str, model: type[BaseModel] = ChatCompletionChunk) -> lis
     return data
 
 
-def harmony_api(make_api: Callable[..., Api]) -> Api:
+def harmony_api(make_api: Callable[..., Api], answer: str = ANSWER) -> Api:
     tokenizer = ByteTokenizer(*MARKS)
-    reply = say(tokenizer.encode_with_special(ANSWER), then_eos=True)
+    reply = say(tokenizer.encode_with_special(answer), then_eos=True)
     engine = FakeEngineClient(reply, info=replace(INFO, vocab_size=EOS + 1 + len(MARKS)))
-    return make_api(engine, tokenizer, "{{ messages[0].content }}<|start|>assistant")
+    return make_api(engine, tokenizer, "{{ messages[0].content }}{# tools #}<|start|>assistant")
 
 
 def test_an_answer(api: Api) -> None:
@@ -165,9 +165,10 @@ def collect_fields(value: object, seen: dict[type[BaseModel], set[str]]) -> None
 
 
 def test_answers_have_all_that_the_models_of_the_document_describe_and_no_more(make_api: Callable[..., Api]) -> None:
-    api = harmony_api(make_api)
+    api = harmony_api(make_api, f"{ANSWER}<|start|>assistant to=functions.f<|channel|>commentary<|message|>{{}}")
     asked = {"prompt_logprobs": 1, "return_token_ids": True}
-    chat = {**asked, "logprobs": True, "top_logprobs": 1}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {**asked, "logprobs": True, "top_logprobs": 1, "tools": tools}
     text = {**asked, "prompt": "ab", "logprobs": 1}
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     answers: list[tuple[type[BaseModel], Any]] = [
@@ -180,24 +181,25 @@ def test_answers_have_all_that_the_models_of_the_document_describe_and_no_more(m
     for model, answer in answers:
         collect_fields(model.model_validate(answer, strict=True, extra="forbid"), seen)
     assert seen == {model: set(model.model_fields) for model in seen}
-    assert len(seen) == 15
+    assert len(seen) == 18
 
 
 def test_reasoning_comes_apart_from_the_content(make_api: Callable[..., Api]) -> None:
     api = harmony_api(make_api)
     body = api.chat("2+2?").json()
-    message = {"role": "assistant", "content": "Four ✓", "reasoning_content": "Hm, é."}
+    thought = dict.fromkeys(("reasoning", "reasoning_content"), "Hm, é.")
+    message = {"role": "assistant", "content": "Four ✓", **thought}
     assert body["choices"][0]["message"] == message
     num_tokens = len(ByteTokenizer(*MARKS).encode_with_special(ANSWER)) + 1
     assert body["usage"]["completion_tokens"] == num_tokens, "reasoning and frames count"
     deltas = [chunk["choices"][0]["delta"] for chunk in parse_events(api.chat("2+2?", stream=True).text)]
-    assert deltas[1:7] == [{"reasoning_content": char} for char in "Hm, é."]
+    assert deltas[1:7] == [{"reasoning": char, "reasoning_content": char} for char in "Hm, é."]
     assert deltas[7:] == [*({"content": char} for char in "Four ✓"), {}]
 
 
 def test_reasoning_that_fills_the_limit_leaves_no_content(make_api: Callable[..., Api]) -> None:
     choice = harmony_api(make_api).chat(max_tokens=12).json()["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    assert choice["message"] == {"role": "assistant", "content": "", "reasoning": "Hm", "reasoning_content": "Hm"}
     assert choice["finish_reason"] == "length"
 
 

@@ -89,13 +89,16 @@ def test_an_invalid_value(api: Api, body: dict[str, Any], param: str, message: s
 @pytest.mark.parametrize(
     ("body", "param", "lack"),
     [
-        ({"tools": [{}]}, "tools", "tools are"),
-        ({"functions": [{}]}, "functions", "tools are"),
-        ({"tool_choice": "required"}, "tool_choice", "tools are"),
+        ({"functions": [{}]}, "functions", "an older spelling of tools is"),
+        ({"function_call": {"name": "f"}}, "function_call", "an older spelling of tools is"),
         ({"modalities": ["text", "audio"]}, "modalities", "media other than text are"),
         ({"audio": {}}, "audio", "media other than text are"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "a chat template of the request is"),
-        ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages.tool_calls", "tools are"),
+        (
+            {"messages": [{**USER, "function_call": {"name": "f"}}]},
+            "messages.function_call",
+            "an older spelling of tools is",
+        ),
     ],
 )
 def test_what_the_server_cannot_do_is_refused_in_words(api: Api, body: dict[str, Any], param: str, lack: str) -> None:

@@ -51,16 +51,6 @@ def test_no_field_that_is_read_stands_in_the_table() -> None:
     assert not UNREAD.keys() & (CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys())
 
 
-def test_tools_that_must_not_be_called_ask_for_nothing() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert take_fields({"messages": MESSAGES, "tools": tools, "tool_choice": "none"}, ChatRequest)[1] == []
-    assert refusal({"tool_choice": "auto", "parallel_tool_calls": True, "tools": tools}) == (
-        "tools are not supported by this server; leave out tools",
-        "tools",
-        "unsupported_parameter",
-    )
-
-
 def test_what_clients_send_back_of_an_answer_is_taken() -> None:
     answer = {
         "role": "assistant",
@@ -77,7 +67,7 @@ def test_what_clients_send_back_of_an_answer_is_taken() -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     taken, ignored = take_fields({"messages": [answer, {"role": "user", "content": [part]}]}, ChatRequest)
     assert taken["messages"] == [
-        {"role": "assistant", "content": "hello"},
+        {"role": "assistant", "content": "hello", "tool_calls": []},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ]
     assert ignored == []
@@ -88,12 +78,23 @@ def test_an_assistant_may_have_said_nothing(message: dict[str, object]) -> None:
     assert take_fields({"messages": [message]}, ChatRequest)[0] == {"messages": [{"role": "assistant", "content": ""}]}
 
 
-def test_a_call_of_a_tool_in_a_message_is_refused() -> None:
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert refusal({"messages": [message]}) == (
-        "tools are not supported by this server; leave out messages.tool_calls",
-        "messages.tool_calls",
-        "unsupported_parameter",
+def test_unknown_fields_of_tools_and_calls_are_let_through() -> None:
+    function = {"name": "f", "returns": {}}
+    given = {
+        "tools": [{"type": "function", "function": function, "cache_control": {}}, "x"],
+        "tool_choice": {"type": "function", "function": {"name": "f", "x": 1}},
+        "messages": [{"role": "assistant", "tool_calls": [{"index": 0, "y": 1, "function": {"name": "f", "z": 1}}]}],
+    }
+    assert take_fields(given, ChatRequest) == (
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}, "x"],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}],
+        },
+        [
+            *("tools.cache_control", "tools.function.returns", "tool_choice.function.x"),
+            *("messages.tool_calls.y", "messages.tool_calls.function.z"),
+        ],
     )
 
 

@@ -206,3 +206,31 @@ def test_an_error_amid_a_stream_is_raised(serve: Serve) -> None:
             next(chunks)
         stream.close()
     assert caught.value.code == "engine_unavailable"
+
+
+TOOL: Any = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False,
+}}}  # fmt: skip
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": %d}}\n</tool_call>\n'
+
+
+def test_calls_of_tools_are_read_streamed_and_sent_back(serve: Serve) -> None:
+    engine = FakeEngineClient(say(CALL % 1 + CALL % 2, then_eos=True))
+    template = "{{ messages | length }}{# tools <tool_call> #}"
+    with sync_client(serve(engine, template=template)) as client:
+        chat: dict[str, Any] = {**CHAT, "tools": [TOOL], "max_tokens": 200}
+        message = client.chat.completions.parse(**chat).choices[0].message
+        assert message.content is None
+        assert [call.function.parsed_arguments for call in message.tool_calls or ()] == [{"a": 1}, {"a": 2}]
+        with client.chat.completions.stream(**chat) as stream:
+            events = list(stream)
+            final = stream.get_final_completion().choices[0]
+        assert final.finish_reason == "tool_calls"
+        calls = final.message.tool_calls or []
+        assert [call.function.name for call in calls] == ["f", "f"]
+        assert [call.function.arguments for call in calls] == ['{"a": 1}', '{"a": 2}']
+        done = [event.index for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert done == [0, 1]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in calls]
+        again: Any = [*MESSAGES, final.message.to_dict(), *results]
+        assert client.chat.completions.create(**{**chat, "messages": again, "max_tokens": 9}).choices

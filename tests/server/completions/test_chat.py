@@ -172,7 +172,7 @@ def harmony_api(make_api: MakeApi, answer: str) -> Api:
 def test_each_choice_of_a_harmony_model_is_split_by_itself(make_api: MakeApi) -> None:
     api = harmony_api(make_api, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>4")
     choices = api.chat("2+2?", n=2).json()["choices"]
-    message = {"role": "assistant", "content": "4", "reasoning_content": "Hm"}
+    message = {"role": "assistant", "content": "4", "reasoning": "Hm", "reasoning_content": "Hm"}
     assert [choice["message"] for choice in choices] == [message, message]
 
 

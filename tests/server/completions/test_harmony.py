@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.completions.harmony import MARKS, HarmonyChannels, find_marks
 from gptserve.server.completions.output import ChoiceOutput, Delta, join_deltas
+from gptserve.server.tools.dialect import Reading
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.server.fake_engine import EOS, ByteTokenizer
 
@@ -22,16 +23,19 @@ TOKENIZER = ByteTokenizer(*MARKS, CONSTRAIN)
 OPEN = "<|start|>assistant"
 
 
-def split(text: str, prompt: str = OPEN, cuts: Sequence[int] = ()) -> list[Delta]:
+def split(text: str, prompt: str = OPEN, cuts: Sequence[int] = (), *, has_tools: bool = False) -> list[Delta]:
     """Return the deltas of an answer whose outputs end at `cuts`, and at the end of its length."""
     marks = find_marks(TOKENIZER)
     assert marks is not None
     channels = HarmonyChannels(marks).follow(TOKENIZER.encode_with_special(prompt), TOKENIZER)
-    choice = ChoiceOutput(TOKENIZER, channel_of=channels.channel_of)
+    reader = Reading(None, TOKENIZER.special_ids, channels=channels, has_tools=has_tools).reader("chatcmpl-1", 0)
+    choice = ChoiceOutput(TOKENIZER, channel_of=reader.channel_of)
     ids = TOKENIZER.encode_with_special(text)
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     return [
-        choice.add(TokenOutput("r", tuple(ids[a:b]), finish_reason=FinishReason.LENGTH if b == edges[-1] else None))
+        reader.read(
+            choice.add(TokenOutput("r", tuple(ids[a:b]), finish_reason=FinishReason.LENGTH if b == edges[-1] else None))
+        )
         for a, b in itertools.pairwise(edges)
         if a < b or b == edges[-1]
         if choice.finish_reason is None
@@ -82,11 +86,47 @@ def test_an_answer_goes_on_where_the_prompt_leaves_off(prompt: str, expected: tu
 
 
 @given(
-    st.lists(st.sampled_from([*MARKS, CONSTRAIN, "analysis", "final", "é✓", "a", " "]), max_size=20).map("".join),
+    st.lists(
+        st.sampled_from([*MARKS, CONSTRAIN, "analysis", "final", " to=functions.f", "é✓", "a", " "]), max_size=20
+    ).map("".join),
     st.lists(st.integers(0, 100), max_size=10),
+    st.booleans(),
 )
-def test_a_stream_adds_up_to_the_whole_however_it_is_cut(text: str, cuts: list[int]) -> None:
-    assert join_deltas(split(text, cuts=cuts)) == join_deltas(split(text))
+def test_a_stream_adds_up_to_the_whole_however_it_is_cut(text: str, cuts: list[int], has_tools: bool) -> None:
+    assert join_deltas(split(text, cuts=cuts, has_tools=has_tools)) == join_deltas(split(text, has_tools=has_tools))
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", [("f", "{}")], ""),
+        (" to=functions.f<|channel|>commentary json<|message|>{<|constrain|>}<|end|>a", [("f", "{}")], "a"),
+        ("<|channel|>analysis to=functions.a.b-c<|message|>é" + OPEN + ANSWER, [("a.b-c", "é")], "Four ✓"),
+        ("<|channel|>commentary to=functions.f<|message|>1<|message|>2", [("f", "1")], "2"),
+        ("<|channel|>commentary to=functions.f<|message|>", [("f", "")], ""),
+        ("<|channel|>commentary to=python<|message|>1", [], "1"),
+        ("<|channel|>commentary to=functions.<|message|>1", [], "1"),
+        ("<|channel|>commentary to=functions.f", [], ""),
+        ("<|channel|>final<|message|>to=functions.f", [], "to=functions.f"),
+    ],
+)
+def test_messages_to_functions_are_calls(text: str, calls: list[tuple[str, str]], content: str) -> None:
+    whole = join_deltas(split(text, has_tools=True))
+    assert ([(call.name, call.arguments) for call in whole.tool_calls], whole.text) == (calls, content)
+    without = join_deltas(split(text))
+    assert without.tool_calls == ()
+    assert all(arguments in without.text + without.reasoning for _, arguments in calls if arguments != "{}")
+
+
+def test_a_call_may_end_within_a_character() -> None:
+    ids = TOKENIZER.encode_with_special(OPEN + "<|channel|>commentary to=functions.f<|message|>é")[:-1]
+    text = [*ids[len(TOKENIZER.encode_with_special(OPEN)) :]]
+    marks = find_marks(TOKENIZER)
+    assert marks is not None
+    reader = Reading(None, TOKENIZER.special_ids, channels=HarmonyChannels(marks), has_tools=True).reader("c", 0)
+    choice = ChoiceOutput(TOKENIZER, channel_of=reader.channel_of)
+    delta = reader.read(choice.add(TokenOutput("r", tuple(text), finish_reason=FinishReason.LENGTH)))
+    assert [call.arguments for call in delta.tool_calls] == ["\ufffd"]
 
 
 class PieceTokenizer:

@@ -1,0 +1,122 @@
+"""Tools in the JSON shapes of chats: what a request offers, and the calls that its messages and answers have.
+
+`chat_schemas.py` and `schemas.py` have these fields. `server/tools/` gives them their meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError, from_json
+
+from gptserve.server.api.base_schemas import _Model, _RequestModel
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+TOOL_CHOICE_RULE = 'Input should be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+
+
+def _check_arguments(text: str) -> str:
+    """Return the text of a JSON object; an empty one stands for no arguments."""
+    try:
+        is_object = not text or isinstance(from_json(text, allow_inf_nan=False), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise PydanticCustomError("arguments", "Input should be the text of a JSON object")
+    return text
+
+
+def _kind_of_choice(value: Any) -> str | None:
+    return "function" if isinstance(value, dict) else "word" if value in ("none", "auto", "required") else None
+
+
+class Function(_RequestModel):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """a JSON Schema of an object; without one the function has no parameters"""
+    strict: bool | None = None
+    """the arguments match the schema; default false"""
+
+
+class Tool(_RequestModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_RequestModel):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(_RequestModel):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("function")],
+    Discriminator(_kind_of_choice, custom_error_type="tool_choice", custom_error_message=TOOL_CHOICE_RULE),
+]
+
+
+class ToolFields(_RequestModel):
+    """The fields of a chat that say which tools the model calls, and how many."""
+
+    tool_choice: ToolChoice | None = None
+    """default auto with tools"""
+    parallel_tool_calls: bool | None = None
+    """more than one call in an answer; default true"""
+
+
+class FunctionCall(_RequestModel):
+    """A call in an earlier answer."""
+
+    name: str
+    arguments: Annotated[str, AfterValidator(_check_arguments)]
+
+
+class ToolCall(_RequestModel):
+    """A call in a message of the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def to_template(self) -> dict[str, object]:
+        """Return the call with its arguments as an object, which templates expect."""
+        function = {"name": self.function.name, "arguments": from_json(self.function.arguments or "{}")}
+        return {**({} if self.id is None else {"id": self.id}), "type": self.type, "function": function}
+
+
+class AnswerFunction(_Model):
+    """The function that the model calls; in a chunk, a piece of its arguments."""
+
+    name: str | None = None
+    arguments: str
+    """JSON"""
+
+
+class AnswerToolCall(_Model):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnswerFunction
+
+
+class ToolCallDelta(_Model):
+    """A chunk's addition to a call. The first one of a call has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: AnswerFunction

@@ -1,0 +1,162 @@
+"""Dialect: how the served model marks reasoning and calls of tools in its answers. It makes what reads them.
+
+`dialect_of` finds it by the chat template and the vocabulary, once a server. A `Reading` is of one completion, and an
+`AnswerReader` of one choice: it splits the text of each delta. All depends on the plan and the tokens alone, so that a
+completion that is read again has the same deltas. Chats and responses use it; knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.grammar.grammar import Grammar
+from gptserve.server.api.grammar_schemas import asked_grammar
+from gptserve.server.api.schemas import ChatRequest, GenerationRequest
+from gptserve.server.completions.harmony import HarmonyChannels, Mark, find_marks
+from gptserve.server.completions.output import Delta
+from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.tools import reasoning
+from gptserve.server.tools.calls import call_id
+from gptserve.server.tools.format import ToolFormat
+from gptserve.server.tools.formats import FORMATS, format_of
+from gptserve.server.tools.grammar import harmony_grammar, spelling, text_grammar
+from gptserve.server.tools.parts import Parts
+from gptserve.server.tools.request import asked_tools
+from gptserve.server.tools.tape import Steps, Tape
+
+NO_TOOLS = "tools may not be given: the chat template of this model knows no tools"
+NO_FORMAT = (
+    "tools may not be given: the chat template of this model asks for calls in a format that this server cannot read; "
+    "if it can, the operator may name the format by --tool-call-format"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Of one model. `marks` are the special tokens of harmony's channels, None for a model without them.
+
+    `form` is the format of its calls in other models. A model that `thinks` begins with <think>…</think>.
+    """
+
+    tokenizer: Tokenizer
+    marks: Mapping[int, Mark] | None
+    form: ToolFormat | None
+    knows_tools: bool
+    thinks: bool
+
+    def check(self, body: ChatRequest) -> None:
+        """Raise InvalidRequestError if the model cannot do what a body asks of its tools."""
+        asked = asked_tools(body)
+        if asked is None:
+            return
+        if not self.knows_tools or (self.marks is None and self.form is None):
+            message = NO_FORMAT if self.knows_tools else NO_TOOLS
+            raise InvalidRequestError(message, param="tools", code="unsupported_parameter")
+        name, grammar = asked_grammar(body)
+        if grammar is not None:
+            raise InvalidRequestError(f"{name} may not be given together with tools that may be called", param=name)
+        if asked.needs_grammar and (body.continue_final_message or body.add_generation_prompt is False):
+            name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
+            message = f"{name} may not be given with tools whose calls are forced, strict or not parallel"
+            raise InvalidRequestError(message, param=name)
+
+    def reading(self, body: GenerationRequest, prompt: Sequence[int]) -> Reading | None:
+        """Return how to read the answers to a prompt; None if they are all text. Raises InvalidRequestError."""
+        assert isinstance(body, ChatRequest), "other completions have no dialect"
+        asked, special_ids = asked_tools(body), self.tokenizer.special_ids
+        grammar: Grammar | None = None
+        if self.marks is not None:
+            channels = HarmonyChannels(self.marks).follow(prompt, self.tokenizer)
+            if asked is not None and asked.needs_grammar:
+                grammar = harmony_grammar(asked, spelling(self.tokenizer))
+            return Reading(grammar, special_ids, channels=channels, has_tools=asked is not None)
+        form = None if asked is None else self.form
+        thinks = self.thinks and asked_grammar(body)[1] is None  # a grammar of the client leaves no place for reasoning
+        if form is None and not thinks:
+            return None
+        is_open = thinks and reasoning.is_open_after(prompt, self.tokenizer)
+        if asked is not None and form is not None and asked.needs_grammar:
+            grammar = text_grammar(asked, form, spelling(self.tokenizer), thinks=thinks, is_open=is_open)
+        names = frozenset(function.name for function in asked.functions) if asked is not None else frozenset[str]()
+        steps = partial(_read, form=form, names=names, thinks=thinks, is_open=is_open)
+        return Reading(grammar, special_ids - self._mark_ids(form, thinks=thinks), steps=steps)
+
+    def _mark_ids(self, form: ToolFormat | None, *, thinks: bool) -> set[int]:
+        """Return the special tokens that are marks to read."""
+        marks = (*(() if form is None else form.marks), *((reasoning.BEGIN, reasoning.END) if thinks else ()))
+        ids = map(self.tokenizer.encode_with_special, marks)
+        return {found[0] for found in ids if len(found) == 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How to read the answers of one completion: their tokens by `channels`, or else their text by `steps`.
+
+    `grammar` is what they have to match, None for anything. Tokens in special_ids have no text.
+    """
+
+    grammar: Grammar | None
+    special_ids: frozenset[int]
+    channels: HarmonyChannels | None = None
+    has_tools: bool = False
+    steps: Callable[[Tape, Parts], Steps[None]] | None = None
+
+    def reader(self, completion_id: str, choice_index: int) -> AnswerReader:
+        """Return the reader of a choice."""
+        parts = Parts(partial(call_id, completion_id, choice_index))
+        if self.channels is None:
+            return AnswerReader(parts, None, self.steps)
+        return AnswerReader(parts, self.channels.of_choice(parts if self.has_tools else None, self.special_ids), None)
+
+
+class AnswerReader:
+    """Splits the text of one choice. Give `channel_of` to its ChoiceOutput, and each of its deltas to `read`."""
+
+    def __init__(
+        self, parts: Parts, channels: HarmonyChannels | None, steps: Callable[[Tape, Parts], Steps[None]] | None
+    ) -> None:
+        self.channel_of = None if channels is None else channels.channel_of
+        self._parts = parts
+        self._channels = channels
+        self._tape = Tape()
+        self._steps = None if steps is None else steps(self._tape, parts)
+
+    def read(self, delta: Delta) -> Delta:
+        """Return the next delta with its text, its reasoning and its calls apart."""
+        has_ended = delta.finish_reason is not None
+        if self._channels is not None and has_ended:
+            self._channels.end()
+        if self._steps is not None:
+            self._tape.feed(delta.text, is_last=has_ended)
+            next(self._steps, None)
+        text, thought, calls = self._parts.take()
+        reason = delta.finish_reason
+        if reason == "stop" and delta.stop_reason is None and self._parts.num_calls:
+            reason = "tool_calls"
+        if self._steps is None:
+            text, thought = delta.text, delta.reasoning
+        return replace(delta, text=text, reasoning=thought, tool_calls=calls, finish_reason=reason)
+
+
+def dialect_of(service: Service) -> Dialect:
+    """Return the dialect of the model that a service has."""
+    template, name = service.options.chat_template, service.options.settings.tool_call_format
+    source = "" if template is None else template.source
+    form = format_of(source) if name is None else FORMATS[name]
+    knows_tools = re.search(r"\btools\b", source) is not None
+    return Dialect(service.tokenizer, find_marks(service.tokenizer), form, knows_tools, reasoning.END in source)
+
+
+def _read(
+    tape: Tape, parts: Parts, *, form: ToolFormat | None, names: frozenset[str], thinks: bool, is_open: bool
+) -> Steps[None]:
+    if thinks:
+        yield from reasoning.read_reasoning(tape, parts, is_open=is_open)
+    if form is None:
+        yield from tape.pass_until((), parts.add_text)
+    else:
+        yield from form.read(tape, parts, names)

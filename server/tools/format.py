@@ -1,0 +1,55 @@
+"""ToolFormat: how a family of models writes calls of tools in the text of its answers. One file has one format.
+
+A format reads calls from a tape and has the grammar of one answer. `formats.py` lists the formats, `dialect.py` chooses
+one, `grammar.py` joins the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gptserve.server.tools.parts import Parts
+from gptserve.server.tools.tape import Steps, Tape
+
+Spell = Callable[[str], str]
+"""From a mark to its symbol in Lark: a special token, or a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that a grammar allows. Rule number i of the arguments is `arguments_i`, for the i-th of the names."""
+
+    names: Sequence[str]
+    is_single: bool
+
+    def either(self, rule: Callable[[str, str], str]) -> str:
+        """Return an alternative for each name, by its name and its rule of arguments."""
+        return " | ".join(rule(name, f"arguments_{i}") for i, name in enumerate(self.names))
+
+    def repeated(self, between: str) -> str:
+        """Return what follows a first call: more calls with something between them, unless only one is allowed."""
+        return "" if self.is_single else f"({between} call)*"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How models write calls.
+
+    A chat template that has all `signs` makes them do so. `begin` is the mark before the calls, "" if they begin with
+    "{" at the beginning of the answer. `marks` are texts that `read` needs, also where they are special tokens. `read`
+    reads an answer, given the names of the tools. `rules` returns rules of Lark; of these `calls` is what follows
+    `begin`.
+    """
+
+    signs: tuple[str, ...]
+    begin: str
+    marks: tuple[str, ...]
+    read: Callable[[Tape, Parts, frozenset[str]], Steps[None]]
+    rules: Callable[[Calls, Spell], str]
+
+
+def literal(text: str) -> str:
+    """Return a text in Lark."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,39 @@
+"""Llama 3.x: the answer is {"name": …, "parameters": …}, perhaps after <|python_tag|>; more calls follow after "; "."""
+
+from __future__ import annotations
+
+import re
+
+from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
+from gptserve.server.tools.json_call import read_call
+from gptserve.server.tools.parts import Parts
+from gptserve.server.tools.tape import SPACE, Steps, Tape, drop
+
+TAG = "<|python_tag|>"
+_BETWEEN = re.compile(r"[; \t\r\n]+")
+
+
+def _read(tape: Tape, parts: Parts, names: frozenset[str]) -> Steps[None]:
+    """Read calls of known names; an answer in JSON may look like another one."""
+    is_call = True
+    while is_call:
+        tape.keep()
+        yield from tape.pass_run(SPACE, drop)
+        yield from tape.accept(TAG)
+        yield from tape.skip_space()
+        is_call = yield from read_call(tape, parts, names.__contains__)
+        if is_call:
+            yield from tape.pass_run(_BETWEEN, drop)
+    parts.add_text(tape.kept())
+    yield from tape.pass_until((), parts.add_text)
+
+
+def _rules(calls: Calls, _spell: Spell) -> str:
+    def call(name: str, arguments: str) -> str:
+        head = literal(f'{{"name": "{name}", "parameters": ')
+        return f"{head} {arguments} {literal('}')}"
+
+    return f"calls: call {calls.repeated(literal('; '))}\ncall: {calls.either(call)}\n"
+
+
+LLAMA = ToolFormat(signs=('"parameters": dictionary',), begin="", marks=(TAG,), read=_read, rules=_rules)

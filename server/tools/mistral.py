@@ -1,0 +1,80 @@
+"""Mistral: [TOOL_CALLS] and a JSON array of calls; from the eleventh tokenizer on [TOOL_CALLS]name[ARGS]{…} each."""
+
+from __future__ import annotations
+
+import re
+
+from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
+from gptserve.server.tools.json_call import NAME, read_call, read_object
+from gptserve.server.tools.parts import Parts
+from gptserve.server.tools.tape import Steps, Tape, drop
+
+BEGIN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAME_CHARS = re.compile(r"[a-zA-Z0-9_.-]+")
+_ID_CHARS = re.compile(r"[a-zA-Z0-9]+")
+_BETWEEN = re.compile(r"[, \t\r\n]+")
+
+
+def _read(tape: Tape, parts: Parts, _names: frozenset[str]) -> Steps[None]:
+    while (yield from tape.pass_until((BEGIN,), parts.add_text)):
+        tape.keep()
+        yield from tape.skip_space()
+        is_array = yield from tape.accept("[")
+        if is_array or (yield from tape.peek()) == "{":
+            is_call = yield from _read_objects(tape, parts, is_array)
+        else:
+            is_call = yield from _read_named(tape, parts)
+        if not is_call:
+            parts.add_text(BEGIN + tape.kept())
+
+
+def _read_objects(tape: Tape, parts: Parts, is_array: bool) -> Steps[bool]:
+    """Read one object, or those of an array to its end; return whether the first is a call."""
+    yield from tape.skip_space()
+    if not (yield from read_call(tape, parts)):
+        return False
+    while is_array:
+        yield from tape.pass_run(_BETWEEN, drop)
+        if (yield from tape.accept("]")):
+            break
+        tape.keep()
+        if not (yield from read_call(tape, parts)):
+            parts.add_text(tape.kept())
+            return True
+    yield from tape.skip_space()
+    return True
+
+
+def _read_named(tape: Tape, parts: Parts) -> Steps[bool]:
+    name: list[str] = []
+    yield from tape.pass_run(_NAME_CHARS, name.append)
+    if (yield from tape.accept(ID)):
+        yield from tape.pass_run(_ID_CHARS, drop)
+    yield from tape.accept(ARGUMENTS)
+    yield from tape.skip_space()
+    if NAME.fullmatch("".join(name)) is None or (yield from tape.peek()) != "{":
+        return False
+    tape.kept()
+    parts.begin_call("".join(name))
+    yield from read_object(tape, parts.add_arguments)
+    yield from tape.skip_space()
+    return True
+
+
+def _array_rules(calls: Calls, _spell: Spell) -> str:
+    def call(name: str, arguments: str) -> str:
+        head = literal(f'{{"name": "{name}", "arguments": ')
+        return f"{head} {arguments} {literal('}')}"
+
+    rest = calls.repeated(literal(", "))
+    return f"calls: {literal('[')} call {rest} {literal(']')}\ncall: {calls.either(call)}\n"
+
+
+def _named_rules(calls: Calls, spell: Spell) -> str:
+    call = calls.either(lambda name, arguments: f"{literal(name)} {spell(ARGUMENTS)} {arguments}")
+    return f"calls: call {calls.repeated(spell(BEGIN))}\ncall: {call}\n"
+
+
+_MARKS = BEGIN, ID, ARGUMENTS
+MISTRAL = ToolFormat(signs=(BEGIN,), begin=BEGIN, marks=_MARKS, read=_read, rules=_array_rules)
+MISTRAL_V11 = ToolFormat(signs=(BEGIN, ARGUMENTS), begin=BEGIN, marks=_MARKS, read=_read, rules=_named_rules)

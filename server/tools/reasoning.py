@@ -1,0 +1,36 @@
+"""<think>…</think>: the reasoning of Qwen3, of DeepSeek's distillations and of others, apart from the answer.
+
+Some templates end the prompt with <think>, so that the answer begins within the reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gptserve.server.completions.service import Tokenizer
+from gptserve.server.tools.parts import Parts
+from gptserve.server.tools.tape import SPACE, Steps, Tape
+
+BEGIN, END = "<think>", "</think>"
+
+
+def is_open_after(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return whether the prompt ends within a reasoning, by the text after its last special token."""
+    special = (at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in tokenizer.special_ids)
+    begin = tokenizer.encode_with_special(BEGIN), tokenizer.encode_with_special(END)
+    start = next((at + 1 for at in special if [prompt[at]] not in begin), 0)
+    tail = b"".join(map(tokenizer.token_bytes, prompt[start:])).decode(errors="replace")
+    return tail.rfind(BEGIN) > tail.rfind(END)
+
+
+def read_reasoning(tape: Tape, parts: Parts, *, is_open: bool) -> Steps[None]:
+    """Read the reasoning at the beginning of an answer, and the white space around it."""
+    if not is_open:
+        blank: list[str] = []
+        yield from tape.pass_run(SPACE, blank.append)
+        if not (yield from tape.accept(BEGIN)):
+            parts.add_text("".join(blank))
+            return
+    yield from tape.skip_space()
+    yield from tape.pass_until((END,), parts.add_reasoning)
+    yield from tape.skip_space()

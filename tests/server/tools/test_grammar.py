@@ -1,0 +1,242 @@
+"""Answers that a grammar of tools allows: what a model writes at random within one has calls that validate."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from gptserve.engine.grammar.compiler import Compiler
+from gptserve.engine.grammar.grammar import Grammar
+from gptserve.engine.grammar.matcher import Matcher
+from gptserve.engine.request import FinishReason, TokenOutput
+from gptserve.server.api.schemas import ChatRequest
+from gptserve.server.completions.harmony import MARKS, find_marks
+from gptserve.server.completions.output import ChoiceOutput, Delta
+from gptserve.server.tools.dialect import Dialect, Reading
+from gptserve.server.tools.formats import FORMATS
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
+
+SPECIAL = (*MARKS, "<|constrain|>", "[TOOL_CALLS]", "[ARGS]")
+EOS = 0
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Århus"]},
+        "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2},
+        "note": {"type": "string", "maxLength": 5},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"day": {"type": "integer", "minimum": 1, "maximum": 31}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PLACE, "strict": True}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+SCHEMAS = {"get_weather": PLACE, "get_time": {"type": "object", "maxProperties": 0}}
+KINDS = (*FORMATS, "harmony")
+
+
+@pytest.fixture(scope="module")
+def folder(storyteller: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storyteller's vocabulary with the special tokens of harmony and Mistral; no weights."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    saved = json.loads((storyteller / "tokenizer.json").read_text(encoding="utf-8"))
+    first = len(saved["model"]["vocab"])
+    saved["added_tokens"] += [{"id": first + i, "content": mark, "special": True} for i, mark in enumerate(SPECIAL)]
+    (folder / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    config = json.loads((storyteller / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": first + len(SPECIAL)}), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compiler(folder: Path) -> Compiler:
+    return Compiler(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.open(folder)
+
+
+def reading_of(tokenizer: Tokenizer, kind: str, prompt: str = "", *, thinks: bool = False, **fields: Any) -> Reading:
+    marks, form = (find_marks(tokenizer), None) if kind == "harmony" else (None, FORMATS[kind])  # type: ignore[index]
+    dialect = Dialect(tokenizer, marks, form, knows_tools=True, thinks=thinks)
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields})
+    dialect.check(body)
+    prompt = "<|start|>assistant" if kind == "harmony" else prompt
+    reading = dialect.reading(body, tokenizer.encode_with_special(prompt))
+    assert reading is not None
+    return reading
+
+
+def split(reading: Reading, tokenizer: Tokenizer, ids: list[int]) -> Delta:
+    """Return what the tokens of an answer that ends by itself are."""
+    reader = reading.reader("chatcmpl-x", 0)
+    choice = ChoiceOutput(tokenizer, skip=reading.special_ids, channel_of=reader.channel_of)
+    output = TokenOutput("r", (*ids, EOS), finish_reason=FinishReason.STOP, stop_token_id=EOS)
+    return reader.read(choice.add(output))
+
+
+def allows(matcher: Matcher, ids: list[int]) -> bool:
+    """Whether a grammar allows these tokens and then the end."""
+    known: list[int] = []
+    for token_id in (*ids, EOS):
+        [row] = matcher.masks(known, (), 0)
+        if not row[token_id >> 5] >> (token_id & 31) & 1:
+            return False
+        known.append(token_id)
+    return True
+
+
+def write_at_random(matcher: Matcher, rng: random.Random, max_tokens: int = 2000) -> list[int] | None:
+    """Return tokens that a grammar allows, each as likely as any other, up to the end; None without one."""
+    known: list[int] = []
+    while len(known) < max_tokens:
+        [row] = matcher.masks(known, (), 0)
+        allowed = np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0]
+        assert len(allowed), matcher.fault
+        token_id = EOS if EOS in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
+        if token_id == EOS:
+            return known
+        known.append(token_id)
+    return None
+
+
+def validate(delta: Delta) -> int:
+    for call in delta.tool_calls:
+        assert call.name is not None
+        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    return len(delta.tool_calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+    ],
+)
+def test_whatever_is_written_within_a_forced_grammar_calls_tools_by_their_schemas(
+    compiler: Compiler, tokenizer: Tokenizer, kind: str, fields: dict[str, Any]
+) -> None:
+    reading = reading_of(tokenizer, kind, **fields)
+    assert reading.grammar is not None
+    counts = []
+    for seed in range(6):
+        # Reasoning at random would go on to the limit: the first messages of harmony are left out.
+        matcher, rng = compiler.compile(reading.grammar), random.Random(seed)
+        ids = write_at_random(Following(matcher, kind, tokenizer), rng)  # type: ignore[arg-type]
+        assert ids is not None
+        delta = split(reading, tokenizer, ids)
+        assert (delta.text.strip(), delta.reasoning, delta.finish_reason) == ("", "", "tool_calls")
+        counts.append(validate(delta))
+        if fields["tool_choice"] != "required":
+            assert {call.name for call in delta.tool_calls} == {"get_weather"}
+    assert min(counts) >= 1
+    assert max(counts) == 1 or fields == {"tool_choice": "required"}
+
+
+class Following:
+    """A matcher that begins a harmony answer with a call."""
+
+    def __init__(self, matcher: Matcher, kind: str, tokenizer: Tokenizer) -> None:
+        self._matcher, self.fault = matcher, ""
+        self._first = tokenizer.encode_with_special("<|channel|>commentary to=") if kind == "harmony" else []
+
+    def masks(self, known: list[int], draft: tuple[int, ...], num_before_end: int) -> list[np.ndarray[Any, Any]]:
+        [row] = self._matcher.masks(known, draft, num_before_end)
+        if len(known) >= len(self._first):
+            return [row]
+        only = np.zeros_like(row)
+        token_id = self._first[len(known)]
+        only[token_id >> 5] = row[token_id >> 5] & (1 << (token_id & 31))
+        return [only]
+
+
+CALL = {
+    "hermes": '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
+    "llama": '{"name": "get_time", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "get_time", "arguments": {}}]',
+    "mistral-v11": "[TOOL_CALLS]get_time[ARGS]{}",
+    "harmony": "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}",
+}
+SECOND = {
+    "hermes": "\n" + CALL["hermes"],
+    "llama": "; " + CALL["llama"],
+    "mistral-v11": CALL["mistral-v11"],
+}
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_strict_answer_may_be_text_unless_calls_are_required(
+    compiler: Compiler, tokenizer: Tokenizer, kind: str, choice: str, is_parallel: bool
+) -> None:
+    reading = reading_of(tokenizer, kind, tool_choice=choice, parallel_tool_calls=is_parallel)
+    assert reading.grammar is not None
+    matcher = compiler.compile(reading.grammar)
+    harmony = kind == "harmony"
+    before = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" if harmony else "I look. "
+    text = "<|channel|>final<|message|>Four." if harmony else "Four."
+    cases = {
+        CALL[kind]: True,
+        text: choice == "auto",
+        before + CALL[kind]: (choice == "auto" and kind != "llama") or harmony,
+        CALL[kind].replace("get_time", "get_tim"): False,
+        CALL[kind].replace("{}", '{"a": 1}'): choice == "auto",  # that one is not strict
+        CALL[kind].replace("get_time", "get_weather"): False,
+        CALL[kind] + SECOND.get(kind, "x"): is_parallel and kind in SECOND,
+    }
+    if harmony:
+        cases[ANALYSIS + CALL[kind]] = True
+    given = {case: allows(matcher.copy(), tokenizer.encode_with_special(case)) for case in cases}
+    if kind == "llama":
+        cases[before + CALL[kind]] = choice == "auto"  # as text
+    assert given == cases
+
+
+THOUGHT = "<think>I <tool_call> may call.</think>\n\n"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_reasoning_comes_before_calls(compiler: Compiler, tokenizer: Tokenizer, choice: str, is_open: bool) -> None:
+    prompt = "Hi<think>\n" if is_open else "Hi <think>\n\n</think>\n\n"
+    reading = reading_of(tokenizer, "hermes", prompt, thinks=True, tool_choice=choice)
+    assert reading.grammar is not None
+    matcher = compiler.compile(reading.grammar)
+    thought = THOUGHT.removeprefix("<think>") if is_open else THOUGHT
+    cases = {
+        thought + CALL["hermes"]: True,
+        thought + "Four.": choice == "auto",
+        CALL["hermes"]: not is_open,
+        thought + "<tool_call>x": False,
+        thought.replace("</think>", ""): False,
+    }
+    assert {case: allows(matcher.copy(), tokenizer.encode(case)) for case in cases} == cases
+    delta = split(reading, tokenizer, tokenizer.encode(thought + CALL["hermes"]))
+    assert (delta.text, delta.reasoning, validate(delta)) == ("", "I <tool_call> may call.", 1)
+
+
+def test_only_what_needs_a_grammar_has_one(tokenizer: Tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def grammar(**fields: Any) -> Grammar | None:
+        return reading_of(tokenizer, "hermes", **fields).grammar
+
+    assert grammar(tools=tools) is None
+    assert grammar(tools=tools, tool_choice="auto", parallel_tool_calls=True) is None
+    assert grammar(tools=tools, parallel_tool_calls=False) is not None
+    assert grammar(tools=TOOLS) is not None
