@@ -23,8 +23,8 @@ STEPS = {
     "a chunk and decoding": ((290, 1, 10), (600, 530, 10)),
 }
 """Rows of each sequence and the tokens that it then has: contexts of one piece and of several, many rows and few."""
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Of outputs near 1: some units in the last place of the dtype in which probabilities are rounded."""
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Of 1 plus the size of an output: some units in the last place of the dtype that probabilities are rounded to."""
 
 
 def disagreement(
@@ -75,7 +75,7 @@ def _disagreement_in(
         return "it stores other keys and values than 'reference'"
     expected = ReferenceAttention().attend(query, cache, metadata, spec)
     out = backend.attend(query, cache, metadata, spec)
-    difference = (out.float() - expected.float()).abs().max().item()
+    difference = ((out.float() - expected.float()).abs() / (1 + expected.float().abs())).max().item()
     if not difference <= _TOLERANCES[dtype]:  # as where it is NaN
         return f"it differs from 'reference' by {difference:.1e}"
     alone = _metadata((1,), kv_lens[-1:], tables_SN[-1:], block_size, device)
