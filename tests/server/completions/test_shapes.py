@@ -75,7 +75,7 @@ def test_a_chat_has_a_list_of_tokens_with_their_logprobs() -> None:
     ]
     assert choice == {
         "index": 1,
-        "message": {"role": "assistant", "content": " a\ufffd", "reasoning_content": "Hm."},
+        "message": {"role": "assistant", "content": " a\ufffd", "reasoning": "Hm.", "reasoning_content": "Hm."},
         "logprobs": {"content": tokens},
         "finish_reason": "stop",
         "stop_reason": "END",
@@ -86,8 +86,8 @@ def test_a_chat_has_a_list_of_tokens_with_their_logprobs() -> None:
     ("delta", "expected"),
     [
         (Delta("a"), {"content": "a"}),
-        (Delta("a", reasoning="b"), {"reasoning_content": "b", "content": "a"}),
-        (Delta("", reasoning="b"), {"reasoning_content": "b"}),
+        (Delta("a", reasoning="b"), {"reasoning": "b", "reasoning_content": "b", "content": "a"}),
+        (Delta("", reasoning="b"), {"reasoning": "b", "reasoning_content": "b"}),
         (Delta("", None, "stop"), {}),
     ],
 )
