@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -429,11 +430,15 @@ def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: 
     async def test() -> None:
         async with started(make_supervisor()) as client:
             await collect(client.submit([make_request("a", 100)]))
+            process_ids = {client.info.process_id}
             for number in range(1, 3):
                 kill_engine()
                 await until(lambda: client.restarts[DeathKind.KILLED] == number and client.is_ready)  # noqa: B023 - awaited here
+                process_ids.add(client.info.process_id)
             await collect(client.submit([make_request("b", 100)]))
             assert client.stats.num_steps == 200
+            assert len(process_ids) == 3
+            assert [child.pid for child in active_children()] == [client.info.process_id]
 
     run(test())
 
