@@ -57,7 +57,8 @@ def create_app(
     """
     metrics = Metrics(engine, options.model_name)
     settings = options.settings
-    limits = _limits(settings)
+    keys = ApiKeys(settings.api_keys, settings.api_key_file) if settings.needs_key else None
+    limits = KeyLimits(partial(_max_requests, settings, keys), settings.max_tokens_per_minute_per_key)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits)
     dialect = dialect_of(service)
     restore: dict[str, Restore] = {
@@ -83,7 +84,7 @@ def create_app(
             *_cross_origin(settings.origins),
             *([] if settings.root_path is None else [Middleware(RootPath, settings.root_path)]),
             Middleware(RequestEnvelope, metrics, limits),
-            *_guard(settings),
+            *_guard(settings, keys),
         ],
         exception_handlers={HTTPException: _answer_routing_error},
     )
@@ -123,20 +124,18 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
     ]
 
 
-def _limits(settings: ServerSettings) -> KeyLimits:
-    """Return the limits of each key. Where there are several, each may have half of the places at most."""
-    has_several = len(settings.api_keys) > 1 or settings.api_key_file is not None
-    num_places = settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs
-    share = max(1, num_places // 2) if has_several else None
-    return KeyLimits(settings.max_requests_per_key or share, settings.max_tokens_per_minute_per_key)
+def _max_requests(settings: ServerSettings, keys: ApiKeys | None) -> int | None:
+    """Return how many requests of a key may run or wait; half of all, where keys have several owners."""
+    if settings.max_requests_per_key is None and keys is not None and keys.num_owners > 1:
+        return max(1, (settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs) // 2)
+    return settings.max_requests_per_key
 
 
-def _guard(settings: ServerSettings) -> list[Middleware]:
-    """Return the middleware that asks for keys, if there are any. Raises KeyFileError."""
-    if not settings.needs_key:
+def _guard(settings: ServerSettings, keys: ApiKeys | None) -> list[Middleware]:
+    """Return the middleware that asks for keys, if there are any."""
+    if keys is None:
         return []
     open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
-    keys = ApiKeys(settings.api_keys, settings.api_key_file)
     return [Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths)]
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import yaml
 
+from gptserve.server.cli.main import main
 from gptserve.server.serve import CLOSING_LIMIT_S
 from gptserve.server.settings import server_options
 from gptserve.server.settings_sources import load_settings
@@ -177,11 +181,47 @@ def test_the_state_can_be_written_in_a_container_whose_own_files_are_read_only(s
     assert words.index("RUN") < words.index("VOLUME"), "a volume takes its owner from the folder as it is then"
 
 
-@pytest.mark.parametrize("stage", ["cpu", "cuda"])
-def test_the_health_check_has_the_settings_of_the_server(stage: str) -> None:
-    [check] = [rest for word, rest in instructions(stage) if word == "HEALTHCHECK"]
+class Health(BaseHTTPRequestHandler):
+    """Says that all is well."""
 
-    assert json.loads(check.partition("CMD ")[2]) == ["gptserve", "health"]
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield http.server_port
+        http.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_well"), [(None, True), ("{port}", True), ("tcp://10.0.0.1:8000", True), ("1", False)]
+)
+def test_the_health_check_asks_the_port_that_the_server_has(
+    port: int, given: str | None, is_well: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [check] = [rest for word, rest in instructions("cpu") if word == "HEALTHCHECK"]
+    command, *arguments = json.loads(check.partition("CMD ")[2])
+    file = tmp_path / "gptserve.toml"
+    file.write_text(f"port = {port}\n")
+    environment = image_environment("cpu") | {"GPTSERVE_CONFIG": str(file)}
+    environment |= {} if given is None else {"GPTSERVE_PORT": given.format(port=port)}
+    for name, value in environment.items():
+        if name.startswith("GPTSERVE_"):
+            monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+
+    assert command == "gptserve"
+    assert end.value.code == (0 if is_well else 1)
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])

@@ -77,6 +77,11 @@ class ApiKeys:
             self._version = _version(file)
             self._names = self._of_options | _by_digest(read_key_file(file))
 
+    @property
+    def num_owners(self) -> int:
+        """How many names the keys read last have."""
+        return len(set(self._names.values()))
+
     def name_of(self, key: bytes) -> str | None:
         """Return the name of the key's owner, or None for a key that is not valid."""
         self._follow_file()

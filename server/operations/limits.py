@@ -31,6 +31,7 @@ class _Use:
 
 class KeyLimits:
     """The limits of each owner: requests that run or wait (a choice is one), and tokens in a minute; None is no limit.
+    max_requests returns the first, as keys come and go.
 
     Tokens are a bucket that holds the tokens of a minute and fills evenly. Prompts and answers are taken from it as
     they come, below zero, too; nothing is admitted until it holds a token again.
@@ -38,7 +39,7 @@ class KeyLimits:
 
     def __init__(
         self,
-        max_requests: int | None = None,
+        max_requests: Callable[[], int | None] = lambda: None,
         max_tokens_per_minute: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,7 +52,7 @@ class KeyLimits:
         """Raise ServiceError if these requests would be too many, or no token is left."""
         if owner is None:
             return
-        use, limit = self._use(owner), self._max_requests
+        use, limit = self._use(owner), self._max_requests()
         if limit is not None and use.num_requests + num_requests > limit:
             counts = f"{use.num_requests} do, got {num_requests} more"
             raise _exceeded(f"at most {limit} requests of a key may run or wait: of {owner!r} {counts}", 1)
@@ -74,11 +75,10 @@ class KeyLimits:
         """Return what an owner has left, in the headers of OpenAI."""
         if owner is None:
             return []
-        use = self._use(owner)
+        use, limit = self._use(owner), self._max_requests()
         left: dict[str, object] = {}
-        if self._max_requests is not None:
-            num_left = max(0, self._max_requests - use.num_requests)
-            left |= {"limit-requests": self._max_requests, "remaining-requests": num_left}
+        if limit is not None:
+            left |= {"limit-requests": limit, "remaining-requests": max(0, limit - use.num_requests)}
         if self._max_tokens is not None:
             reset_s = math.ceil((self._max_tokens - use.num_tokens) * 60 / self._max_tokens)
             left |= {"limit-tokens": self._max_tokens, "remaining-tokens": max(0, int(use.num_tokens))}

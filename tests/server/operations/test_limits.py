@@ -29,7 +29,7 @@ def refusal(limits: KeyLimits, owner: str, num_requests: int = 1) -> ServiceErro
 
 
 def test_requests_count_until_each_of_them_ends() -> None:
-    limits = KeyLimits(max_requests=3)
+    limits = KeyLimits(max_requests=lambda: 3)
     stream = TokenStream(("a", "b", "c"), lambda _: None)
     limits.check("alice", 3)
     limits.begin("alice", stream)
@@ -44,7 +44,7 @@ def test_requests_count_until_each_of_them_ends() -> None:
 
 
 def test_a_stream_that_is_forgotten_counts_no_more() -> None:
-    limits = KeyLimits(max_requests=1)
+    limits = KeyLimits(max_requests=lambda: 1)
     limits.begin("alice", TokenStream(("a",), lambda _: None))
     limits.check("alice", 1)
 
@@ -67,7 +67,7 @@ def test_tokens_of_a_minute_come_back_evenly() -> None:
 
 
 def test_without_limits_or_without_keys_everything_is_let_in() -> None:
-    for limits, owner in ((KeyLimits(), "alice"), (KeyLimits(1, 1), None)):
+    for limits, owner in ((KeyLimits(), "alice"), (KeyLimits(lambda: 1, 1), None)):
         limits.charge(owner, 10**9)
         limits.check(owner, 10**6)
         assert limits.headers(owner) == []
@@ -114,3 +114,12 @@ def test_no_key_fills_the_queue_for_others(serve: Callable[..., LiveServer], tmp
         "at most 160 requests of a key may run or wait: of 'alice' 128 do, got 33 more"
     )
     assert let_in.status_code == 202
+
+
+def test_a_key_without_others_may_have_the_whole_queue(make_api: Callable[..., Api], tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: old\nalice: new\n")  # in a rotation
+    api = make_api(FakeEngineClient(), api_key_file=keys)
+    answer = api.get("/v1/models", headers={"authorization": "Bearer new"})
+    assert answer.status_code == 200
+    assert "x-ratelimit-limit-requests" not in answer.headers
