@@ -330,6 +330,12 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         "text.format.schema must be given with the type json_schema",
     ),
     (
+        {"text": {"format": {"type": "text", "schema": [None]}}},
+        "text.format.schema",
+        "invalid_value",
+        "text.format.schema may be given only with the type json_schema",
+    ),
+    (
         {"top_logprobs": 3},
         "top_logprobs",
         "invalid_value",
