@@ -16,12 +16,13 @@ from gptserve.server.api.response_schemas import InputItem, InputPart, Reasoning
 from gptserve.server.errors import show
 
 _HINT = Unread()
+_TOOLS = "tools in responses (chats may have functions) are"
 
 UNREAD: dict[str, Unread] = {
     **dict.fromkeys(("service_tier", "safety_identifier", "stream_options", "parallel_tool_calls"), _HINT),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"), _HINT),
-    "tools": Unread(([],), "tools are"),
-    "tool_choice": Unread(("none", "auto"), "tools are"),
+    "tools": Unread(([],), _TOOLS),
+    "tool_choice": Unread(("none", "auto"), _TOOLS),
     "conversation": Unread((), "a conversation object (previous_response_id is another way) is"),
     "prompt": Unread((), "a prompt template is"),
     "truncation": Unread(("disabled",), "truncation of the conversation is"),

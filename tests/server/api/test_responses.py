@@ -288,7 +288,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         {"tools": [{"type": "web_search"}]},
         "tools",
         "unsupported_parameter",
-        "tools are not supported by this server; leave out tools",
+        "tools in responses (chats may have functions) are not supported by this server; leave out tools",
     ),
     (
         {"conversation": "conv_1"},
