@@ -2,13 +2,17 @@
 # The image of gptserve: storyteller inside, any other model mounted or fetched. The last target, cuda, is the default
 # and needs only the NVIDIA driver on its host; cpu is the same without it.
 ARG PYTHON_VERSION=3.12
+# Such as sha256:0123..., which pins the base image to one build of it.
+ARG BASE_DIGEST=
 
-FROM python:${PYTHON_VERSION}-slim AS build
+FROM python:${PYTHON_VERSION}-slim${BASE_DIGEST:+@$BASE_DIGEST} AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-RUN python3 -m venv --without-pip /opt/gptserve
+RUN python3 -m venv --without-pip /opt/gptserve \
+    && python3 -m venv /opt/sbom \
+    && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0
 COPY pyproject.toml constraints.txt ./
 # An index that holds the torch build to use, such as PyTorch's own of CPU builds; else pip's default, which for Linux
 # on x86-64 is the CUDA build.
@@ -20,23 +24,27 @@ RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')
     && $install --requirement requirements.txt
 COPY . .
 RUN pip --python /opt/gptserve/bin/python install --no-cache-dir --no-deps .
-# Headers, build tools and the tests of libraries; nothing here is opened while serving.
+# Headers, build tools, names for debuggers and the tests of libraries; nothing here is opened while serving.
 RUN cd /opt/gptserve/lib/python3*/site-packages \
     && rm -rf torch/include torch/share/cmake torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
     && find . -name '*.a' -delete \
-    && find . -type d -name tests -prune -exec rm -rf {} +
+    && find . -type d -name tests -prune -exec rm -rf {} + \
+    && strip --strip-unneeded torch/lib/libtorch_cpu.so torch/lib/libtorch_python.so
 
-FROM python:${PYTHON_VERSION}-slim AS runtime
-RUN useradd --create-home --uid 1000 gptserve && install --directory --owner 1000 --group 1000 /cache /state
+RUN /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file /opt/gptserve/sbom.cdx.json \
+        /opt/gptserve/bin/python
+
+FROM python:${PYTHON_VERSION}-slim${BASE_DIGEST:+@$BASE_DIGEST} AS runtime
+# Any user may run it: docker gives one without a name the group 0.
+RUN install --directory --owner 1000 --group 0 --mode 775 /cache /state
 COPY --from=build /opt/gptserve /opt/gptserve
 ENV PATH=/opt/gptserve/bin:$PATH \
     HF_HOME=/cache \
     GPTSERVE_HOST=0.0.0.0
-# For --state-dir /state. A volume can be written even where the container's own files cannot.
-VOLUME /state
+# /state is for --state-dir. Volumes can be written even where the container's own files cannot.
+VOLUME ["/cache", "/state"]
 USER 1000:1000
-WORKDIR /home/gptserve
 EXPOSE 8000
 # Reads the same variables as the server, and the file that GPTSERVE_CONFIG names. Where flags set address or TLS, run
 # with --no-healthcheck or give the same flags to a check of your own.
@@ -44,6 +52,16 @@ HEALTHCHECK --interval=10s --timeout=10s --start-period=120s --retries=3 \
     CMD ["gptserve", "health"]
 ENTRYPOINT ["gptserve"]
 CMD ["serve"]
+ARG PYTHON_VERSION
+ARG BASE_DIGEST
+ARG REVISION=
+LABEL org.opencontainers.image.title="gptserve" \
+    org.opencontainers.image.description="An exact, small inference server for GPT-style language models" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.revision="$REVISION" \
+    org.opencontainers.image.base.name="docker.io/library/python:$PYTHON_VERSION-slim" \
+    org.opencontainers.image.base.digest="$BASE_DIGEST"
 
 FROM runtime AS cpu
 

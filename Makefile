@@ -60,7 +60,7 @@ gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure 
 	done
 
 image:  ## build the container image gptserve; TARGET=cuda for the one with the CUDA libraries
-	docker build --target $(TARGET) --tag gptserve $(ARGS) .
+	docker build --target $(TARGET) --tag gptserve --build-arg REVISION=$(shell git rev-parse HEAD) $(ARGS) .
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

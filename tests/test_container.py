@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
@@ -20,7 +21,7 @@ from gptserve.server.settings_sources import load_settings
 from tests.deploy.tools import run_tool
 
 ROOT = Path(__file__).parents[1]
-UID = "1000"
+INSTALL = ["install", "--directory", "--owner", "1000", "--group", "0", "--mode", "775"]
 
 
 def instructions(stage: str) -> list[tuple[str, str]]:
@@ -166,19 +167,32 @@ def test_the_server_owns_the_folders_it_writes_to(stage: str, service: dict[str,
     [install] = [command for command in commands if command[0] == "install"]
     writable = {target for target, source in mounts(service).items() if source in compose()["volumes"]}
 
-    assert install[:6] == ["install", "--directory", "--owner", UID, "--group", UID]
-    assert writable <= set(install[6:])
-    assert all(PurePosixPath(folder).is_absolute() for folder in install[6:])
-    assert image_environment(stage)["HF_HOME"] in install[6:]
-    assert [rest for word, rest in instructions(stage) if word == "USER"][-1] == f"{UID}:{UID}"
+    folders = install[len(INSTALL) :]
+
+    assert install[: len(INSTALL)] == INSTALL
+    assert writable <= set(folders)
+    assert all(PurePosixPath(folder).is_absolute() for folder in folders)
+    assert image_environment(stage)["HF_HOME"] in folders
+    assert [rest for word, rest in instructions(stage) if word == "USER"][-1] == "1000:1000"
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
 def test_the_state_can_be_written_in_a_container_whose_own_files_are_read_only(stage: str) -> None:
     words = [word for word, _ in instructions(stage)]
 
-    assert ("VOLUME", "/state") in instructions(stage)
+    assert ("VOLUME", '["/cache", "/state"]') in instructions(stage)
     assert words.index("RUN") < words.index("VOLUME"), "a volume takes its owner from the folder as it is then"
+
+
+def test_the_labels_of_the_image_are_those_of_the_project() -> None:
+    [labels] = [shlex.split(rest) for word, rest in instructions("cuda") if word == "LABEL"]
+    shown = {
+        name.removeprefix("org.opencontainers.image."): text for name, _, text in (x.partition("=") for x in labels)
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert [shown["title"], shown["version"]] == [project["name"], project["version"]]
+    assert [shown["description"], shown["licenses"]] == [project["description"], project["license"]]
 
 
 class Health(BaseHTTPRequestHandler):
