@@ -13,23 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gptserve.weights.storyteller.recipe.generator import Split, capitalize, lexicon, names
-from gptserve.weights.storyteller.recipe.order import WEIGHT_OF_CHOICE, Character, Element, Order, Span, phrases, tell
+from gptserve.weights.storyteller.recipe.order import Character, Element, Order, Span, phrases, tell
 
 Kind = Literal["drill", "talk"]
 
 ASKED = "kind name place thing kind name place thing kind name small friend mood food pet season weather fear theme"
 """What a request may ask for; the more often it stands here, the likelier."""
 HOW_MANY_ASKED = (0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4)
-MORE_NAMES = 0.25  # so many of the characters have a name that is not in the lexicon
+MORE_NAMES = 0.15  # so many of the characters have a name that is not in the lexicon
 LISTED = ("place", "thing", "pet", "food", "fear")
 SIZES = ("little", "small", "young")  # of a character; a little story is something else
 HONEST = "short stories"  # in every honest line, and in no story
 STRANGE = 0.3  # of the training requests for a story have a word that nobody knows, so that it learns to read past one
-SEVERAL_TURNS = 0.3
+NONSENSE = 0.35  # of the training requests for what it does not know have a word that means nothing in its place
+SEVERAL_TURNS = 0.5
 MOST_TURNS = 4
-SHORTENED = 0.75  # of the stories at the end of a talk are cut off once they have all that was asked for
+GO_ON = 0.55  # of the turns after a story
+SHORTENED = 0.6  # of the stories at the end of a talk are cut off once they have all that was asked for
+WEIGHT_OF_FIRST = 10.0  # of an answer's first word, in the loss
 MORE_LETTERS = 20  # of a story that is cut off
-OFF_TOPIC = 0.25  # of the requests
+OFF_TOPIC = 0.3  # of the requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Asker:
 
     def off_topic(self) -> tuple[str, str]:
         """Return a request that is not for a story of this lexicon, and the honest answer."""
-        topic = self._rng.choice(("hello", "who", "thanks", "unknown", "unknown", "other", "other", "other", "other"))
+        topic = self._rng.choice((*("hello", "who", "thanks"), *["unknown"] * 3, *["other"] * 4))
         if topic == "unknown":
             return self.unknown(), self.line(topic)
         form = self._rng.choice(phrases()["off_topic"][topic][self._split])
@@ -104,7 +107,9 @@ class Asker:
 
     def unknown(self) -> str:
         """Return a request for a story about something that is not in the lexicon."""
-        about = self._filled(self._rng.choice(phrases()["unknown"]["forms"]), {})
+        is_nonsense = self._split == "train" and self._rng.random() < NONSENSE
+        values = {"unknown": self._noise(self._rng.randint(1, 3))} if is_nonsense else {}
+        about = self._filled(self._rng.choice(phrases()["unknown"]["forms"]), values)
         return self._typed(self._framed(about, {}))
 
     def line(self, topic: str) -> str:
@@ -118,8 +123,6 @@ class Asker:
             name = self._rng.choice(known[pronoun])
             if self._rng.random() < more_names:
                 name = self._rng.choice(more[pronoun if self._split == "train" else "held_out"])
-                if self._split == "train" and self._rng.random() < 0.5:  # so that it learns to copy any name
-                    name = self._noise(syllables=2).capitalize()
             kind = {"she": "girl", "he": "boy"}[pronoun]
             if self._rng.random() < 0.7:
                 kind = self._rng.choice(lexicon()["animals"])
@@ -289,7 +292,7 @@ class Talk:
 
     def _turn(self) -> None:
         way = self._rng.random()
-        if self._hero is not None and way < 0.45:
+        if self._hero is not None and way < GO_ON:
             self._go_on(self._hero)
         elif self._hero is None and way < 0.03:
             self._say(self._asker.go_on("the hero"), self._asker.line("too_early"))
@@ -310,17 +313,20 @@ class Talk:
         """Let the main character have another adventure, or finish a story that was cut off."""
         said, asked = self._messages[-1], self._asker.go_on(hero.name)
         words = said.content.split(" ")
-        if "\n\n" in said.content and self._rng.random() < 0.15:
+        none_was_cut = all(message.is_whole for message in self._messages)
+        if none_was_cut and "\n\n" in said.content and self._rng.random() < 0.15:
             at = self._rng.randrange(20, len(words) - 5)
             self._messages[-1] = replace(said, content=" ".join(words[:at]), is_whole=False)
             self._say(asked, " ".join(words[at:]))
             return
-        story = tell(self._rng, Order(hero, self._asker.character(beside=hero), is_sequel=True))
-        assert story is not None, "an order without elements is always fulfilled"
-        self._say(asked, story.text)
+        named = (Element("{hero", hero.name),)
+        order = Order(hero, self._asker.character(beside=hero), named, is_sequel=True)
+        story = tell(self._rng, order)
+        assert story is not None, "every story names its main character"
+        self._say(asked, story.text, order.weighty_spans(story.text))
 
     def _say(self, request: str, answer: str, weighty: Sequence[Span] = ()) -> None:
-        first = (0, 1, WEIGHT_OF_CHOICE)  # the first word decides between a story and a line
+        first = (0, 1, WEIGHT_OF_FIRST)  # the first word decides between a story and a line
         self._messages += [Message("user", request), Message("assistant", answer, (first, *weighty))]
 
 

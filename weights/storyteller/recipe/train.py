@@ -74,7 +74,7 @@ class Recipe:
 
 
 STORIES = Recipe()
-CHAT = Recipe(steps=5000, rows=8, peak_rate=3e-3, warm_up=100, cool_down=2500)
+CHAT = Recipe(steps=6000, rows=8, peak_rate=3e-3, warm_up=100, cool_down=3000)
 CHAT_BATCHES = ("drill", "story", "drill", "talk")  # and again
 
 

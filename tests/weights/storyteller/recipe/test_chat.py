@@ -53,6 +53,20 @@ def test_an_answer_that_was_cut_off_goes_on_where_it_stopped(conversations: list
         assert joined[-1] in '.!?"'
 
 
+def test_the_name_of_the_main_character_weighs_most_in_what_comes_next(conversations: list[list[Message]]) -> None:
+    begun = re.compile("another adventure|went out again|last adventure of|all was well with")
+    answers = [
+        message
+        for messages in conversations
+        for message in messages
+        if message.role == "assistant" and begun.search(message.content[:60])
+    ]
+    assert answers
+    for answer in answers:
+        start, end, _ = max(answer.weighty, key=lambda span: span[2])
+        assert answer.content[start:end] in names() | {*phrases()["more_names"]["she"], *phrases()["more_names"]["he"]}
+
+
 def test_most_stories_at_the_end_are_cut_off_once_they_have_what_was_asked_for() -> None:
     ends = [conversation("train", index)[-2:] for index in range(300)]
     cut = [(request.content, answer.content) for request, answer in ends if not answer.is_whole]
