@@ -25,7 +25,7 @@ URL = "http://127.0.0.1:8000"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    process = Process("--chat-template", "plain")
+    process = Process()
     with process.wait_until_ready() as client:
         yield str(client.base_url).rstrip("/")
     os.killpg(process.popen.pid, signal.SIGTERM)

@@ -32,4 +32,4 @@ def _command(options: AppOptions, url: str) -> str:
     path, asked = "completions", '"prompt": "Once upon a time"'
     if options.chat_template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Tell me a story about a fox."}]'
-    return f'curl -N {here}/v1/{path}{key} -d \'{{{asked}, "max_tokens": 200, "stream": true}}\''
+    return f'curl -N {here}/v1/{path}{key} -d \'{{{asked}, "max_tokens": 300, "stream": true}}\''

@@ -67,6 +67,13 @@ def launch_held(launch: Any, gate: EngineGate) -> Any:
     return functools.partial(launch, main=MORTAL, **{VARIABLE: str(gate.folder)})
 
 
+def link_storyteller(folder: Path) -> None:
+    """Fill a folder with links to the files of the embedded model."""
+    for path in (ROOT / "weights" / "storyteller").iterdir():
+        if path.is_file():
+            (folder / path.name).symlink_to(path)
+
+
 @contextlib.contextmanager
 def stream(client: httpx.Client, *, max_tokens: int, n: int = 1) -> Iterator[Iterator[str]]:
     """Stream a completion of exactly max_tokens and give its lines from the first event on."""
@@ -406,8 +413,14 @@ def test_a_model_without_a_chat_template_takes_the_one_chosen(launch: Any, tmp_p
     ids = Tokenizer.open(ROOT / "weights" / "storyteller").encode_with_special("<|endoftext|>User: Once\nAssistant:")
     mine = tmp_path / "mine.jinja"
     mine.write_text("{{ messages[0].content }} upon a time")
+    model = tmp_path / "model"
+    model.mkdir()
+    link_storyteller(model)
+    fields = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps({**fields, "chat_template": None}))
     without, with_plain, with_mine = (
-        launch(*flags) for flags in ((), ("--chat-template", "plain"), ("--chat-template", str(mine)))
+        launch(str(model), *flags) for flags in ((), ("--chat-template", "plain"), ("--chat-template", str(mine)))
     )
     with without.wait_until_ready() as client:
         refused = client.post("/v1/chat/completions", json=chat)
@@ -448,9 +461,7 @@ def test_a_model_has_names_sampling_defaults_and_a_tokenizer(launch: Any) -> Non
 
 
 def test_sampling_defaults_that_are_not_valid_end_the_start(launch: Any, tmp_path: Path) -> None:
-    for path in (ROOT / "weights" / "storyteller").iterdir():
-        if path.is_file():
-            (tmp_path / path.name).symlink_to(path)
+    link_storyteller(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text('{"temperature": 3.0}')
     status, log = launch(str(tmp_path)).wait()

@@ -169,7 +169,7 @@ def test_marks_are_found_by_their_ids() -> None:
 
 def test_marks_are_found_in_a_models_own_vocabulary(storyteller: Path, tmp_path: Path) -> None:
     saved = json.loads((storyteller / "tokenizer.json").read_text(encoding="utf-8"))
-    first = len(saved["model"]["vocab"])
+    first = Tokenizer.open(storyteller).vocab_size
     ids = range(first, first + len(MARKS))
     saved["added_tokens"] += [{"id": i, "content": mark, "special": True} for i, mark in zip(ids, MARKS, strict=True)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")

@@ -11,8 +11,8 @@ from gptserve.weights.chat.template import ChatTemplate
 from tests.server.app_options import app_options
 from tests.server.fake_engine import FakeEngineClient
 
-BODY = '{"prompt": "Once upon a time", "max_tokens": 200, "stream": true}'
-CHAT = '{"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 200, "stream": true}'
+BODY = '{"prompt": "Once upon a time", "max_tokens": 300, "stream": true}'
+CHAT = '{"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 300, "stream": true}'
 
 
 def test_the_banner_tells_the_model_its_kernels_its_memory_and_where_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,10 +48,10 @@ def folder(storyteller: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The storyteller's vocabulary with the special tokens of harmony and Mistral; no weights."""
     folder = tmp_path_factory.mktemp("vocabulary")
     saved = json.loads((storyteller / "tokenizer.json").read_text(encoding="utf-8"))
-    first = len(saved["model"]["vocab"])
+    config = json.loads((storyteller / "config.json").read_text(encoding="utf-8"))
+    first = config["vocab_size"]
     saved["added_tokens"] += [{"id": first + i, "content": mark, "special": True} for i, mark in enumerate(SPECIAL)]
     (folder / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
-    config = json.loads((storyteller / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": first + len(SPECIAL)}), encoding="utf-8")
     return folder
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel, GPT2TokenizerFast
 
-from gptserve.weights.storyteller.recipe.data import END_ID, END_OF_TEXT
+from gptserve.weights.storyteller.recipe.data import END_ID, END_OF_TEXT, TURN_END
 from gptserve.weights.storyteller.recipe.evaluate import Prompt, held_out_loss, sample
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.storyteller.recipe.judge import name_fault
@@ -54,7 +54,7 @@ def test_config_agrees_with_tokenizer_and_recipe(storyteller: Path, tokenizer: T
     )
     assert config["bos_token_id"] == config["eos_token_id"] == tokenizer.token_to_id(END_OF_TEXT) == END_ID
     generation = json.loads((storyteller / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == END_ID
+    assert generation["eos_token_id"] == [END_ID, tokenizer.token_to_id(TURN_END)]
 
 
 def test_tokenizer_files_agree(storyteller: Path, tokenizer: Tokenizer) -> None:
