@@ -26,6 +26,7 @@ from gptserve.engine.request import (
     TokenLogprobs,
     TokenOutput,
 )
+from gptserve.engine.scheduling.block_map import BlockMap, draw_block_map
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
 from gptserve.engine.scheduling.scheduler import Scheduler
@@ -97,6 +98,10 @@ class Engine:
         """Forget a request and free its blocks; one that has ended or is unknown is ignored."""
         self._grammar_queue.abort(request_id)
         self._scheduler.abort(request_id)
+
+    def draw_blocks(self) -> BlockMap:
+        """Return a map of the blocks of the KV cache."""
+        return draw_block_map(self._pool.num_references, self._pool.findable)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; return an output for each request that got tokens or prompt logprobs, or ended."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 from enum import StrEnum
+
+from gptserve.weights.errors import WeightsError
+
+_SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+"""The error numbers of pipe and fork without free descriptors, processes or memory."""
+_NO_THREAD = "can't start new thread"
+"""The whole message of the RuntimeError that Thread.start raises without free threads; it has no number."""
 
 
 class DeathKind(StrEnum):
@@ -55,3 +64,18 @@ class EngineDiedError(EngineError):
     def __init__(self, message: str, kind: DeathKind = DeathKind.EXITED) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def start_error(message: str, cause: Exception) -> EngineStartError:
+    """Return the error with this message for a start that `cause` ended."""
+    is_scarce = str(cause) == _NO_THREAD or getattr(cause, "errno", None) in _SCARCITY
+    return (ScarcityError if is_scarce else EngineStartError)(message)
+
+
+def explain(error: Exception) -> str:
+    """Return why an engine ended, as one sentence; log an unexpected error with its traceback."""
+    if isinstance(error, EngineError | WeightsError):
+        return str(error)
+    logging.getLogger(__name__).error("the engine failed", exc_info=error)
+    first_line = str(error).partition("\n")[0]
+    return f"the engine raised {type(error).__name__}: {first_line}"

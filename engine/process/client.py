@@ -8,21 +8,16 @@ another. Token ids only; torch-free.
 from __future__ import annotations
 
 import asyncio
-import errno
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError, ScarcityError
+from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError, start_error
 from gptserve.engine.process.loop import Abort, Command, EngineFactory, Failed, Loading, Message, Ready, Stepped, Submit
 from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from gptserve.engine.scheduling.block_map import BlockMap, BlockMapSource, Look
 from gptserve.engine.stats import EngineStats
-
-_SCARCITY = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-"""The error numbers of pipe and fork without free descriptors, processes or memory."""
-_NO_THREAD = "can't start new thread"
-"""The whole message of the RuntimeError that Thread.start raises without free threads; it has no number."""
 
 
 class OutputSink(Protocol):
@@ -105,7 +100,7 @@ class TokenStream:
         self._changed.set()
 
 
-class EngineClient(ABC):
+class EngineClient(BlockMapSource, ABC):
     """A running engine seen from an event loop. Call all methods on the loop that `start` ran on.
 
     Invariant: the keys of `_live` are the ids of the live requests.
@@ -239,8 +234,7 @@ class LoopClient(EngineClient):
                 self._launch()
             except Exception as error:
                 self._ended(f"the engine could not be started: {error}", DeathKind.LOAD)
-                is_scarce = str(error) == _NO_THREAD or getattr(error, "errno", None) in _SCARCITY
-                raise (ScarcityError if is_scarce else EngineStartError)(str(self._death)) from error
+                raise start_error(str(self._death), error) from error
             await self._started.wait()
         if not self.is_alive:
             raise EngineStartError(str(self._death))
@@ -253,6 +247,10 @@ class LoopClient(EngineClient):
         live = tuple(request_id for request_id in request_ids if self._live.pop(request_id, None))
         if live:
             self._command(Abort(live))
+
+    def look(self, show: Callable[[BlockMap], None]) -> None:
+        self._show = show
+        self._command(Look())
 
     async def close(self) -> None:
         self._closed = True
@@ -297,6 +295,8 @@ class LoopClient(EngineClient):
                 self.waiting_since = self._loop.time() if self._live else None
             case Loading(num_bytes, num_bytes_total):
                 self._load_progress = num_bytes, num_bytes_total
+            case BlockMap():
+                self._show(message)
             case Ready(info, stats):
                 self._info, self._stats = info, stats
                 self._started.set()

@@ -6,17 +6,15 @@ torch: a factory makes the engine where the loop runs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
-from gptserve.engine.config import EngineConfig
-from gptserve.engine.errors import EngineError, InvalidRequestError
+from gptserve.engine.errors import InvalidRequestError, explain
 from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from gptserve.engine.scheduling.block_map import BlockMap, Look
 from gptserve.engine.stats import EngineStats
-from gptserve.weights.errors import WeightsError
 
 _output_fields = attrgetter(*TokenOutput.__slots__)
 _stats_fields = attrgetter(*EngineStats.__slots__)
@@ -41,7 +39,7 @@ class Shutdown:
     """End the loop, even with live requests."""
 
 
-Command = Submit | Abort | Shutdown
+Command = Submit | Abort | Look | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Failed:
     cause: str
 
 
-Message = Loading | Ready | Stepped | Failed
+Message = Loading | Ready | Stepped | BlockMap | Failed
 
 
 class StepEngine(Protocol):
@@ -102,6 +100,9 @@ class StepEngine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Forget a request; one that has ended or is unknown is ignored."""
+
+    def draw_blocks(self) -> BlockMap:
+        """Return a map of the blocks of the KV cache."""
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch. A failed step is repeated, or ends a request with FinishReason.ERROR."""
@@ -134,21 +135,12 @@ class Channel(Protocol):
         """Send a message to the client."""
 
 
-def load_engine(config: EngineConfig, *, report: Report) -> StepEngine:
-    """Load the real engine; report the progress and show it on stderr. Only this imports torch."""
-    from gptserve.engine.engine import Engine
-    from gptserve.engine.model.loading_bar import LoadingBar
-
-    with LoadingBar(report) as bar:
-        return Engine(config, bar.show)
-
-
 def serve(factory: EngineFactory, channel: Channel) -> None:
     """Load an engine and run it until Shutdown or a failure. Raises what `channel` raises if the client is gone."""
     try:
         engine = factory(report=lambda done, total: channel.send(Loading(done, total)))
     except Exception as error:
-        channel.send(Failed(_explain(error)))
+        channel.send(Failed(explain(error)))
         return
     channel.send(Ready(engine.info, engine.stats))
     try:
@@ -156,7 +148,7 @@ def serve(factory: EngineFactory, channel: Channel) -> None:
     except (EOFError, ConnectionError):
         raise
     except Exception as error:
-        channel.send(Failed(_explain(error)))
+        channel.send(Failed(explain(error)))
 
 
 def _run(engine: StepEngine, channel: Channel) -> None:
@@ -171,6 +163,8 @@ def _run(engine: StepEngine, channel: Channel) -> None:
                 case Abort(request_ids):
                     for request_id in request_ids:
                         engine.abort(request_id)
+                case Look():
+                    channel.send(engine.draw_blocks())
                 case Shutdown():
                     return
         if engine.has_work:
@@ -184,14 +178,6 @@ def _add(engine: StepEngine, request: Request) -> TokenOutput | None:
     except InvalidRequestError as error:
         return TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error=str(error))
     return None
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, EngineError | WeightsError):
-        return str(error)
-    logging.getLogger(__name__).error("the engine failed", exc_info=error)
-    first_line = str(error).partition("\n")[0]
-    return f"the engine raised {type(error).__name__}: {first_line}"
 
 
 def _stepped(outputs: tuple[tuple[Any, ...], ...], stats: tuple[Any, ...]) -> Stepped:

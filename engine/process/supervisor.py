@@ -17,6 +17,7 @@ from gptserve.engine.process.client import EngineClient, OutputSink
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.engine.scheduling.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
+from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0
@@ -99,6 +100,10 @@ class Supervisor(EngineClient):
         known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]
         if self._is_ready:
             self._client.abort(known)
+
+    def look(self, show: Callable[[BlockMap], None]) -> None:
+        if self._is_ready:
+            self._client.look(show)
 
     async def close(self) -> None:
         self._end(EngineDiedError("the engine was closed", DeathKind.CLOSED))

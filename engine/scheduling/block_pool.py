@@ -6,6 +6,7 @@ Every operation costs O(1) for each block in its arguments, for any size of the 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -30,7 +31,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._num_references = [0] * num_blocks
+        self.num_references = array("i", [0]) * num_blocks
+        """Of each block; for others to read, as is `findable`."""
+        self.findable = bytearray(num_blocks)
+        """1 for each block whose content `match` could find."""
         self._blank = list(reversed(range(num_blocks)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._findable: dict[tuple[PrefixId, tuple[int, ...]], int] = {}
@@ -73,13 +77,13 @@ class BlockPool:
 
         The content of the others is undefined. If too few blocks are free, return None and change nothing.
         """
-        num_revived = sum(self._num_references[block_id] == 0 for block_id in matched)
+        num_revived = sum(self.num_references[block_id] == 0 for block_id in matched)
         if num_new + num_revived > self.num_free:
             return None
         for block_id in matched:
-            if self._num_references[block_id] == 0:
+            if self.num_references[block_id] == 0:
                 del self._cached[block_id]
-            self._num_references[block_id] += 1
+            self.num_references[block_id] += 1
         return [*matched, *(self._take_free() for _ in range(num_new))]
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -88,9 +92,9 @@ class BlockPool:
         The tail is freed first, so that it is evicted first: a block is useless without those before it.
         """
         for block_id in reversed(block_ids):
-            assert self._num_references[block_id] > 0, f"block {block_id} was freed more often than taken"
-            self._num_references[block_id] -= 1
-            if self._num_references[block_id] == 0:
+            assert self.num_references[block_id] > 0, f"block {block_id} was freed more often than taken"
+            self.num_references[block_id] -= 1
+            if self.num_references[block_id] == 0:
                 if self._keys[block_id] is None:
                     self._blank.append(block_id)
                 else:
@@ -113,6 +117,7 @@ class BlockPool:
             return False
         self._findable[key] = block_id
         self._keys[block_id] = key
+        self.findable[block_id] = 1
         self._prefixes[block_id] = self._num_prefixes
         self._num_prefixes += 1
         return True
@@ -133,7 +138,7 @@ class BlockPool:
         else:
             block_id, _ = self._cached.popitem(last=False)
             self._drop_key(block_id)
-        self._num_references[block_id] = 1
+        self.num_references[block_id] = 1
         return block_id
 
     def _drop_key(self, block_id: int) -> None:
@@ -141,3 +146,4 @@ class BlockPool:
         assert key is not None
         del self._findable[key]
         self._keys[block_id] = None
+        self.findable[block_id] = 0

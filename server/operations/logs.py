@@ -14,7 +14,8 @@ import time
 from datetime import UTC, datetime
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.process.loop import Report, StepEngine, load_engine
+from gptserve.engine.process.factory import load_engine
+from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.server.settings import LogFormat, LogLevel
 
 RARE_INTERVAL_S = 60.0

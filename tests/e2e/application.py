@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from gptserve.engine.process.loop import load_engine
+from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.server.app import create_app
 from gptserve.server.completions.service import Tokenizer

@@ -19,6 +19,7 @@ from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.process.loop import Report
 from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
 from gptserve.engine.scheduling.blame import CLEARING_STEPS
+from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 from gptserve.weights.errors import InvalidConfigError
 
@@ -75,6 +76,9 @@ class FakeStepEngine:
     def abort(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
         self._num_done.pop(request_id, None)
+
+    def draw_blocks(self) -> BlockMap:
+        return BlockMap(1, str(len(self._requests)))
 
     def step(self) -> list[TokenOutput]:
         time.sleep(self._step_s)  # the time a model would take

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gptserve.engine.process.loop import EngineFactory, Report, StepEngine
 from gptserve.engine.request import EngineInfo, Request, TokenOutput
+from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 
 VARIABLE = "ENGINE_GATE"
@@ -89,6 +90,9 @@ class HeldEngine:
 
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
+
+    def draw_blocks(self) -> BlockMap:
+        return self._engine.draw_blocks()
 
     def step(self) -> list[TokenOutput]:
         if not self._has_arrivals and self._gate.holds(self._num_steps):

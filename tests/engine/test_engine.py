@@ -515,3 +515,16 @@ def test_a_request_that_is_not_admitted_in_time_ends_and_the_others_do_not(tiny_
         )
     ]
     assert engine.stats.num_waiting == 0
+
+
+def test_the_map_shows_a_shared_prefix_and_what_is_cached_after_it(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2, num_blocks=8, block_size=16, max_model_len=64)
+    assert engine.draw_blocks().cells == "." * 8
+    prompt = list(range(20))
+    for name, last in (("a", 1), ("b", 2)):
+        engine.add(make_request(name, [*prompt, last], max_tokens=3))
+    engine.step()
+    assert sorted(engine.draw_blocks().cells) == sorted("2" + "11" + "." * 5), "the first block is shared"
+    while engine.has_work:
+        engine.step()
+    assert sorted(engine.draw_blocks().cells) == sorted("c" + "." * 7)

@@ -23,7 +23,7 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.model import runner
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.process.client import LoopClient
-from gptserve.engine.process.loop import load_engine
+from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import Request, TokenLogprobs

@@ -487,9 +487,9 @@ class FreesSharedBlocks(BlockPool):
     """Lets the first holder that frees a block free it for all."""
 
     def free(self, block_ids: Sequence[int]) -> None:
-        held = [block_id for block_id in block_ids if self._num_references[block_id]]
+        held = [block_id for block_id in block_ids if self.num_references[block_id]]
         for block_id in held:
-            self._num_references[block_id] = 1
+            self.num_references[block_id] = 1
         super().free(held)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from gptserve.engine.errors import DeathKind, EngineDiedError, QueueFullError
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
+from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 
 EOS = 256
@@ -124,6 +125,8 @@ class FakeEngineClient:
         self.restarts: dict[DeathKind, int] = {}
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
+        self.block_map: BlockMap | None = BlockMap(1, "21c.")
+        self.num_looks = 0
         self.num_outputs = 0
         self.max_requests = info.max_num_seqs + info.max_num_queued_reqs
         self.retry_after_s = 7
@@ -162,6 +165,11 @@ class FakeEngineClient:
         self._note(lambda: self.submitted.extend(requests))
         self._schedule()
         return stream
+
+    def look(self, show: Callable[[BlockMap], None]) -> None:
+        self.num_looks += 1
+        if self.block_map is not None:
+            show(self.block_map)
 
     async def wait_until_dead(self) -> EngineDiedError:
         raise NotImplementedError

@@ -12,11 +12,13 @@ import pytest
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, EngineStartError, InvalidRequestError, QueueFullError
 from gptserve.engine.process.client import EngineClient, TokenStream
-from gptserve.engine.process.loop import EngineFactory, load_engine
+from gptserve.engine.process.factory import load_engine
+from gptserve.engine.process.loop import EngineFactory
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import FinishReason
+from gptserve.engine.scheduling.block_map import BlockMap
 from tests.engine import fake_step_engine as fake
 from tests.engine.client_harness import (
     ENDLESS,
@@ -356,5 +358,23 @@ def test_a_stream_that_failed_does_not_expire(make_client: MakeClient) -> None:
         with pytest.raises(EngineDiedError, match="the engine was closed"):
             await read(stream)
         assert FinishReason.TIMEOUT not in reasons
+
+    run(test())
+
+
+def test_a_look_shows_the_blocks_between_two_steps_whether_the_engine_is_busy_or_not(make_client: MakeClient) -> None:
+    async def look(client: EngineClient) -> BlockMap:
+        found: asyncio.Future[BlockMap] = asyncio.get_running_loop().create_future()
+        client.look(found.set_result)
+        return await found
+
+    async def test() -> None:
+        async with started(make_client()) as client:
+            assert await look(client) == BlockMap(1, "0")
+            stream = client.submit([make_request("a", ENDLESS)])
+            await first_output(stream)
+            assert await look(client) == BlockMap(1, "1")
+            stream.abort()
+            await until_idle(client)
 
     run(test())

@@ -231,7 +231,7 @@ def test_parent_of_a_real_engine_imports_no_torch(tiny_gpt2: Path) -> None:
     script = f"""
 import asyncio, functools, pathlib, sys
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.process.loop import load_engine
+from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.process_client import ProcessClient
 
 async def main():

@@ -14,13 +14,14 @@ from gptserve.engine.scheduling.sequence import ScheduledSequence
 def check_pool(pool: BlockPool, owners: Iterable[Sequence[int]]) -> None:
     """Assert all invariants of a pool; `owners` are the blocks of every sequence that holds any. O(blocks)."""
     references = Counter(block_id for block_ids in owners for block_id in block_ids)
-    assert pool._num_references == [references[block_id] for block_id in range(pool.num_blocks)]
+    assert list(pool.num_references) == [references[block_id] for block_id in range(pool.num_blocks)]
     states = [*references, *pool._blank, *pool._cached]
     assert sorted(states) == list(range(pool.num_blocks)), f"not one state for each block: {states}"
     assert all(pool._keys[block_id] is None for block_id in pool._blank)
     assert all(pool._keys[block_id] is not None for block_id in pool._cached)
     keys = {key: block_id for block_id, key in enumerate(pool._keys) if key is not None}
     assert keys == pool._findable
+    assert list(pool.findable) == [key is not None for key in pool._keys]
     assert len({pool._prefixes[block_id] for block_id in keys.values()}) == len(keys), "a PrefixId was given twice"
     for (previous, token_ids), block_id in keys.items():
         assert len(token_ids) == pool.block_size
