@@ -41,6 +41,7 @@ from gptserve.server.operations.keys import ApiKeys
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import Metrics
+from gptserve.server.playground.router import PAGE_PATHS, playground_router
 from gptserve.server.responses.plan import RESPONSE_SHAPE, restore_response
 from gptserve.server.settings import ServerSettings
 from gptserve.server.tools.dialect import dialect_of
@@ -93,6 +94,8 @@ def create_app(
     app.state.metrics = metrics
     routers = [make(service, store) for make in (completions_router, chat_router, background_router, responses_router)]
     routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
+    if settings.playground:
+        routers.append(playground_router(service))
     for router in routers:
         app.include_router(router)
         _expect_answers(router, metrics)
@@ -136,6 +139,8 @@ def _guard(settings: ServerSettings, keys: ApiKeys | None) -> list[Middleware]:
     if keys is None:
         return []
     open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
+    if settings.playground:
+        open_paths |= PAGE_PATHS
     return [Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths)]
 
 

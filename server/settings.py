@@ -136,6 +136,7 @@ class ServerSettings:
         str | None,
         "web pages that may call the API: their origins, such as https://chat.example.com, with commas between, or *",
     ] = None
+    playground: Annotated[bool, "serve a page to try the model on at /"] = True
     strict_fields: Annotated[bool, "refuse requests with fields that nobody reads"] = False
     ssl_keyfile: Annotated[Path | None, "private key for TLS, in PEM"] = None
     ssl_certfile: Annotated[Path | None, "certificate chain for TLS, in PEM"] = None

@@ -20,7 +20,7 @@ from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import NO_ROUTE, Metrics
 
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
-_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/playground/engine"})
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
 
 logger = logging.getLogger(__name__)

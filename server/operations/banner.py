@@ -22,12 +22,14 @@ def log_banner(engine: EngineClient, options: AppOptions, url: str) -> None:
         *(num_tokens, info.kv_cache_bytes / 2**20, num_tokens // info.max_model_len),
     )
     logger.info("%s is ready on %s", options.model_name, url)
-    logger.info("try: %s", _command(options, url))
-
-
-def _command(options: AppOptions, url: str) -> str:
-    """Return a line for a shell, for any version of curl."""
     here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    if options.settings.playground:
+        logger.info("playground: %s/ in a browser", here)
+    logger.info("try: %s", _command(options, here))
+
+
+def _command(options: AppOptions, here: str) -> str:
+    """Return a line for a shell, for any version of curl."""
     key = ' -H "Authorization: Bearer $GPTSERVE_API_KEY"' if options.settings.needs_key else ""
     path, asked = "completions", '"prompt": "Once upon a time"'
     if options.chat_template is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,14 @@ def client(request: pytest.FixtureRequest) -> Environment:
     if not environment.is_made:
         pytest.skip(f"build/clients/{environment.name} is missing or old; `make clients` makes it")
     return environment
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("Chromium is not installed")
+    return found
 
 
 @pytest.fixture(scope="session")

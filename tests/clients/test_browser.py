@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +17,6 @@ from tests.clients.servers import OFTEN, post, served, text_of
 CLIENT = "browser"
 pytestmark = pytest.mark.clients
 FIELDS = {"max_tokens": 12, "temperature": 0, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("Chromium is not installed")
-    return found
 
 
 class Page(http.server.BaseHTTPRequestHandler):

@@ -24,6 +24,7 @@ def test_the_banner_tells_the_model_its_kernels_its_memory_and_where_it_is(caplo
         "kernels: attention reference, matrix products torch",
         "memory: KV cache of 1024 tokens in 1.0 MiB; 4 sequences of full length fit at once",
         "teller is ready on http://127.0.0.1:8000",
+        "playground: http://127.0.0.1:8000/ in a browser",
         f"try: curl -N http://127.0.0.1:8000/v1/completions -d '{BODY}'",
     ]
 
