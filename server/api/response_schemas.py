@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from gptserve.engine.request import MAX_LOGPROBS
 from gptserve.server.api.base_schemas import Text, _Model, _RequestModel, _text_or_list
-from gptserve.server.api.grammar_schemas import JsonSchema
 from gptserve.server.api.schemas import Label, Stop, _tell_ranges
 
 LOGPROBS = "message.output_text.logprobs"
@@ -35,7 +34,8 @@ class InputPart(_RequestModel):
 class InputItem(_RequestModel):
     """A message, or the reasoning that led to the assistant's next one. An answer's items may come back as they are."""
 
-    type: Literal["message", "reasoning"] = "message"
+    type: Literal["message", "reasoning"] | None = None
+    """default message"""
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
         Text | Annotated[list[InputPart], Field(fail_fast=True), Tag("list")],
@@ -49,7 +49,7 @@ class TextFormat(_RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: JsonSchema = Field(default=None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
     """true or false: the answer matches the schema"""
 

@@ -330,10 +330,16 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         "text.format.schema must be given with the type json_schema",
     ),
     (
-        {"text": {"format": {"type": "text", "schema": [None]}}},
+        {"text": {"format": {"type": "text", "schema": {}}}},
         "text.format.schema",
         "invalid_value",
         "text.format.schema may be given only with the type json_schema",
+    ),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": [None]}}},
+        "text",
+        "invalid_type",
+        "text.format.schema: input should be an object, got [null]",
     ),
     (
         {"top_logprobs": 3},
