@@ -11,8 +11,6 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 MAX_CELLS = 2048
 MARKS = ".c123456789"
 """Of a blank block, of a cached one, and of one with so many references; 9 stands for more, too."""
@@ -47,6 +45,8 @@ class BlockMapSource(ABC):
 
 def draw_block_map(num_references: array[int], findable: bytearray) -> BlockMap:
     """Return the map of a pool: the references of each block, and whether its content can be found (1) or not (0)."""
+    import numpy as np  # the server imports this file, and does without
+
     held = np.frombuffer(num_references, dtype=np.intc)
     levels = np.where(held > 0, np.minimum(held, len(MARKS) - 2) + 1, np.frombuffer(findable, dtype=np.uint8))
     blocks_per_cell = -(-len(levels) // MAX_CELLS)
