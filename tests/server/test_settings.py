@@ -37,6 +37,7 @@ WRITTEN = {
     "log-prompts": "true",
     "protect-operations": "true",
     "priority-scheduling": "true",
+    "playground": "false",
     "strict-fields": "true",
     "allowed-origins": "https://a.example,http://b.example:3000",
     "ssl-keyfile": __file__,
@@ -81,6 +82,7 @@ SWITCHES = {
     "enable-prefix-caching": "--no-enable-prefix-caching",
     "protect-operations": "--protect-operations",
     "priority-scheduling": "--priority-scheduling",
+    "playground": "--no-playground",
     "strict-fields": "--strict-fields",
     "log-prompts": "--log-prompts",
 }
