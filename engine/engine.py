@@ -29,6 +29,7 @@ from gptserve.engine.request import (
 from gptserve.engine.scheduling.block_map import BlockMap, draw_block_map
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
+from gptserve.engine.scheduling.prompt_pace import Pace, PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.stats import EngineStats
@@ -52,8 +53,9 @@ class Engine:
         *,
         runner: ModelRunner | None = None,
         drafter: Drafter | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """Load the model and decode one token. `runner` and `drafter` replace those that `config` asks for."""
+        """Load the model and decode one token. `runner`, `drafter` and `pace` replace those that `config` asks for."""
         if drafter is None:
             drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
         self._grammar_queue = GrammarQueue(config.model_dir)
@@ -67,6 +69,7 @@ class Engine:
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
             drafter=drafter,
+            pace=pace or PromptPace(),
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"

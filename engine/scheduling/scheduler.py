@@ -16,6 +16,7 @@ from operator import attrgetter, eq
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
+from gptserve.engine.scheduling.prompt_pace import Budget, Pace
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 from gptserve.engine.stats import EngineStats
@@ -32,8 +33,8 @@ class Scheduler:
     - A running sequence that lacks a block preempts the last one in order, or itself if it is the last. Then this step
       admits nobody. The preempted sequence gives up its blocks and waits, in its old place, to be recomputed. The last
       one in order is never already scheduled in this step.
-    - Priority orders admission, budget and preemption. A long prompt of higher priority can take whole steps from
-      sequences that decode. But a waiting sequence never takes a running slot or a block from a running one.
+    - Priority orders admission, budget and preemption. But a waiting sequence never takes a running slot or a block
+      from a running one, and with a PromptPace each sequence that decodes has its token in every step.
     - The first in order never lacks a block, as the pool can hold one sequence of max_model_len. So every step makes
       progress, and every sequence ends with exactly one FinishReason.
     - After a failed step its sequences are recomputed from the start. While there are suspects (scheduling/blame.py),
@@ -55,6 +56,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         drafter: Drafter | None = None,
+        pace: Pace | None = None,
         max_queue_time_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,6 +68,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._drafter = drafter
+        self._pace = pace or Pace()
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
         self._waiting: list[SequenceState] = []  # both in order of service
@@ -73,6 +76,7 @@ class Scheduler:
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
+        self._scheduled_at = 0.0
         self.stats = EngineStats()
         """The totals so far; the gauges stay 0."""
 
@@ -118,18 +122,23 @@ class Scheduler:
 
         Call `update` or `abandon` before the next `schedule`.
         """
+        self._scheduled_at = self._clock()
         self._blocks.begin_step()
         items: list[ScheduledSequence] = []
         if self._suspects:
             self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
             return ScheduledBatch(tuple(items))
         num_preemptions = self.stats.num_preemptions
-        budget = self._schedule_running(items, self._max_num_batched_tokens)
+        budget = self._new_budget()
+        self._schedule_running(items, budget)
+        if not items:  # those that decode lacked blocks and gave up theirs
+            budget.chunk_tokens = budget.tokens
+            self._schedule_running(items, budget)
         if self.stats.num_preemptions == num_preemptions:
-            budget = self._schedule_waiting(items, budget)
+            self._schedule_waiting(items, budget)
         if self._drafter is not None:
-            num_scheduled = self._max_num_batched_tokens - budget
-            self._add_drafts(items, self._drafter, min(budget, self._drafter.max_step_tokens - num_scheduled))
+            num_scheduled = self._max_num_batched_tokens - budget.tokens
+            self._add_drafts(items, self._drafter, min(budget.tokens, self._drafter.max_step_tokens - num_scheduled))
         return ScheduledBatch(tuple(items))
 
     def expire_waiting(self) -> list[SequenceState]:
@@ -153,6 +162,7 @@ class Scheduler:
         if a sequence needs that token, it fails and its blocks are no longer shared. Sequences that were aborted during
         the step are skipped.
         """
+        self._pace.observe(batch, self._clock() - self._scheduled_at)
         sampling = [item for item in batch.items if item.needs_sampling]
         for item in batch.items:
             item.sequence.num_computed += item.num_tokens - len(item.draft)
@@ -178,13 +188,17 @@ class Scheduler:
                 self._suspects.add(sequence)
         return None
 
-    def _schedule_running(self, items: list[ScheduledSequence], budget: int) -> int:
-        """Schedule the running sequences and return the budget left."""
+    def _new_budget(self) -> Budget:
+        num_decoding = sum(sequence.num_uncomputed == 1 for sequence in self._running)
+        num_slots = min(self._max_num_seqs, len(self._running) + len(self._waiting))
+        return self._pace.budget(self._max_num_batched_tokens, num_decoding, num_slots - num_decoding)
+
+    def _schedule_running(self, items: list[ScheduledSequence], budget: Budget) -> None:
         for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end
-            if budget == 0 or not self._make_room(sequence):
-                break
-            budget -= self._schedule_tokens(sequence, items, budget)
-        return budget
+            if budget.has_room_for(sequence):
+                if not self._make_room(sequence):
+                    break
+                self._schedule_tokens(sequence, items, budget)
 
     def _make_room(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks, preempting others if needed; False if it preempted itself."""
@@ -208,16 +222,14 @@ class Scheduler:
             last = max((s for s in self._running if s is not suspect), key=_in_order_of_service)
             self._running.remove(last)
             self._preempt(last)
-        self._schedule_tokens(suspect, items, self._max_num_batched_tokens)
+        self._schedule_tokens(suspect, items, Budget(self._max_num_batched_tokens))
 
-    def _schedule_waiting(self, items: list[ScheduledSequence], budget: int) -> int:
-        """Admit and schedule waiting sequences and return the budget left."""
-        while self._waiting and budget > 0:
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget) -> None:
+        while self._waiting and budget.has_room_for(self._waiting[0]):
             sequence = self._waiting[0]
             if not self._admit(sequence):
                 break
-            budget -= self._schedule_tokens(sequence, items, budget)
-        return budget
+            self._schedule_tokens(sequence, items, budget)
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a running slot and blocks for all its tokens; False if either is lacking."""
@@ -241,12 +253,11 @@ class Scheduler:
         wants_prompt_logits = sequence.request.params.prompt_logprobs is not None and sequence.num_generated == 0
         return self._pool.enable_prefix_caching and not wants_prompt_logits
 
-    def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: int) -> int:
-        """Schedule tokens of a sequence that has its blocks, within the budget; return how many."""
-        num_tokens = min(sequence.num_uncomputed, budget)
+    def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: Budget) -> None:
+        """Schedule tokens of a sequence that has its blocks, within the budget."""
+        num_tokens = budget.take(sequence)
         items.append(ScheduledSequence(sequence, num_tokens))
         self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
-        return num_tokens
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""

@@ -10,8 +10,17 @@ from typing import Any
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.request import Request, SamplingParams, TokenOutput
+from gptserve.engine.scheduling.prompt_pace import PromptPace
 
 OutputsById = dict[str, list[TokenOutput]]
+CHUNK_TOKENS = 100  # no multiple of a block
+
+
+class EvenPace(PromptPace):
+    """Lets a step compute CHUNK_TOKENS of prompts beside sequences that decode, however long that takes."""
+
+    def max_chunk_tokens(self, num_decoding: int, num_others: int) -> int:
+        return CHUNK_TOKENS
 
 
 def make_config(folder: Path, **options: Any) -> EngineConfig:
@@ -21,8 +30,8 @@ def make_config(folder: Path, **options: Any) -> EngineConfig:
 
 
 def make_engine(folder: Path, **options: Any) -> Engine:
-    """Return an engine of `make_config`."""
-    return Engine(make_config(folder, **options))
+    """Return an engine of `make_config` that makes the same steps on any machine."""
+    return Engine(make_config(folder, **options), pace=EvenPace())
 
 
 def make_request(request_id: str, prompt: Sequence[int], *, seed: int = 0, **params: Any) -> Request:

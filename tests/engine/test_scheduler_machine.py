@@ -28,7 +28,8 @@ from hypothesis.stateful import (
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
-from gptserve.engine.scheduling.scheduler import Scheduler
+from gptserve.engine.scheduling.prompt_pace import PromptPace
+from gptserve.engine.scheduling.scheduler import Budget, Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from tests.engine.scheduling.invariants import check_scheduler
 
@@ -40,7 +41,7 @@ Prefix = tuple[str, tuple[int, ...]]
 # Derandomized: the default run judges the change at hand, by the same steps every time, and is never red by chance;
 # test_survives_much_more_random_service looks for what they do not show.
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=250,
     stateful_step_count=50,
     derandomize=True,
     database=None,
@@ -87,6 +88,23 @@ class FickleDrafter:
 
     def forget(self, sequence: SequenceState) -> None:
         assert sequence.finish_reason is None
+
+
+class FicklePace(PromptPace):
+    """Allows any number of tokens, often none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_steps = 0
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        assert seconds == 1.0
+        self._num_steps += 1
+
+    def max_chunk_tokens(self, num_decoding: int, num_others: int) -> int:
+        assert num_decoding > 0
+        assert num_others >= 0
+        return max(0, crc32(bytes([self._num_steps % 256, num_decoding, num_others])) % 8 - 5)
 
 
 class ShadowCache:
@@ -162,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         drafter_mood=st.sampled_from([None, "fickle", "true", "false"]),
         compares_drafts=st.sampled_from([False, False, False, True]),  # which takes its time
+        is_paced=st.sampled_from([True, True, False]),
     )
     def build(
         self,
@@ -170,6 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         drafter_mood: str | None,
         compares_drafts: bool,
+        is_paced: bool,
         **limits: int,
     ) -> None:
         self.limits = limits
@@ -181,10 +201,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pool,
             eos_token_ids=(EOS,),
             drafter=drafter,
+            pace=FicklePace() if is_paced else None,
             max_queue_time_s=QUEUE_LIMIT_S,
             clock=lambda: self.now,
             **limits,
         )
+        self.is_paced = is_paced
         self.shadow = ShadowCache(block_size)
         self.compares_drafts = compares_drafts
         self.is_whole = True
@@ -245,7 +267,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(has_work)
     @rule(
-        fault=st.sampled_from(["abort", "unusable row", "raise", "raise", "abort and raise"]), which=st.integers(0, 5)
+        fault=st.sampled_from(["abort", "unusable row", "unusable row", "raise", "raise", "abort and raise"]),
+        which=st.integers(0, 5),
     )
     def run_disturbed_step(self, fault: str, which: int) -> None:
         """Run a step during which a client aborts, or that gives an unusable row, or that raises."""
@@ -305,6 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> ScheduledBatch:
         """Schedule, and check the batch against the rules of service."""
         running = [s for s in self.sequences if s.is_running]
+        decoding = {s for s in running if s.num_uncomputed == 1}
         waiting = [s for s in self.sequences if is_waiting(s)]
         before = {s: (s.num_computed, s.num_preemptions) for s in running}
         had_work = self.scheduler.has_work
@@ -336,6 +360,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen["tried alone"] += 1
         else:
             self.check_order(batch, set(running), preempted)
+            assert not self.is_paced or decoding - preempted <= set(scheduled), "one that decodes was held up"
+            self.seen["chunks put off"] += self.is_paced * len(
+                [s for s in running if s.is_running and s not in scheduled]
+            )
         self.check_nothing_in_use_is_overwritten(batch, [s for s in running if s not in preempted])
         return batch
 
@@ -543,15 +571,23 @@ class SharesDrafts(Scheduler):
 class DraftsFirst(Scheduler):
     """Lets drafts take the budget before anybody is admitted."""
 
-    def _schedule_waiting(self, items: list[ScheduledSequence], budget: int) -> int:
+    def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget) -> None:
         num_before = sum(item.num_tokens for item in items)
         if self._drafter is not None:
-            self._add_drafts(items, self._drafter, budget)
-        return super()._schedule_waiting(items, budget - sum(item.num_tokens for item in items) + num_before)
+            self._add_drafts(items, self._drafter, budget.tokens)
+        budget.tokens -= sum(item.num_tokens for item in items) - num_before
+        super()._schedule_waiting(items, budget)
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         if not any(item.draft for item in items):
             super()._add_drafts(items, drafter, room)
+
+
+class LetsPromptsHoldUpOthers(Scheduler):
+    """Gives chunks all of the budget."""
+
+    def _new_budget(self) -> Budget:
+        return Budget(self._max_num_batched_tokens, self._max_num_batched_tokens)
 
 
 def serve(
@@ -579,6 +615,7 @@ def test_survives_random_service(examples: int, steps: int, often: int) -> None:
     of_failures = ("tried alone", "guilty")
     for event in ("preemptions", "prefix hits", "shared at once", *of_failures, *of_drafts, *ENDS):
         assert seen[event] >= often, f"too little happened to prove anything: {seen}"
+    assert seen["chunks put off"] >= often // 2
 
 
 @pytest.mark.slow
@@ -604,6 +641,7 @@ def test_the_shadow_alone_catches_drafts_that_are_shared() -> None:
         (LosesPreempted, "makes progress"),
         (ServesTheLastFirst, "overtaken"),
         (TriesNobodyAlone, "the first suspect is computed alone"),
+        (LetsPromptsHoldUpOthers, "one that decodes was held up"),
         (DraftsFirst, "at the expense of others|make a step long"),
     ],
 )

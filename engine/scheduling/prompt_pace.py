@@ -1,0 +1,95 @@
+"""How many prompt tokens a step may compute while other sequences decode, so that prompts do not hold up their streams.
+
+A step takes about as long as one that only decodes, plus a time for each token of its chunks: parts of prompts, and of
+sequences that are recomputed. Both times are running averages of measured steps. Results do not depend on it, as a
+sequence's tokens do not depend on how its prompt was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
+
+_MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
+_WEIGHT = 0.25  # of the newest step in an average
+_STEPS_BETWEEN = 16  # a step without chunks comes at least so often, so that the time of decoding is known
+_UNLIMITED = 1 << 30
+
+
+@dataclass(slots=True)
+class Budget:
+    """How many tokens a step may still compute, and how many of them in chunks: of sequences that lack several."""
+
+    tokens: int
+    chunk_tokens: int = _UNLIMITED
+
+    def has_room_for(self, sequence: SequenceState) -> bool:
+        """Whether the step may compute a token of a sequence."""
+        return self.tokens > 0 and (self.chunk_tokens > 0 or sequence.num_uncomputed == 1)
+
+    def take(self, sequence: SequenceState) -> int:
+        """Return how many tokens of a sequence, which there is room for, the step computes."""
+        if sequence.num_uncomputed == 1:
+            self.tokens -= 1
+            return 1
+        num_tokens = min(sequence.num_uncomputed, self.tokens, self.chunk_tokens)
+        self.tokens -= num_tokens
+        self.chunk_tokens -= num_tokens
+        return num_tokens
+
+
+class Pace:
+    """Lets prompts take whole steps."""
+
+    def budget(self, num_tokens: int, num_decoding: int, num_others: int) -> Budget:
+        """Return what a step of at most num_tokens tokens may compute.
+
+        num_decoding sequences lack one token, and num_others that may run lack more.
+        """
+        return Budget(num_tokens)
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn from a step that took `seconds`."""
+
+
+class PromptPace(Pace):
+    """Lets a step with chunks take at most twice as long as one without: chunks get as long as decoding does.
+
+    They get more where more sequences wait for their first token than decode: as many times as long as there are of
+    those. So a burst of prompts is not computed in small pieces for the sake of a few streams.
+    """
+
+    def __init__(self) -> None:
+        self._decode_seconds: float | None = None
+        self._seconds_per_chunk_token: float | None = None
+        self._num_steps_with_chunks = 0  # since the last one without
+
+    def budget(self, num_tokens: int, num_decoding: int, num_others: int) -> Budget:
+        if num_decoding == 0:
+            return Budget(num_tokens)
+        return Budget(num_tokens, min(self.max_chunk_tokens(num_decoding, num_others), num_tokens - num_decoding))
+
+    def max_chunk_tokens(self, num_decoding: int, num_others: int) -> int:
+        """Return how many tokens of chunks take about as long as decoding does."""
+        if self._num_steps_with_chunks >= _STEPS_BETWEEN:
+            return 0
+        if self._decode_seconds is None or self._seconds_per_chunk_token is None:
+            return _UNLIMITED
+        seconds = self._decode_seconds * max(1.0, num_others / num_decoding)
+        return max(_MIN_CHUNK_TOKENS, int(seconds / self._seconds_per_chunk_token))
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        num_chunk_tokens = sum(item.num_tokens for item in batch.items if item.sequence.num_uncomputed > 1)
+        if num_chunk_tokens == 0:
+            self._decode_seconds = _average(self._decode_seconds, seconds)
+            self._num_steps_with_chunks = 0
+            return
+        self._num_steps_with_chunks += 1
+        if self._decode_seconds is not None:
+            per_token = max(seconds - self._decode_seconds, 0.0) / num_chunk_tokens
+            self._seconds_per_chunk_token = max(_average(self._seconds_per_chunk_token, per_token), 1e-9)
+
+
+def _average(average: float | None, newest: float) -> float:
+    return newest if average is None else average + _WEIGHT * (newest - average)

@@ -1,0 +1,104 @@
+"""The pace of prompts, by steps of an invented machine: seconds of decoding plus seconds for each token of a chunk."""
+
+from __future__ import annotations
+
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.prompt_pace import PromptPace
+from gptserve.engine.scheduling.scheduler import Scheduler
+from gptserve.engine.scheduling.sequence import ScheduledBatch
+
+CAP = 512
+
+
+class Machine:
+    """A scheduler with a pace, whose steps take the time that `decode_s` and `token_s` say."""
+
+    def __init__(self, *, decode_s: float, token_s: float, max_num_seqs: int = 8) -> None:
+        self.decode_s, self.token_s = decode_s, token_s
+        self.now = 0.0
+        self.num_requests = 0
+        self.scheduler = Scheduler(
+            BlockPool(1000, 16, enable_prefix_caching=False),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=CAP,
+            max_model_len=2000,
+            eos_token_ids=(),
+            pace=PromptPace(),
+            clock=lambda: self.now,
+        )
+
+    def add(self, num_prompt_tokens: int, count: int = 1) -> None:
+        for _ in range(count):
+            params = SamplingParams(max_tokens=1000)
+            self.scheduler.add(Request(str(self.num_requests), (1,) * num_prompt_tokens, params, seed=0))
+            self.num_requests += 1
+
+    def step(self) -> tuple[int, int]:
+        """Return how many tokens of chunks the step computed, and how many sequences decoded in it."""
+        batch = self.scheduler.schedule()
+        num_chunk_tokens = sum(item.num_tokens for item in batch.items if item.sequence.num_uncomputed > 1)
+        num_decoding = sum(item.sequence.num_uncomputed == 1 for item in batch.items)
+        self.now += self.decode_s + self.token_s * num_chunk_tokens
+        self.finish(batch)
+        return num_chunk_tokens, num_decoding
+
+    def finish(self, batch: ScheduledBatch) -> None:
+        self.scheduler.update(batch, [(1,) for item in batch.items if item.needs_sampling])
+
+    def learn(self, *, num_decoding: int) -> None:
+        """Bring so many sequences to decode, and let the pace see steps with and without chunks."""
+        self.add(20, num_decoding)
+        for _ in range(100):
+            self.step()
+        self.add(20)
+        for _ in range(10):
+            self.step()
+        self.scheduler.abort(str(self.num_requests - 1))
+
+
+def test_a_prompt_takes_as_long_as_decoding_in_each_step() -> None:
+    machine = Machine(decode_s=1 / 8, token_s=1 / 1024)
+    machine.learn(num_decoding=4)
+    machine.add(300)
+    assert [machine.step() for _ in range(4)] == [(128, 4), (128, 4), (44, 4), (0, 5)]
+
+
+def test_a_prompt_without_company_takes_whole_steps() -> None:
+    machine = Machine(decode_s=1 / 8, token_s=1 / 1024)
+    machine.learn(num_decoding=1)
+    machine.scheduler.abort("0")
+    machine.add(700)
+    assert [machine.step() for _ in range(3)] == [(CAP, 0), (188, 0), (0, 1)]
+
+
+def test_many_prompts_take_longer_than_few_that_decode() -> None:
+    machine = Machine(decode_s=1 / 8, token_s=1 / 1024)
+    machine.learn(num_decoding=2)
+    machine.add(150, count=6)
+    assert machine.step() == (384, 2), "three times as many wait"
+
+
+def test_each_sequence_that_decodes_has_its_token_beside_the_longest_prompt() -> None:
+    machine = Machine(decode_s=1 / 8, token_s=1e-6)
+    machine.learn(num_decoding=4)
+    machine.add(1500)
+    assert machine.step() == (CAP - 4, 4)
+
+
+def test_prompts_go_on_however_slow_their_tokens_are() -> None:
+    machine = Machine(decode_s=0.001, token_s=1.0)
+    machine.learn(num_decoding=4)
+    machine.add(40)
+    assert [machine.step() for _ in range(4)] == [(16, 4), (16, 4), (8, 4), (0, 5)]
+
+
+def test_it_follows_the_time_of_decoding_although_prompts_never_pause() -> None:
+    machine = Machine(decode_s=1 / 128, token_s=1 / 1024)
+    machine.learn(num_decoding=4)
+    machine.decode_s = 1 / 8
+    machine.add(1900, count=6)
+    sizes = [machine.step()[0] for _ in range(160)]
+    assert sizes[0] == 16
+    assert max(sizes[140:]) > 80
+    assert sizes[100:151].count(0) == 3, "one step in seventeen only decodes, so that its time is known"
