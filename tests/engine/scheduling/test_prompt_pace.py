@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.prompt_pace import PromptPace
+from gptserve.engine.scheduling.prompt_pace import Pace, PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 
@@ -14,7 +16,7 @@ CAP = 512
 class Machine:
     """A scheduler with a pace, whose steps take the time that `decode_s` and `token_s` say."""
 
-    def __init__(self, *, decode_s: float, token_s: float, max_num_seqs: int = 8) -> None:
+    def __init__(self, *, decode_s: float, token_s: float, max_num_seqs: int = 8, pace: Pace | None = None) -> None:
         self.decode_s, self.token_s = decode_s, token_s
         self.now = 0.0
         self.num_requests = 0
@@ -24,14 +26,16 @@ class Machine:
             max_num_batched_tokens=CAP,
             max_model_len=2000,
             eos_token_ids=(),
-            pace=PromptPace(),
+            pace=pace or PromptPace(),
             clock=lambda: self.now,
         )
 
-    def add(self, num_prompt_tokens: int, count: int = 1) -> None:
+    def add(self, num_prompt_tokens: int, count: int = 1, priority: int = 0) -> None:
         for _ in range(count):
             params = SamplingParams(max_tokens=1000)
-            self.scheduler.add(Request(str(self.num_requests), (1,) * num_prompt_tokens, params, seed=0))
+            self.scheduler.add(
+                Request(str(self.num_requests), (1,) * num_prompt_tokens, params, seed=0, priority=priority)
+            )
             self.num_requests += 1
 
     def step(self) -> tuple[int, int]:
@@ -79,11 +83,14 @@ def test_many_prompts_take_longer_than_few_that_decode() -> None:
     assert machine.step() == (384, 2), "three times as many wait"
 
 
-def test_each_sequence_that_decodes_has_its_token_beside_the_longest_prompt() -> None:
-    machine = Machine(decode_s=1 / 8, token_s=1e-6)
+@pytest.mark.parametrize(("pace", "expected"), [(PromptPace(), (CAP - 4, 4)), (Pace(), (CAP, 0))])
+def test_each_sequence_that_decodes_has_its_token_beside_an_urgent_prompt(
+    pace: Pace, expected: tuple[int, int]
+) -> None:
+    machine = Machine(decode_s=1 / 8, token_s=1e-6, pace=pace)
     machine.learn(num_decoding=4)
-    machine.add(1500)
-    assert machine.step() == (CAP - 4, 4)
+    machine.add(1500, priority=-1)
+    assert [machine.step() for _ in range(2)] == [(CAP - 4, 4), expected]
 
 
 def test_prompts_go_on_however_slow_their_tokens_are() -> None:
