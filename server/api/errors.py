@@ -19,7 +19,9 @@ from gptserve.weights.errors import ChatTemplateError, TokenizerError
 UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route elsewhere, or for a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
 # After these fields of the schemas pydantic's location names the member of the union.
-UNIONS = frozenset({"prompt", "stop", "content", "input", "tool_choice"})
+UNIONS = frozenset({"prompt", "stop", "content", "input", "output", "tool_choice"})
+# What pydantic's location has for a key of an object, and for the kinds of a response's items.
+_NO_FIELDS = frozenset({"[key]", "[message]", "[function_call]", "[function_call_output]"})
 
 # The codes of each status. All others are of requests that break a rule, with status 400.
 _CODES = {
@@ -114,7 +116,7 @@ def _invalid_body(error: ValidationError) -> ServiceError:
     kind, value = first["type"], first["input"]
     rule = _JSON_RULES.get(kind) or first["msg"][0].lower() + first["msg"][1:]
     steps = itertools.pairwise((None, *first["loc"]))
-    path = [part for before, part in steps if before not in UNIONS and part != "[key]"]
+    path = [part for before, part in steps if before not in UNIONS and part not in _NO_FIELDS]
     if not path:
         return ServiceError("invalid_type", f"the body: {rule}, got {show(value)}")
     where = str(path[0])[:60] + "".join(f"[{p}]" if isinstance(p, int) else f".{str(p)[:60]}" for p in path[1:])

@@ -5,24 +5,22 @@ As `fields.py` for completions; docs/responses.md repeats UNREAD, and a test com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.fields import FieldReader, Unread
-from gptserve.server.api.response_schemas import InputItem, InputPart, ReasoningOptions, TextFormat, TextOptions
+from gptserve.server.api.response_schemas import ITEMS, InputItem, ReasoningOptions, TextFormat, TextOptions
+from gptserve.server.api.response_tool_schemas import FunctionTool, InputPart, NamedFunction
 from gptserve.server.errors import show
 
 _HINT = Unread()
-_TOOLS = "tools in responses (chats may have functions) are"
 
 UNREAD: dict[str, Unread] = {
-    **dict.fromkeys(("service_tier", "safety_identifier", "stream_options", "parallel_tool_calls"), _HINT),
+    **dict.fromkeys(("service_tier", "safety_identifier", "stream_options"), _HINT),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"), _HINT),
-    "tools": Unread(([],), _TOOLS),
-    "tool_choice": Unread(("none", "auto"), _TOOLS),
     "conversation": Unread((), "a conversation object (previous_response_id is another way) is"),
     "prompt": Unread((), "a prompt template is"),
     "truncation": Unread(("disabled",), "truncation of the conversation is"),
@@ -35,7 +33,6 @@ _SUMMARY = Unread(("auto",), "a summary of the reasoning (the reasoning itself c
 _OF_REASONING = {"summary": _SUMMARY, "generate_summary": _SUMMARY}
 _OF_ITEMS = dict.fromkeys(("id", "status", "phase", "summary", "encrypted_content"), _HINT)
 _OF_PARTS = dict.fromkeys(("annotations", "logprobs", "prompt_cache_breakpoint"), _HINT)
-_ITEM_TYPES = ("message", "reasoning")
 _PART_TYPES = ("input_text", "output_text", "reasoning_text")
 
 
@@ -56,6 +53,10 @@ def take_response_fields(
             options["format"] = reader.take(wanted, TextFormat, {}, "text.format.")
     if isinstance(options := taken.get("reasoning"), dict):
         taken["reasoning"] = reader.take(options, ReasoningOptions, _OF_REASONING, "reasoning.")
+    if isinstance(tools := taken.get("tools"), list):
+        taken["tools"] = [_take_tool(f"tools[{i}]", tool, reader) for i, tool in enumerate(tools)]
+    if isinstance(choice := taken.get("tool_choice"), dict):
+        taken["tool_choice"] = reader.take(choice, NamedFunction, {}, "tool_choice.")
     return taken, list(reader.ignored)
 
 
@@ -63,13 +64,21 @@ def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
     """Return the fields of an item. Reasoning is the assistant's, and may have nothing to read."""
     if not isinstance(item, dict):
         return item
-    _check_type(where, item, _ITEM_TYPES, "an item")
-    taken = reader.take(item, InputItem, _OF_ITEMS, "input.")
+    kind = _check_type(where, item, ITEMS, "an item")
+    taken = reader.take(item, ITEMS.get(kind, InputItem), _OF_ITEMS, "input.")
     if taken.get("type") == "reasoning":
         taken = {"content": [], **taken, "role": "assistant"}
-    if isinstance(parts := taken.get("content"), list):
-        taken["content"] = [_take_part(f"{where}.content[{i}]", part, reader) for i, part in enumerate(parts)]
+    for name in ("content", "output"):
+        if isinstance(parts := taken.get(name), list):
+            taken[name] = [_take_part(f"{where}.{name}[{i}]", part, reader) for i, part in enumerate(parts)]
     return taken
+
+
+def _take_tool(where: str, tool: Any, reader: FieldReader) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    _check_type(where, tool, ("function",), "a tool")
+    return reader.take(tool, FunctionTool, {}, "tools.")
 
 
 def _take_part(where: str, part: Any, reader: FieldReader) -> Any:
@@ -79,8 +88,12 @@ def _take_part(where: str, part: Any, reader: FieldReader) -> Any:
     return reader.take(part, InputPart, _OF_PARTS, "input.content.")
 
 
-def _check_type(where: str, given: Mapping[str, object], supported: tuple[str, ...], what: str) -> None:
+def _check_type(where: str, given: Mapping[str, object], supported: Container[object], what: str) -> str | None:
+    """Return the type if it is a text. Raises InvalidRequestError for one that is not supported."""
     kind = given.get("type")
-    if isinstance(kind, str) and kind not in supported:
+    if not isinstance(kind, str):
+        return None
+    if kind not in supported:
         message = f"{where}: {what} of the type {show(kind)} is not supported by this server"
         raise InvalidRequestError(message, param=where, code="unsupported_parameter")
+    return kind

@@ -12,23 +12,24 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from gptserve.engine.request import MAX_LOGPROBS
 from gptserve.server.api.base_schemas import Text, _Model, _RequestModel, _text_or_list
+from gptserve.server.api.response_tool_schemas import (
+    CallItem,
+    CallOutputItem,
+    Content,
+    FunctionTool,
+    NamedFunction,
+    OutputFunctionCall,
+    ToolChoice,
+)
 from gptserve.server.api.schemas import Label, Stop, _tell_ranges
 
 LOGPROBS = "message.output_text.logprobs"
 INPUT_RULE = "Input should be a string or a list of items"
-CONTENT_RULE = "Input should be a string or a list of parts"
 Json = dict[str, Any]
 
 # Fields of a chat under the same name.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _OF_CHAT = (*_SAMPLING, "model", "stop", "ignore_eos", "seed", "stream", "user", "priority", "cache_salt")
-
-
-class InputPart(_RequestModel):
-    """A part of an item."""
-
-    type: Literal["input_text", "output_text", "reasoning_text"]
-    text: str
 
 
 class InputItem(_RequestModel):
@@ -37,10 +38,29 @@ class InputItem(_RequestModel):
     type: Literal["message", "reasoning"] | None = None
     """default message"""
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        Text | Annotated[list[InputPart], Field(fail_fast=True), Tag("list")],
-        Discriminator(_text_or_list, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
-    ]
+    content: Content
+
+
+ITEMS: dict[object, type[_RequestModel]] = {
+    "message": InputItem,
+    "reasoning": InputItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+}
+"""The types of items."""
+
+
+def _kind_of_item(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"[{kind}]" if kind in ("function_call", "function_call_output") else "[message]"
+
+
+Item = Annotated[
+    Annotated[InputItem, Tag("[message]")]
+    | Annotated[CallItem, Tag("[function_call]")]
+    | Annotated[CallOutputItem, Tag("[function_call_output]")],
+    Discriminator(_kind_of_item),
+]
 
 
 class TextFormat(_RequestModel):
@@ -80,7 +100,7 @@ class ResponsesRequest(_RequestModel):
     model_config = ConfigDict(json_schema_extra=_tell_ranges)
 
     input: Annotated[
-        Text | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("list")],
+        Text | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
         Discriminator(_text_or_list, custom_error_type="input_type", custom_error_message=INPUT_RULE),
     ]
     instructions: str | None = None
@@ -105,6 +125,12 @@ class ResponsesRequest(_RequestModel):
     """drawn and reported back when left out"""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    """the functions that the model may call"""
+    tool_choice: ToolChoice | None = None
+    """default auto with tools"""
+    parallel_tool_calls: bool | None = None
+    """more than one call in an answer; default true"""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     """logprobs; reasoning is always in the clear"""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -131,6 +157,7 @@ class ResponsesRequest(_RequestModel):
         """Return the fields of the chat that answers these messages."""
         fields = {name: getattr(self, name) for name in _OF_CHAT}
         options = self.text or TextOptions()
+        choice = self.tool_choice
         logprobs = {"logprobs": True, "top_logprobs": self.top_logprobs} if self.includes_logprobs else {}
         return {
             **fields,
@@ -140,6 +167,9 @@ class ResponsesRequest(_RequestModel):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "verbosity": options.verbosity,
             "response_format": _response_format(options.format),
+            "tools": None if self.tools is None else [tool.to_chat() for tool in self.tools],
+            "tool_choice": choice.to_chat() if isinstance(choice, NamedFunction) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "return_token_ids": True,  # reasoning tokens are counted
         }
 
@@ -153,7 +183,7 @@ def _response_format(given: TextFormat | None) -> Json | None:
 class StoredRequest(ResponsesRequest):
     """The body of a response as it is kept; `earlier` are the items of the conversation before its input."""
 
-    earlier: list[InputItem] = Field(default_factory=list)
+    earlier: list[Item] = Field(default_factory=list)
 
 
 class TextLogprob(_Model):
@@ -252,7 +282,7 @@ class ResponseObject(_Model):
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
-    output: list[OutputMessage | OutputReasoning]
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall]
     usage: ResponseUsage | None
     model: str
     system_fingerprint: str
@@ -270,8 +300,8 @@ class ResponseObject(_Model):
     store: bool
     background: bool
     parallel_tool_calls: bool
-    tool_choice: Literal["auto"]
-    tools: list[Any]
+    tool_choice: ToolChoice
+    tools: list[FunctionTool]
     truncation: Literal["disabled"]
     user: str | None
 

@@ -25,7 +25,7 @@ from gptserve.server.api.response_fields import take_response_fields
 from gptserve.server.api.response_schemas import (
     LOGPROBS,
     DeletedResponse,
-    InputItem,
+    Item,
     ResponseEvent,
     ResponseObject,
     ResponsesRequest,
@@ -183,7 +183,7 @@ class _Routes:
         _, answer = await self._read(job)
         return await self._service.in_thread(json_response, answer)
 
-    async def _conversation(self, response_id: str | None, owner: str | None) -> list[InputItem]:
+    async def _conversation(self, response_id: str | None, owner: str | None) -> list[Item]:
         """Return the items of a response, its input and output, and of those before it. Raises ServiceError."""
         if response_id is None:
             return []

@@ -5,37 +5,49 @@ The events depend on the additions alone, so every reader of the same tokens get
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gptserve.server.completions.output import Delta, EndReason, TokenScore
 from gptserve.server.completions.shapes import Json, token_with_top
+from gptserve.server.tools.calls import CallDelta
 
-Kind = Literal["message", "reasoning"]
+Kind = Literal["message", "reasoning", "function_call"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 @dataclass(slots=True)
 class _Item:
-    """An item with its only part. The lists of logprobs in its JSON are iterators, each to be used once."""
+    """An item with its only part; `call` is the beginning of a call, which has none.
+
+    The lists of logprobs in its JSON are iterators, each to be used once.
+    """
 
     item_id: str
     kind: Kind
+    call: CallDelta | None = None
     status: ItemStatus = "in_progress"
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
 
-    def to_json(self, status: ItemStatus, content: Sequence[Json]) -> Json:
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def to_json(self, status: ItemStatus, *, is_new: bool = False) -> Json:
+        head: Json = {"id": self.item_id, "type": self.kind, "status": status}
+        if self.call is not None:
+            return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
-        return {"id": self.item_id, "type": self.kind, "status": status, **own, "content": list(content)}
+        return {**head, **own, "content": [] if is_new else [self.part()]}
 
     def part(self) -> Json:
         own: Json = {"annotations": []} if self.kind == "message" else {}
-        return {"type": _TEXTS[self.kind], "text": "".join(self.pieces), **own, **self.scored(self.logprobs)}
+        return {"type": _TEXTS[self.kind], "text": self.text, **own, **self.scored(self.logprobs)}
 
     def scored(self, logprobs: list[Json]) -> Json:
         """Return the field with logprobs, which only a message has."""
@@ -43,7 +55,7 @@ class _Item:
 
 
 class ResponseOutput:
-    """The output of one response while its tokens arrive: reasoning and messages, one after another.
+    """The output of one response while its tokens arrive: reasoning, messages and calls, one after another.
 
     With `marks_reasoning` only tokens of a message have logprobs. The last item is open until another begins, or the
     end.
@@ -63,18 +75,22 @@ class ResponseOutput:
 
     def items(self, status: ItemStatus) -> list[Json]:
         """Return the items so far; `status` is that of the last one if it is open."""
-        return [
-            item.to_json(status if item.status == "in_progress" else item.status, [item.part()]) for item in self._items
-        ]
+        return [item.to_json(status if item.status == "in_progress" else item.status) for item in self._items]
 
     def add(self, delta: Delta) -> Iterator[Json]:
         """Add what came next; yield the events, without their numbers. Use up the iterator."""
+        # Only the first addition can be to a call that has begun: what a delta adds after a call is no part of it.
+        num_open = int(bool(delta.tool_calls) and delta.tool_calls[0].name is None)
+        for call in delta.tool_calls[:num_open]:
+            yield from self._add_call(call)
         if delta.reasoning:
             self.num_reasoning_tokens += len(delta.token_ids or ())
             yield from self._say("reasoning", delta.reasoning, ())
         is_scored = bool(delta.logprobs) and (self._last_kind == "message" or not self._marks_reasoning)
         if delta.text or is_scored:
             yield from self._say("message", delta.text, delta.logprobs or ())
+        for call in delta.tool_calls[num_open:]:
+            yield from self._add_call(call)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             if not self._items:
@@ -84,10 +100,14 @@ class ResponseOutput:
         """End the last item; yield the events."""
         item = self._items[-1]
         item.status = status
-        text = {"text": "".join(item.pieces), **item.scored(item.logprobs)}
-        yield self._event(f"{_TEXTS[item.kind]}.done", item_id=item.item_id, content_index=0, **text)
-        yield self._event("content_part.done", item_id=item.item_id, content_index=0, part=item.part())
-        yield self._event("output_item.done", item=item.to_json(status, [item.part()]))
+        if item.call is not None:
+            call = {"name": item.call.name, "arguments": item.text}
+            yield self._event("function_call_arguments.done", item_id=item.item_id, **call)
+        else:
+            text = {"text": item.text, **item.scored(item.logprobs)}
+            yield self._event(f"{_TEXTS[item.kind]}.done", item_id=item.item_id, content_index=0, **text)
+            yield self._event("content_part.done", item_id=item.item_id, content_index=0, part=item.part())
+        yield self._event("output_item.done", item=item.to_json(status))
 
     @property
     def _last_kind(self) -> Kind | None:
@@ -95,8 +115,6 @@ class ResponseOutput:
 
     def _say(self, kind: Kind, text: str, scores: Iterable[TokenScore]) -> Iterator[Json]:
         if self._last_kind != kind:
-            if self._items:
-                yield from self.end("completed")
             yield from self._begin(kind)
         item, logprobs = self._items[-1], [token_with_top(score) for score in scores]
         item.pieces.append(text)
@@ -104,12 +122,23 @@ class ResponseOutput:
         added = {"delta": text, **item.scored(logprobs)}
         yield self._event(f"{_TEXTS[kind]}.delta", item_id=item.item_id, content_index=0, **added)
 
-    def _begin(self, kind: Kind) -> Iterator[Json]:
-        item = _Item(f"{_ID_PREFIXES[kind]}_{self._suffix}_{len(self._items)}", kind)
-        self._items.append(item)
-        yield self._event("output_item.added", item=item.to_json("in_progress", []))
-        yield self._event("content_part.added", item_id=item.item_id, content_index=0, part=item.part())
+    def _add_call(self, call: CallDelta) -> Iterator[Json]:
+        if call.name is not None:
+            yield from self._begin("function_call", call)
+        if call.arguments:
+            item = self._items[-1]
+            item.pieces.append(call.arguments)
+            yield self._event("function_call_arguments.delta", item_id=item.item_id, delta=call.arguments)
 
-    def _event(self, name: str, **fields: object) -> Json:
+    def _begin(self, kind: Kind, call: CallDelta | None = None) -> Iterator[Json]:
+        if self._items:
+            yield from self.end("completed")
+        item = _Item(f"{_ID_PREFIXES[kind]}_{self._suffix}_{len(self._items)}", kind, call)
+        self._items.append(item)
+        yield self._event("output_item.added", item=item.to_json("in_progress", is_new=True))
+        if call is None:
+            yield self._event("content_part.added", item_id=item.item_id, content_index=0, part=item.part())
+
+    def _event(self, name: str, /, **fields: object) -> Json:
         """Return an event about the last item."""
         return {"type": f"response.{name}", "output_index": len(self._items) - 1, **fields}

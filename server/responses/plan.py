@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.response_schemas import InputItem, InputPart, StoredRequest
+from gptserve.server.api.response_schemas import InputItem, Item, StoredRequest
+from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, InputPart, NamedFunction
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.chat import plan_chat
@@ -18,7 +21,7 @@ from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan, Identity, restore_plan
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
-from gptserve.server.errors import ServiceError
+from gptserve.server.errors import ServiceError, show
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
 from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.errors import ChatTemplateError
@@ -40,6 +43,8 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
+    "].function.": "].",
+    "tool_choice.function.": "tool_choice.",
 }
 
 
@@ -89,6 +94,7 @@ def _echo(asked: StoredRequest) -> Json:
     """Return the fields of the request that a response repeats, and the values of those that have no other."""
     text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_unset=True)
     reasoning = {} if asked.reasoning is None else asked.reasoning.model_dump()
+    choice = asked.tool_choice
     same = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "user")
     return {
         **{name: getattr(asked, name) for name in same},
@@ -98,9 +104,9 @@ def _echo(asked: StoredRequest) -> Json:
         "metadata": asked.metadata or {},
         "store": asked.store is not False,
         "background": bool(asked.background),
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+        "tools": [tool.model_dump() for tool in asked.tools or ()],
         "truncation": "disabled",
     }
 
@@ -118,7 +124,7 @@ def _to_usage(of_completion: Mapping[str, Any], output: ResponseOutput) -> Json:
 
 def end_status(output: ResponseOutput) -> Status:
     """Return the status of a response that ended well."""
-    return "completed" if output.finish_reason == "stop" else "incomplete"
+    return "completed" if output.finish_reason in ("stop", "tool_calls") else "incomplete"
 
 
 async def plan_response(
@@ -174,40 +180,73 @@ def _of_chat(plan: CompletionPlan, asked: StoredRequest) -> ResponsePlan:
     return ResponsePlan(**{field.name: getattr(plan, field.name) for field in fields(CompletionPlan)}, asked=asked)
 
 
-def input_items(asked: StoredRequest) -> list[InputItem]:
+def input_items(asked: StoredRequest) -> list[Item]:
     """Return the items of the input; a text is a message of the user."""
     if isinstance(asked.input, str):
         return [InputItem(role="user", content=asked.input)]
     return asked.input
 
 
-def output_items(response: Mapping[str, Any]) -> list[InputItem]:
-    """Return the output of a response as items of an input."""
-    return [
-        InputItem(
-            type=item["type"],
-            role="assistant",
-            content=[InputPart(type=part["type"], text=part["text"]) for part in item["content"]],
+def output_items(response: Mapping[str, Any]) -> list[Item]:
+    """Return the output of a response as items of an input. Raises ServiceError."""
+    items: list[Item] = []
+    for item in response["output"]:
+        if item["type"] == "function_call":
+            items.append(_call_item(response["id"], item))
+        else:
+            parts = [InputPart(type=part["type"], text=part["text"]) for part in item["content"]]
+            items.append(InputItem(type=item["type"], role="assistant", content=parts))
+    return items
+
+
+def _call_item(response_id: str, item: Mapping[str, str]) -> CallItem:
+    try:
+        return CallItem.model_validate({name: item[name] for name in CallItem.model_fields})
+    except ValidationError as error:
+        message = (
+            f"previous_response_id must be of a response whose calls have JSON objects as arguments; {response_id!r} "
+            f"has one with {show(item['arguments'])}"
         )
-        for item in response["output"]
-    ]
+        raise ServiceError("invalid_value", message, param="previous_response_id") from error
 
 
 def _to_messages(asked: StoredRequest) -> list[dict[str, Any]]:
-    """Return the messages of the conversation. Reasoning belongs to the assistant's message after it."""
+    """Return the messages of the conversation.
+
+    Reasoning belongs to the assistant's message after it. Calls and the text beside them are one message.
+    """
     messages: list[dict[str, Any]] = []
     if asked.instructions is not None:
         messages.append({"role": "system", "content": asked.instructions})
     reasoning: list[str] = []
     for item in (*asked.earlier, *input_items(asked)):
-        texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
-        if item.type == "reasoning":
-            reasoning += texts
+        message = _to_message(item)
+        if isinstance(item, InputItem) and item.type == "reasoning":
+            reasoning += [part["text"] for part in message["content"]]
             continue
-        content = item.content if isinstance(item.content, str) else [{"type": "text", "text": text} for text in texts]
-        message = {"role": item.role, "content": content}
-        if item.role == "assistant" and reasoning:
-            message["reasoning_content"] = "\n".join(reasoning)
+        if message["role"] == "assistant":
+            message["reasoning"] = reasoning
         reasoning = []
-        messages.append(message)
+        last = messages[-1] if messages else {}
+        is_one_turn = message["role"] == last.get("role") == "assistant"
+        if is_one_turn and ("tool_calls" in message or "tool_calls" in last):
+            for name in ("content", "reasoning", "tool_calls"):
+                last.setdefault(name, []).extend(message.get(name, ()))
+        else:
+            messages.append(message)
+    for message in messages:
+        if thoughts := message.pop("reasoning", None):
+            message["reasoning_content"] = "\n".join(thoughts)
     return messages
+
+
+def _to_message(item: Item) -> dict[str, Any]:
+    """Return the message that an item is by itself; its lists are new."""
+    if isinstance(item, CallItem):
+        return {"role": "assistant", "content": [], "tool_calls": [item.to_chat()]}
+    content = item.output if isinstance(item, CallOutputItem) else item.content
+    texts = [content] if isinstance(content, str) else [part.text for part in content]
+    parts = [{"type": "text", "text": text} for text in texts]
+    if isinstance(item, CallOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": parts}
+    return {"role": item.role, "content": parts}

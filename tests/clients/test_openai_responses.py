@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -95,6 +96,47 @@ def test_an_answer_is_parsed(client: Environment) -> None:
 
     assert parsed == streamed
     assert set(parsed) == {"name", "alive"}
+
+
+def call(url: str, asked: dict[str, Any]) -> dict[str, Any]:
+    import openai
+    import pydantic
+
+    class Weather(pydantic.BaseModel):
+        city: str = pydantic.Field(max_length=8)
+
+    tools = [openai.pydantic_function_tool(Weather, name="get_weather")]
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        forced = {**asked, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        first = client.responses.parse(**forced)
+        with client.responses.stream(**forced) as stream:
+            pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+            streamed = stream.get_final_response()
+        [made] = first.output
+        result = {"type": "function_call_output", "call_id": made.call_id, "output": "Rain"}
+        second = client.responses.create(**{**asked, "input": [result]}, previous_response_id=first.id)
+        back = [{"role": "user", "content": asked["input"]}, made, result]
+        stateless = client.responses.create(**{**asked, "input": back})
+    return {
+        "types": [item.type for item in streamed.output],
+        "names": [made.name, streamed.output[0].name],
+        "city": made.parsed_arguments.city,
+        "arguments": [made.arguments, streamed.output[0].arguments, "".join(pieces)],
+        "second": second.output_text,
+        "stateless": stateless.output_text,
+    }
+
+
+def test_functions_are_called_and_their_results_come_back(client: Environment, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{# tools <tool_call> #}")
+    with served("--chat-template", str(template)) as url:
+        found = client.call(call, url, {**ASKED, "model": "storyteller", "max_output_tokens": 200})
+
+    assert (found["types"], found["names"]) == (["function_call"], ["get_weather"] * 2)
+    assert found["arguments"] == [found["arguments"][0]] * 3
+    assert json.loads(found["arguments"][0]) == {"city": found["city"]}
+    assert found["second"] == found["stateless"] != ""
 
 
 def follow(url: str, asked: dict[str, Any], response_id: str, after: int, number: int) -> list[list[Any]]:

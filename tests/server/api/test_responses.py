@@ -273,22 +273,16 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         "input[0].role: input should be 'user', 'assistant', 'system' or 'developer', got 'tool'",
     ),
     (
-        {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "name": "f", "arguments": "{}"}]},
+        {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]},
         "input[1]",
         "unsupported_parameter",
-        "input[1]: an item of the type 'function_call' is not supported by this server",
+        "input[1]: an item of the type 'item_reference' is not supported by this server",
     ),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]",
         "unsupported_parameter",
         "input[0].content[0]: a part of the type 'input_image' is not supported by this server",
-    ),
-    (
-        {"tools": [{"type": "web_search"}]},
-        "tools",
-        "unsupported_parameter",
-        "tools in responses (chats may have functions) are not supported by this server; leave out tools",
     ),
     (
         {"conversation": "conv_1"},
