@@ -131,7 +131,7 @@ def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.
     engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, **numbers(dtype), **AXES[axis]})
     compare(f"{axis}, {dtype}", results(engine, requests()), alone("auto", dtype))
     if "preempted" in axis:
-        assert engine.stats.num_preemptions > 5
+        assert engine.stats.num_preemptions > 2
     if "drafts" in axis:
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
