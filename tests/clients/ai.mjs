@@ -1,8 +1,15 @@
 // The AI SDK with @ai-sdk/openai-compatible, called by test_ai.py.
-import { generateText, streamText, APICallError } from "ai";
+import { generateObject, generateText, jsonSchema, streamText, tool, APICallError } from "ai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 
-const providerOf = (url) => createOpenAICompatible({ name: "gptserve", baseURL: url, apiKey: "none", includeUsage: true });
+const providerOf = (url) =>
+  createOpenAICompatible({
+    name: "gptserve",
+    baseURL: url,
+    apiKey: "none",
+    includeUsage: true,
+    supportsStructuredOutputs: true,
+  });
 
 async function chats(url, fields) {
   const model = providerOf(url).chatModel("tiny");
@@ -28,6 +35,27 @@ async function texts(url, fields) {
   let streamed = "";
   for await (const part of streamText(asked).textStream) streamed += part;
   return [(await generateText(asked)).text, streamed];
+}
+
+async function objects(url, fields) {
+  const schema = jsonSchema({
+    type: "object",
+    properties: { city: { type: "string", maxLength: 8 } },
+    required: ["city"],
+    additionalProperties: false,
+  });
+  const asked = { model: providerOf(url).chatModel("storyteller"), prompt: "Is it raining?", maxRetries: 0, ...fields };
+  const made = await generateObject({ ...asked, schema });
+  const tools = { get_weather: tool({ description: "the weather of a city", inputSchema: schema }) };
+  const forced = { ...asked, tools, toolChoice: { type: "tool", toolName: "get_weather" } };
+  const whole = await generateText(forced);
+  const stream = streamText(forced);
+  const streamed = await stream.toolCalls;
+  return {
+    object: made.object,
+    inputs: [whole.toolCalls[0].input, streamed[0].input],
+    reasons: [whole.finishReason, await stream.finishReason],
+  };
 }
 
 async function errorOf(url, name) {

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.clients.environments import Environment, environments
-from tests.clients.servers import OFTEN, served, write_chat_model
+from tests.clients.servers import OFTEN, TOOLS, served, write_chat_model
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.serving import LIMIT_S, MORTAL
 
@@ -48,6 +48,15 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chats(chat_model: Path) -> Iterator[str]:
     """The URL of a server with a tiny model that has a chat template."""
     with served("--model", str(chat_model), "--served-model-name", "tiny", *OFTEN) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server with the embedded model and a chat template that knows tools."""
+    template = tmp_path_factory.mktemp("tools") / "template.jinja"
+    template.write_text(TOOLS)
+    with served("--chat-template", str(template), *OFTEN) as url:
         yield url
 
 

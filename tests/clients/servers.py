@@ -54,6 +54,15 @@ def write_chat_model(folder: Path) -> Path:
     return folder
 
 
+TOOLS = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for m in messages %}{{ m.role }}: {{ m.content or "" }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}assistant:"""
+"""A chat template that knows tools; the calls of a model that speaks nonsense are forced."""
+
+
 def post(url: str, path: str, **body: Any) -> dict[str, Any]:
     """Return the server's answer to a body, asked for without any client."""
     response = httpx.post(f"{url}/{path}", json=body, timeout=LIMIT_S)

@@ -1,4 +1,4 @@
-"""The AI SDK with @ai-sdk/openai-compatible: chats and texts, whole and streamed, a conversation, an error."""
+"""The AI SDK with @ai-sdk/openai-compatible: chats, texts, streams, a conversation, objects, tools, an error."""
 
 from __future__ import annotations
 
@@ -37,3 +37,12 @@ def test_an_error_is_one_of_the_sdk(client: Environment, chats: str) -> None:
 
     assert (is_known, status, is_retryable) == (True, 404, False)
     assert "other" in message
+
+
+def test_an_object_has_its_schema_and_tools_are_called(client: Environment, tools: str) -> None:
+    found = client.call_js("ai.mjs", "objects", tools, {"maxOutputTokens": 200, "temperature": 0})
+
+    assert set(found["object"]) == {"city"}
+    assert [set(made) for made in found["inputs"]] == [{"city"}] * 2
+    assert found["inputs"][0] == found["inputs"][1]
+    assert found["reasons"] == ["tool-calls"] * 2

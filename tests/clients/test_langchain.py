@@ -79,3 +79,37 @@ def overflow(url: str, text: str) -> list[str]:
 
 def test_an_overflow_is_known_as_one(client: Environment, chats: str) -> None:
     assert "ContextOverflowError" in client.call(overflow, chats, "the cat sat on the mat and " * 400)
+
+
+def call(url: str) -> dict[str, Any]:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel, Field
+
+    class Weather(BaseModel, extra="forbid"):
+        """Tells the weather of a city."""
+
+        city: str = Field(max_length=8)
+
+    model = ChatOpenAI(model="storyteller", base_url=url, api_key="none", max_retries=0, max_tokens=200, temperature=0)
+    asked = [HumanMessage("Is it raining?")]
+    bound = model.bind_tools([Weather], tool_choice="any", parallel_tool_calls=False)
+    first = bound.invoke(asked)
+    streamed = None
+    for chunk in bound.stream(asked):
+        streamed = chunk if streamed is None else streamed + chunk
+    [made] = first.tool_calls
+    back = model.invoke([*asked, first, ToolMessage("Rain", tool_call_id=made["id"])])
+    ways = ("json_schema", "function_calling")
+    found = [model.with_structured_output(Weather, method=way).invoke(asked).model_dump() for way in ways]
+    arguments = [made["args"], streamed.tool_calls[0]["args"]]
+    return {"name": made["name"], "arguments": arguments, "back": back.content, "structured": found}
+
+
+def test_tools_are_called_and_output_is_structured(client: Environment, tools: str) -> None:
+    found = client.call(call, tools)
+
+    assert found["name"] == "Weather"
+    assert found["arguments"][0] == found["arguments"][1]
+    assert [set(made) for made in (*found["arguments"], *found["structured"])] == [{"city"}] * 4
+    assert found["back"]

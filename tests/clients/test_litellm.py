@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -110,3 +111,33 @@ def test_a_wrong_key_is_known_as_one(client: Environment, strict: str, prefix: s
     fields = TEXT if prefix.startswith("text") else CHAT
 
     assert client.call(errors_of, strict, [[f"{prefix}/tiny", fields, "wrong"]]) == ["AuthenticationError"]
+
+
+def call(url: str, model: str, tool: dict[str, Any]) -> list[Any]:
+    import litellm
+
+    where = {"model": model, "api_base": url, "api_key": "none", "num_retries": 0, "max_tokens": 200, "temperature": 0}
+    messages: list[Any] = [{"role": "user", "content": "Is it raining?"}]
+    forced = {**where, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    first = litellm.completion(**forced, messages=messages).choices[0]
+    chunks = list(litellm.completion(**forced, messages=messages, stream=True))
+    streamed = litellm.stream_chunk_builder(chunks, messages=messages).choices[0]
+    [made] = first.message.tool_calls
+    messages += [first.message, {"role": "tool", "tool_call_id": made.id, "content": "Rain"}]
+    back = litellm.completion(**where, tools=[tool], tool_choice="none", messages=messages).choices[0]
+    calls = [made.function, streamed.message.tool_calls[0].function]
+    found = [[function.name, function.arguments] for function in calls]
+    return [*found, [first.finish_reason, streamed.finish_reason], back.message.content]
+
+
+def test_tools_are_called(client: Environment, tools: str) -> None:
+    city = {"city": {"type": "string", "maxLength": 8}}
+    parameters = {"type": "object", "properties": city, "required": ["city"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+
+    whole, streamed, reasons, back = client.call(call, tools, "openai/storyteller", tool)
+
+    assert whole == streamed
+    assert (whole[0], set(json.loads(whole[1]))) == ("get_weather", {"city"})
+    assert reasons == ["tool_calls"] * 2
+    assert back

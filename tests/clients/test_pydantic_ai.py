@@ -46,3 +46,23 @@ def test_a_conversation(client: Environment, chats: str) -> None:
 
     assert 0 < found.pop("usage") <= FIELDS["max_tokens"]
     assert found == {"first": first, "second": second, "streamed": first}
+
+
+def typed(url: str, way: str) -> dict[str, Any]:
+    from pydantic import BaseModel, Field
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Weather(BaseModel, extra="forbid"):
+        city: str = Field(max_length=8)
+
+    model = OpenAIChatModel("storyteller", provider=OpenAIProvider(base_url=url, api_key="none"))
+    output = {"tool": ToolOutput, "native": NativeOutput}[way](Weather)
+    agent = Agent(model, output_type=output, model_settings={"max_tokens": 200, "temperature": 0.0})
+    return agent.run_sync("Is it raining?").output.model_dump()
+
+
+@pytest.mark.parametrize("way", ["tool", "native"])
+def test_an_output_has_its_type(client: Environment, tools: str, way: str) -> None:
+    assert set(client.call(typed, tools, way)) == {"city"}
