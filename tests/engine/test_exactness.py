@@ -58,7 +58,10 @@ AXES: dict[str, dict[str, Any]] = {
     "a prefix cache too small": {"num_blocks": 72, "max_num_seqs": 2},
     "drafts, one at a time": {"speculative_ngram": 2, "max_num_seqs": 1},
     "drafts, batches of 5": {"speculative_ngram": 4, "max_num_seqs": 5, "max_num_batched_tokens": 20},
-    "drafts while preempted": {"speculative_ngram": 2, "num_blocks": 130, "block_size": 8, "max_num_seqs": 8},
+    "drafts while preempted": {
+        **{"speculative_ngram": 2, "max_num_seqs": 8},
+        **{"num_blocks": 90, "block_size": 8, "max_model_len": 640},
+    },
 }
 ALWAYS = {
     "float32": ("a batch of 64", "a budget of 9 tokens", "blocks of 8", "no prefix cache", "drafts while preempted"),
@@ -131,7 +134,7 @@ def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.
     engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, **numbers(dtype), **AXES[axis]})
     compare(f"{axis}, {dtype}", results(engine, requests()), alone("auto", dtype))
     if "preempted" in axis:
-        assert engine.stats.num_preemptions > 2
+        assert engine.stats.num_preemptions > 5
     if "drafts" in axis:
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
