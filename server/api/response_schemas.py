@@ -21,15 +21,11 @@ from gptserve.server.api.response_tool_schemas import (
     OutputFunctionCall,
     ToolChoice,
 )
-from gptserve.server.api.schemas import Label, Stop, _tell_ranges
+from gptserve.server.api.schemas import Label, SharedFields
 
 LOGPROBS = "message.output_text.logprobs"
 INPUT_RULE = "Input should be a string or a list of items"
 Json = dict[str, Any]
-
-# Fields of a chat under the same name.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_OF_CHAT = (*_SAMPLING, "model", "stop", "ignore_eos", "seed", "stream", "user", "priority", "cache_salt")
 
 
 class InputItem(_RequestModel):
@@ -94,10 +90,8 @@ Metadata = Annotated[
 ]
 
 
-class ResponsesRequest(_RequestModel):
-    """The body of POST /v1/responses. Null is the same as no field."""
-
-    model_config = ConfigDict(json_schema_extra=_tell_ranges)
+class ResponsesRequest(SharedFields):
+    """The body of POST /v1/responses."""
 
     input: Annotated[
         Text | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
@@ -107,22 +101,8 @@ class ResponsesRequest(_RequestModel):
     """a system message before all others; not taken over from the previous response"""
     previous_response_id: str | None = None
     """a stored response, whose conversation comes before the input"""
-    model: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     """default what the context leaves"""
-    temperature: float | None = None
-    """0 is greedy; default 1"""
-    top_p: float | None = None
-    top_k: int | None = None
-    """0 or -1 is off"""
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: Stop | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    """drawn and reported back when left out"""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
@@ -139,14 +119,7 @@ class ResponsesRequest(_RequestModel):
     """keep the response, so that it can be read again and continued; default true"""
     background: bool | None = None
     """answer at once and go on without the client; needs store"""
-    stream: bool | None = None
     metadata: Metadata | None = None
-    user: Label | None = None
-    """written to the log"""
-    priority: int | None = None
-    """lower runs sooner; default 0; others need --priority-scheduling"""
-    cache_salt: Label | None = None
-    """only requests with the same salt share cached prefixes"""
 
     @property
     def includes_logprobs(self) -> bool:
@@ -155,7 +128,7 @@ class ResponsesRequest(_RequestModel):
 
     def to_chat(self, messages: list[Json]) -> Json:
         """Return the fields of the chat that answers these messages."""
-        fields = {name: getattr(self, name) for name in _OF_CHAT}
+        fields = {name: getattr(self, name) for name in SharedFields.model_fields}
         options = self.text or TextOptions()
         choice = self.tool_choice
         logprobs = {"logprobs": True, "top_logprobs": self.top_logprobs} if self.includes_logprobs else {}

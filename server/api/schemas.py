@@ -113,16 +113,12 @@ class StreamOptions(_RequestModel):
     """send usage so far with every chunk"""
 
 
-class GenerationRequest(GrammarFields):
-    """The fields of every completion request. Null is the same as no field."""
+class SharedFields(_RequestModel):
+    """The fields that completions, chats and responses have under the same names. Null is the same as no field."""
 
     model_config = ConfigDict(json_schema_extra=_tell_ranges)
 
     model: str | None = None
-    max_tokens: int | None = None
-    """default 16; in a chat, what the context leaves"""
-    min_tokens: int | None = None
-    """nothing ends the answer before so many; default 0"""
     temperature: float | None = None
     """0 is greedy; default 1"""
     top_p: float | None = None
@@ -132,27 +128,42 @@ class GenerationRequest(GrammarFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    stop: Stop | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    """drawn and reported back when left out"""
+    stream: bool | None = None
+    user: Label | None = None
+    """written to the log"""
+    priority: int | None = None
+    """lower runs sooner; default 0; others need --priority-scheduling"""
+    cache_salt: Label | None = None
+    """only requests with the same salt share cached prefixes"""
+
+
+class GenerationRequest(GrammarFields, SharedFields):
+    """The fields of every completion request."""
+
+    max_tokens: int | None = None
+    """default 16; in a chat, what the context leaves"""
+    min_tokens: int | None = None
+    """nothing ends the answer before so many; default 0"""
     logit_bias: LogitBias | None = Field(default=None, fail_fast=True)
     allowed_token_ids: Annotated[TokenIds, _told(minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS)] | None = None
     """the answer has no other tokens"""
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     """texts whose tokens never come one after another"""
-    stop: Stop | None = None
     stop_token_ids: Annotated[TokenIds, _told(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     """end with the stop string, not before it"""
-    ignore_eos: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """how many likeliest tokens to report for each of the prompt's"""
     truncate_prompt_tokens: int | None = None
     """keep so many tokens of the prompt, the last ones; -1: as many as fit"""
     add_special_tokens: bool | None = None
     """begin the prompt as the tokenizer does (BOS); default true, in a chat false"""
-    seed: int | None = None
-    """drawn and reported back when left out"""
     n: int | None = Field(default=None, ge=1)
     """completions per prompt; default 1"""
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     """leave their text out; default true"""
@@ -164,16 +175,10 @@ class GenerationRequest(GrammarFields):
     """logprobs name a token token_id:ID"""
     request_id: Annotated[Label, Field(min_length=1)] | None = None
     """what follows cmpl- or chatcmpl- in the answer's id; not with background"""
-    user: Label | None = None
-    """written to the log"""
     timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
     """what has not ended by then ends with the text so far"""
     background: bool | None = None
     """answer 202 at once and go on without the client"""
-    priority: int | None = None
-    """lower runs sooner; default 0; others need --priority-scheduling"""
-    cache_salt: Label | None = None
-    """only requests with the same salt share cached prefixes"""
 
     def sampling_params(
         self, defaults: Mapping[str, float], *, bad_words: tuple[tuple[int, ...], ...], **chosen: Any
