@@ -9,16 +9,11 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from gptserve.engine.process.loop import EngineFactory, Report, StepEngine
 from gptserve.engine.request import EngineInfo, Request, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
-from gptserve.engine.scheduling.prompt_pace import Pace
 from gptserve.engine.stats import EngineStats
-
-if TYPE_CHECKING:
-    from gptserve.engine.engine import Engine
 
 VARIABLE = "ENGINE_GATE"
 """The environment variable with the folder of the gate, for an engine that a server starts."""
@@ -113,9 +108,7 @@ def load(folder: Path, factory: EngineFactory, *, report: Report) -> HeldEngine:
     gate = EngineGate(folder)
     report(1, 4)
     gate.wait_to_load()
-    engine = factory(report=report)
-    cast("Engine", engine)._scheduler._pace = Pace()  # one step is enough for the prompts of whatever arrives
-    return HeldEngine(engine, gate)
+    return HeldEngine(factory(report=report), gate)
 
 
 def load_in_server(factory: EngineFactory, report: Report) -> StepEngine:

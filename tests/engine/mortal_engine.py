@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.loop import Report, StepEngine
+from gptserve.engine.scheduling.prompt_pace import Pace
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 from tests.engine import held_engine
 from tests.engine.fake_step_engine import count, count_hang
@@ -37,7 +38,7 @@ def load(
     number = count(tally) if tally else 0
     if deaths.get(number) == ("kill", 0):
         die("kill")
-    engine = Engine(config, report)
+    engine = Engine(config, report, pace=Pace())  # a gate opens for one step: it must be enough for every prompt
     compute, num_runs = engine._runner.run, 0
     way, step = deaths.get(number, ("kill", -1))
 
