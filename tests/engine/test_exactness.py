@@ -39,6 +39,7 @@ STORYTELLER = Path(__file__).parents[2] / "weights" / "storyteller"
 NUM_REQUESTS = 64
 NUM_FIRST = 16
 """What the tests that are not slow compare."""
+first_or_all = pytest.mark.parametrize("num", [NUM_FIRST, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -101,9 +102,9 @@ def alone(backend: str, dtype: str, num_requests: int = NUM_REQUESTS) -> dict[st
     return {request.request_id: results(engine, (request,))[request.request_id] for request in chosen}
 
 
-def reseeded() -> tuple[Request, ...]:
-    """Return the requests that are drawn, each with another seed; what is greedy would not change."""
-    return tuple(replace(r, seed=r.seed + 1000) for r in requests() if not is_greedy(r.params))
+def reseeded(num: int) -> tuple[Request, ...]:
+    """Return those of the first requests that are drawn, each with another seed; what is greedy would not change."""
+    return tuple(replace(r, seed=r.seed + 1000) for r in requests()[:num] if not is_greedy(r.params))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 def test_threads_that_change_in_mid_sequence_change_no_bit(
     backend: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,44 +168,43 @@ def test_threads_that_change_in_mid_sequence_change_no_bit(
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.slow
-def test_alone_equals_in_a_batch_with_the_reference_backend() -> None:
+@first_or_all
+def test_alone_equals_in_a_batch_with_the_reference_backend(num: int) -> None:
     engine = make_engine(STORYTELLER, attention_backend="reference", max_num_batched_tokens=64)
-    compare("reference backend, a budget of 64 tokens", results(engine, requests()), alone("reference", "float32"))
+    found = results(engine, requests()[:num])
+    compare("reference backend, a budget of 64 tokens", found, alone("reference", "float32", num))
 
 
-def test_the_first_requests_alone_equal_those_in_a_batch_with_the_reference_backend() -> None:
-    engine = make_engine(STORYTELLER, attention_backend="reference", max_num_batched_tokens=64)
-    assert results(engine, requests()[:NUM_FIRST]) == alone("reference", "float32", NUM_FIRST)
-
-
-def test_alone_equals_with_a_warm_prefix_cache() -> None:
+@first_or_all
+def test_alone_equals_with_a_warm_prefix_cache(num: int) -> None:
     engine = make_engine(STORYTELLER, kv_cache_bytes=2**27)
-    results(engine, requests())
-    warm = run(engine, requests())
-    assert sum(outputs[0].num_cached_tokens for outputs in warm.values()) > 5000
+    results(engine, requests()[:num])
+    warm = run(engine, requests()[:num])
+    assert sum(outputs[0].num_cached_tokens for outputs in warm.values()) > 80 * num
     found = {i: (token_ids(o), [entry for output in o for entry in output.logprobs]) for i, o in warm.items()}
-    compare("a warm prefix cache", found, alone("auto", "float32"))
+    compare("a warm prefix cache", found, alone("auto", "float32", num))
 
 
-def test_the_answer_to_one_is_the_first_of_four_choices() -> None:
-    choices = [replace(r, request_id=f"{r.request_id}/{c}", choice_index=c) for r in requests() for c in range(4)]
+@first_or_all
+def test_the_answer_to_one_is_the_first_of_four_choices(num: int) -> None:
+    choices = [replace(r, request_id=f"{r.request_id}/{c}", choice_index=c) for r in requests()[:num] for c in range(4)]
     found = results(make_engine(STORYTELLER, kv_cache_bytes=2**27), tuple(choices))
-    first = alone("auto", "float32")
+    first = alone("auto", "float32", num)
     compare("the first of four choices", {i: found[f"{i}/0"] for i in first}, first)
-    drawn = {r.request_id: first[r.request_id] for r in reseeded()}
+    drawn = {r.request_id: first[r.request_id] for r in reseeded(num)}
     contrast("the last of four choices", {i: found[f"{i}/3"] for i in drawn}, drawn)
 
 
+@first_or_all
 @pytest.mark.parametrize("client_type", [pytest.param(ProcessClient, marks=pytest.mark.slow), ThreadClient])
-def test_alone_equals_in_an_engine_that_runs_elsewhere(client_type: type[LoopClient]) -> None:
+def test_alone_equals_in_an_engine_that_runs_elsewhere(client_type: type[LoopClient], num: int) -> None:
     client = client_type(functools.partial(load_engine, make_config(STORYTELLER, kv_cache_bytes=2**27)))
-    others = tuple(replace(r, request_id=f"other {r.request_id}") for r in reseeded())
-    found = asyncio.run(asyncio.wait_for(results_of_client(client, requests() + others), LIMIT_S))
+    others = tuple(replace(r, request_id=f"other {r.request_id}") for r in reseeded(num))
+    found = asyncio.run(asyncio.wait_for(results_of_client(client, requests()[:num] + others), LIMIT_S))
     place = "process" if client_type is ProcessClient else "thread"
-    expected = alone("auto", "float32")
+    expected = alone("auto", "float32", num)
     compare(f"an engine in a {place} of its own", {i: found[i] for i in expected}, expected)
-    drawn = {r.request_id: expected[r.request_id] for r in reseeded()}
+    drawn = {r.request_id: expected[r.request_id] for r in reseeded(num)}
     contrast(f"another seed in a {place} of its own", {i: found[f"other {i}"] for i in drawn}, drawn)
 
 
@@ -229,12 +229,13 @@ def test_the_page_has_every_axis_and_no_difference() -> None:
     assert counts["another seed"][1] > 0
 
 
+@pytest.mark.parametrize("num", [4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str) -> None:
+def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str, num: int) -> None:
     """A bias towards few tokens makes loops, which are guessed as such."""
     looping = tuple(
         replace(r, params=replace(r.params, max_tokens=60, logit_bias=dict.fromkeys(range(300, 302), 30.0)))
-        for r in requests()[:16]
+        for r in requests()[:num]
     )
     plain, drafting = (
         make_engine(STORYTELLER, kv_cache_bytes=2**27, dtype=dtype, max_num_seqs=2, speculative_ngram=longest)
@@ -245,20 +246,12 @@ def test_alone_equals_with_drafts_that_nearly_always_hold(dtype: str) -> None:
     assert drafting.stats.num_steps < 0.5 * plain.stats.num_steps
 
 
-def test_what_changes_numbers_of_the_first_requests_is_seen() -> None:
-    first, other = (alone("auto", dtype, NUM_FIRST) for dtype in ("float32", "bfloat16"))
-    assert sum(first[i] != other[i] for i in first) > NUM_FIRST // 2
-    if make_engine(STORYTELLER).info.attention_backend != "reference":
-        other = alone("reference", "float32", NUM_FIRST)
-        assert sum(first[i] != other[i] for i in first) > NUM_FIRST // 2
-
-
-@pytest.mark.slow
-def test_what_changes_numbers_is_seen() -> None:
+@first_or_all
+def test_what_changes_numbers_is_seen(num: int) -> None:
     """The negative controls: another seed gives other samples, another order of sums other logprobs."""
-    first = alone("auto", "float32")
-    other_seed = results(make_engine(STORYTELLER, kv_cache_bytes=2**27), reseeded())
+    first = alone("auto", "float32", num)
+    other_seed = results(make_engine(STORYTELLER, kv_cache_bytes=2**27), reseeded(num))
     contrast("another seed", other_seed, {i: first[i] for i in other_seed})
     if make_engine(STORYTELLER).info.attention_backend != "reference":
-        contrast("another order of sums: the reference backend", alone("reference", "float32"), first)
-    contrast("another type of numbers: bfloat16", alone("auto", "bfloat16"), first)
+        contrast("another order of sums: the reference backend", alone("reference", "float32", num), first)
+    contrast("another type of numbers: bfloat16", alone("auto", "bfloat16", num), first)
