@@ -6,6 +6,7 @@ A test process that leaves anything behind fails.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ MakeGPT2 = Callable[..., Path]
 @pytest.fixture(scope="session", autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = holdings()
+    gc.freeze()  # a collection need not look at some million objects of modules and tests again; hundreds are made
     yield
     for item in request.session.items:
         vars(item)["funcargs"] = None  # pytest lets go of the last test's arguments only after this
