@@ -17,8 +17,8 @@ COPY pyproject.toml constraints.txt ./
 # An index that holds the torch build to use, such as PyTorch's own of CPU builds; else pip's default, which for Linux
 # on x86-64 is the CUDA build.
 ARG TORCH_INDEX_URL=
-RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-        > requirements.txt \
+RUN python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*project['dependencies'], *project['optional-dependencies']['otel'], sep='\n')" > requirements.txt \
     && install="pip --python /opt/gptserve/bin/python install --no-cache-dir --constraint constraints.txt" \
     && $install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch \
     && $install --requirement requirements.txt

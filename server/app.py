@@ -84,6 +84,7 @@ def create_app(
         middleware=[
             *_cross_origin(settings.origins),
             *([] if settings.root_path is None else [Middleware(RootPath, settings.root_path)]),
+            *([] if options.tracing is None else [Middleware(options.tracing.middleware)]),
             Middleware(RequestEnvelope, metrics, limits),
             *_guard(settings, keys),
         ],

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # they import the web framework
     from gptserve.server.completions.grammar import GrammarChecker
     from gptserve.server.http.door import Door
     from gptserve.server.http.server import HttpServer
+    from gptserve.server.operations.tracing import Tracing
     from gptserve.weights.chat.template import ChatTemplate
     from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
@@ -102,6 +103,7 @@ class ServingProcess:
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._with_workers: list[Tokenizer | ChatTemplate | GrammarChecker] = []
+        self._tracing: Tracing | None = None
         self._engine: EngineClient = ThreadClient(factory)
         if not settings.in_process:
             self._engine = Supervisor(
@@ -133,6 +135,8 @@ class ServingProcess:
             for holder in self._with_workers:
                 holder.close()
             await self._finish(self._journal.close(), "the journal")
+            if self._tracing is not None:
+                await self._finish(asyncio.to_thread(self._tracing.close), "the traces")
             await self._finish(loop.shutdown_default_executor(), "a thread")
 
     async def _load(self) -> tuple[BackgroundStore, Lifecycle]:
@@ -223,6 +227,13 @@ class ServingProcess:
         tokenizer = Tokenizer.of_model(self._folder)
         checker = GrammarChecker(self._folder)
         self._with_workers += [tokenizer, checker, *([template] if template else [])]
+        if settings.otlp_traces_endpoint is not None:
+            from gptserve.server.operations.tracing import Tracing
+
+            try:
+                self._tracing = Tracing(settings.otlp_traces_endpoint)
+            except ValueError as error:  # of the library's own variables
+                raise StartError(f"otlp-traces-endpoint: {error}") from error
         options = AppOptions(
             settings,
             model_name=name,
@@ -232,6 +243,7 @@ class ServingProcess:
             tokenizer_info=load_tokenizer_info(self._folder),
             chat_template=template,
             grammar_checker=checker,
+            tracing=self._tracing,
         )
         return create_app(self._engine, tokenizer, options, self._journal), partial(log_banner, self._engine, options)
 

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -29,6 +30,8 @@ VARIABLE_PREFIX = "GPTSERVE_"
 _REDACTED = "***"
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")  # as a browser sends it: no path, and no slash at its end
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
+_COLLECTOR = re.compile(r"https?://[^/\s?#@]+/[^\s#]+")  # the whole URL; a password would be shown by `config`
+_TRACES_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
 _ENGINE_HELP = {
     "device": "device to compute on",
     "dtype": "data type of weights, activations and KV cache",
@@ -171,6 +174,9 @@ class ServerSettings:
     log_format: Annotated[LogFormat, "format of log lines"] = "text"
     log_level: Annotated[LogLevel, "minimum severity to log"] = "info"
     log_prompts: Annotated[bool, "log the prompts of requests, which may be anything that people write"] = False
+    otlp_traces_endpoint: Annotated[
+        str | None, "URL of an OpenTelemetry collector to send traces to, such as http://localhost:4318/v1/traces"
+    ] = None
     in_process: Annotated[bool, "run the engine in a thread of the server, for debugging"] = False
     config: Annotated[Path | None, "TOML file to read settings from"] = None
 
@@ -204,6 +210,8 @@ class ServerSettings:
                 f"allowed-origins must be * or such as https://a.example,http://b.example:3000, got "
                 f"{self.allowed_origins!r}"
             )
+        if self.otlp_traces_endpoint is not None:
+            _check_traces(self.otlp_traces_endpoint)
         for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name} must be a file, got {path}")
@@ -270,6 +278,17 @@ class Option:
         if value is None or value == ():
             return f"{self.name}=-"
         return f"{self.name}={_REDACTED if self.secret else as_text(value)}"
+
+
+def _check_traces(endpoint: str) -> None:
+    if not _COLLECTOR.fullmatch(endpoint):
+        rule = "a URL with its path and without a password, such as http://localhost:4318/v1/traces"
+        given = _REDACTED if "@" in endpoint else repr(endpoint)
+        raise SettingsError(f"otlp-traces-endpoint must be {rule}, got {given}")
+    try:
+        version(_TRACES_PACKAGE)
+    except PackageNotFoundError:
+        raise SettingsError("otlp-traces-endpoint needs OpenTelemetry: pip install 'gptserve[otel]'") from None
 
 
 def server_options() -> tuple[Option, ...]:

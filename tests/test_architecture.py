@@ -85,8 +85,8 @@ def modules() -> set[str]:
     names = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            if path.name == "triton_kernels.py":
-                continue  # it needs Triton, which is not installed everywhere
+            if path.name in ("triton_kernels.py", "tracing.py"):
+                continue  # these need Triton and OpenTelemetry, which are not installed everywhere
             parts = path.relative_to(ROOT).with_suffix("").parts
             names.add(".".join(["gptserve", *parts][:-1] if parts[-1] == "__init__" else ["gptserve", *parts]))
     return names

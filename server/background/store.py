@@ -214,7 +214,7 @@ class BackgroundStore:
         remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
         stream = self._service.submit(plan.requests, request.owner)
-        run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, request.started_at)
+        run = CompletionRun(plan, self._service, request.started_at)
         running = RunningJob(plan, run, deadline, stream)
         record = request.to_record(plan, self._service.tokenizer.fingerprint, deadline)
         job = BackgroundJob(replace(record, body="", prompts=()), plan.num_prompt_tokens, running=running)
@@ -269,7 +269,7 @@ class BackgroundStore:
         fingerprint = row.record.fingerprint
         plan = await asyncio.to_thread(rebuild_plan, self._restore, record, fingerprint, is_unreadable=False)
         began = time.perf_counter() - (self._clock() - record.created)
-        run = CompletionRun(plan, self._service.tokenizer, self._service.metrics, began)
+        run = CompletionRun(plan, self._service, began)
         replay = Replay(plan, run.output)
         async for batches in self._stored_batches(row):
             replay.add(batches)

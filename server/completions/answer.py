@@ -42,7 +42,7 @@ class CompletionResponse(Response):
         self._plan = plan
         self._encoder = encoder
         self._started_at = started_at
-        self._run = CompletionRun(plan, service.tokenizer, service.metrics, started_at)
+        self._run = CompletionRun(plan, service, started_at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError or EngineError only before anything is sent."""

@@ -11,6 +11,7 @@ from gptserve.weights.chat.template import ChatTemplate
 
 if TYPE_CHECKING:
     from gptserve.server.completions.grammar import GrammarChecker
+    from gptserve.server.operations.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class AppOptions:
     max_new_tokens: int | None = None
     chat_template: ChatTemplate | None = None
     grammar_checker: GrammarChecker | None = None  # without one the engine alone finds out
+    tracing: Tracing | None = None
     tokenizer_info: Mapping[str, object] = field(default_factory=lambda: {"tokenizer_class": "unknown"})
     body_limit_s: float = 60.0  # the largest body at a quarter of a megabit a second
     max_choices: int = 128

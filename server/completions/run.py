@@ -17,10 +17,9 @@ from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.completions.output import TIMEOUT, ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.service import Tokenizer
+from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.times import CompletionTimes
 from gptserve.server.errors import ServiceError
-from gptserve.server.operations.metrics import Metrics
 
 
 class CompletionOutput:
@@ -113,12 +112,12 @@ class CompletionRun:
     The caller sets is_failed when an error ends the completion.
     """
 
-    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, metrics: Metrics, started_at: float) -> None:
+    def __init__(self, plan: CompletionPlan, service: Service, started_at: float) -> None:
         self.is_failed = False
-        self.output = CompletionOutput(plan, tokenizer)
+        self.output = CompletionOutput(plan, service.tokenizer)
         self._plan = plan
-        self._metrics = metrics
-        self._times = CompletionTimes(metrics, started_at, len(plan.requests))
+        self._service = service
+        self._times = CompletionTimes(service.metrics, started_at, len(plan.requests))
 
     def add(self, output: TokenOutput, stream: TokenStream) -> tuple[int, Delta] | None:
         """Add an output as `CompletionOutput.add` does, and abort the choice if a stop string ended it."""
@@ -138,7 +137,9 @@ class CompletionRun:
             for choice in self.output.choices
         ]
         for reason, request, choice in zip(reasons, self._plan.requests, self.output.choices, strict=True):
-            self._metrics.count_ended(reason, len(request.prompt_token_ids), choice.num_tokens)
+            self._service.metrics.count_ended(reason, len(request.prompt_token_ids), choice.num_tokens)
+        if (tracing := self._service.options.tracing) is not None:
+            tracing.add_completion(self._plan, self.output.usage(), self._times, reasons)
         return {
             "completion_id": self._plan.answer_id,
             "prompt_tokens": self._plan.num_prompt_tokens,

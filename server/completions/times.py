@@ -1,4 +1,4 @@
-"""How long a completion and its choices waited for what, for the metrics and the log.
+"""How long a completion and its choices waited for what, for metrics, log and traces.
 
 `CompletionRun` (run.py) calls it with every output. Knows neither text nor HTTP.
 """
@@ -13,10 +13,13 @@ from gptserve.server.operations.metrics import Metrics
 
 
 @dataclass(slots=True)
-class _Choice:
-    """Times are by time.perf_counter; prefill_s is None until the first token, or if another server sent that."""
+class ChoiceTimes:
+    """Times are by time.perf_counter; waits is None until the first token, or if another server sent that.
 
-    prefill_s: float | None = None
+    waits are the seconds in the queue and in prefill, as in TokenOutput.
+    """
+
+    waits: tuple[float, float] | None = None
     first_at: float | None = None
     latest_at: float = 0.0
 
@@ -25,16 +28,16 @@ class CompletionTimes:
     """The times of one completion, begun at started_at. Call `add` with each output, at last `close`."""
 
     def __init__(self, metrics: Metrics, started_at: float, num_choices: int) -> None:
+        self.started_at = started_at
+        self.choices = [ChoiceTimes() for _ in range(num_choices)]
         self._metrics = metrics
-        self._started_at = started_at
-        self._choices = [_Choice() for _ in range(num_choices)]
         self._shown: dict[str, float] = {}
 
     def add(self, index: int, output: TokenOutput) -> None:
         """Note an output of a choice."""
         if not output.token_ids:
             return
-        now, choice = time.perf_counter(), self._choices[index]
+        now, choice = time.perf_counter(), self.choices[index]
         if choice.first_at is None:
             self._begin(choice, output.waits, now)
         else:
@@ -46,25 +49,24 @@ class CompletionTimes:
     def close(self) -> dict[str, float]:
         """Note the end of all choices; return the fields for the log."""
         metrics = self._metrics
-        for choice in self._choices:
-            if choice.prefill_s is not None and choice.first_at is not None:
+        for choice in self.choices:
+            if choice.waits is not None and choice.first_at is not None:
                 decode_s = choice.latest_at - choice.first_at
                 metrics.decode_time.observe(decode_s)
-                metrics.inference_time.observe(choice.prefill_s + decode_s)
-        metrics.request_latency.observe(time.perf_counter() - self._started_at)
+                metrics.inference_time.observe(choice.waits[1] + decode_s)
+        metrics.request_latency.observe(time.perf_counter() - self.started_at)
         if self._shown:
-            first_at = self._started_at + self._shown["ttft_s"]
-            self._shown["decode_s"] = max(choice.latest_at for choice in self._choices) - first_at
+            first_at = self.started_at + self._shown["ttft_s"]
+            self._shown["decode_s"] = max(choice.latest_at for choice in self.choices) - first_at
         return {name: round(seconds, 6) for name, seconds in self._shown.items()}
 
-    def _begin(self, choice: _Choice, waits: tuple[float, float] | None, now: float) -> None:
-        choice.first_at = now
+    def _begin(self, choice: ChoiceTimes, waits: tuple[float, float] | None, now: float) -> None:
+        choice.first_at, choice.waits = now, waits
         if waits is not None:
-            queue_s, choice.prefill_s = waits
-            self._metrics.queue_time.observe(queue_s)
-            self._metrics.prefill_time.observe(choice.prefill_s)
+            self._metrics.queue_time.observe(waits[0])
+            self._metrics.prefill_time.observe(waits[1])
         if not self._shown:  # the first token of all choices
-            self._metrics.time_to_first_token.observe(now - self._started_at)
-            self._shown["ttft_s"] = now - self._started_at
+            self._metrics.time_to_first_token.observe(now - self.started_at)
+            self._shown["ttft_s"] = now - self.started_at
             if waits is not None:
                 self._shown |= {"queue_s": waits[0], "prefill_s": waits[1]}

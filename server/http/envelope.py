@@ -1,6 +1,6 @@
 """The outermost ASGI middleware: request ids, answers to exceptions, one log line per request.
 
-Routes add fields to the log line with `log_fields(scope)`.
+Routes add fields to the log line with `log_fields(scope)`; an outer middleware gives the first of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import NO_ROUTE, Metrics
 
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
-_PROBES = frozenset({"/health", "/ready", "/metrics", "/playground/engine"})
+PROBES = frozenset({"/health", "/ready", "/metrics", "/playground/engine"})
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,9 @@ class RequestEnvelope:
         """Answer one request. HttpServer has no other scopes than those of requests."""
         started_at = time.perf_counter()
         request_id = _request_id(scope)
-        fields: dict[str, Any] = {"request_id": request_id.decode(), "status": None}
-        scope.setdefault("state", {})["log_fields"] = fields
+        state = scope.setdefault("state", {})
+        fields: dict[str, Any] = {"request_id": request_id.decode(), "status": None, **state.get("log_fields", {})}
+        state["log_fields"] = fields
         # HEAD is GET without the body, which uvicorn leaves out (RFC 9110, section 9.3.2).
         routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -89,7 +90,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def _log(scope: Scope, fields: dict[str, Any]) -> None:
-    level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+    level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
     told = " ".join(f"{name}={value}" for name, value in fields.items() if name != "request_id" and value is not None)
     extra = {"method": scope["method"], "path": scope["path"], **fields}
     logger.log(level, "%s %s %s", scope["method"], scope["path"], told, extra=extra)

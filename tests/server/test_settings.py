@@ -57,6 +57,7 @@ WRITTEN = {
     "engine-load-timeout": "2.5",
     "log-format": "json",
     "log-level": "debug",
+    "otlp-traces-endpoint": "https://collector.example/v1/traces",
     "in-process": "true",
     "device": "cpu",
     "dtype": "float32",
@@ -380,12 +381,30 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
             ("--allowed-origins", "https://a.example/"),
             "allowed-origins must be * or such as https://a.example,http://b.example:3000, got 'https://a.example/'",
         ),
+        *(
+            (
+                ("--otlp-traces-endpoint", url),
+                "otlp-traces-endpoint must be a URL with its path and without a password, such as "
+                f"http://localhost:4318/v1/traces, got {shown}",
+            )
+            for url, shown in (
+                ("localhost:4317", "'localhost:4317'"),
+                ("http://localhost:4318", "'http://localhost:4318'"),
+                ("http://me:secret@localhost/v1/traces", "***"),
+            )
+        ),
         (("--chat-template", "no"), "chat-template must be a file or 'plain', got 'no'"),
         (("--config", "no.toml"), "config must be a file that can be read, got no.toml: No such file"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_option_the_rule_and_the_value(words: tuple[str, ...], expected: str) -> None:
     assert message(flags(*words)).startswith(expected)
+
+
+def test_traces_without_their_package_are_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptserve.server.settings._TRACES_PACKAGE", "no-such-package")
+    given = flags("--otlp-traces-endpoint", "http://localhost:4318/v1/traces")
+    assert message(given) == "otlp-traces-endpoint needs OpenTelemetry: pip install 'gptserve[otel]'"
 
 
 def test_a_wrong_variable_and_a_wrong_key_say_where_they_stand(tmp_path: Path) -> None:
