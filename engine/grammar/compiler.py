@@ -157,18 +157,24 @@ def _open_tokens(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) 
 
 
 def _to_lark(grammar: Grammar) -> str:
+    if grammar.frame:
+        return f"{grammar.frame}\nframed: {_rule(grammar)}"
+    return grammar.text if grammar.kind == "lark" else f"start: {_rule(grammar)}"
+
+
+def _rule(grammar: Grammar) -> str:
     from llguidance import regex_to_lark
 
     match grammar.kind:
         case "json":
-            return f"start: %json {_schema(grammar)}"
+            return f"%json {_schema(grammar)}"
         case "regex":
             regex = regex_to_lark(grammar.text, use_ascii="dw")  # \d and \w as in JavaScript and in a JSON Schema
-            return f"start: /{regex}/"
+            return f"/{regex}/"
         case "choice":
-            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+            return " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
         case "lark":
-            return grammar.text
+            return f"%lark {{\n{grammar.text}\n}}"
 
 
 def _schema(grammar: Grammar) -> str:

@@ -24,14 +24,17 @@ class Grammar:
     - regex: the whole completion matches `text`.
     - choice: `text` is a JSON list of strings, and the completion is one of them.
     - lark: `text` is a grammar in llguidance's dialect of Lark.
+
+    With a `frame` all this is only a part of the completion: the frame has rules in Lark, and `framed` stands for it.
     """
 
     kind: GrammarKind
     text: str
     whitespace: str = ""
+    frame: str = ""
 
     def __post_init__(self) -> None:
-        for name, text in (("grammar", self.text), ("whitespace", self.whitespace)):
+        for name, text in (("grammar", self.text), ("whitespace", self.whitespace), ("frame", self.frame)):
             if len(text) > MAX_GRAMMAR_LENGTH:
                 message = f"{name} may have at most {MAX_GRAMMAR_LENGTH} characters, got {len(text)}"
                 raise InvalidRequestError(message, param="grammar")

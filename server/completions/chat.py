@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.chat_schemas import Conversation
+from gptserve.server.api.grammar_schemas import asked_grammar
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.completions import plan
 from gptserve.server.completions.grammar import check_compiles, check_grammar
@@ -33,7 +34,7 @@ async def plan_chat(
     plan.check_request(body, service, 1)
     _check_together(body)
     dialect.check(body)
-    await check_grammar(body, service, has_channels=dialect.marks is not None)
+    await check_grammar(body, service)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit, options = service.engine.info.max_model_len, service.options
     params = body.sampling_params(
@@ -47,7 +48,7 @@ async def plan_chat(
         prompt = await service.in_worker(_encode, body, service, num_kept)
         reading = dialect.reading(body, prompt)
         if reading is not None and reading.grammar is not None:
-            await check_compiles("tools", reading.grammar, service)
+            await check_compiles("tools" if body.tools else asked_grammar(body)[0], reading.grammar, service)
             params = replace(params, grammar=reading.grammar)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))

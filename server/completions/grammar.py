@@ -46,15 +46,11 @@ class GrammarChecker:
         return reason
 
 
-async def check_grammar(body: GrammarFields, service: Service, *, has_channels: bool = False) -> None:
+async def check_grammar(body: GrammarFields, service: Service) -> None:
     """Raise InvalidRequestError unless the body's grammar compiles, if it has one."""
     name, grammar = asked_grammar(body)
-    if grammar is None:
-        return
-    if has_channels:
-        message = f"{name} is not supported in chats with this model, which marks its reasoning; use /v1/completions"
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
-    await check_compiles(name, grammar, service)
+    if grammar is not None:
+        await check_compiles(name, grammar, service)
 
 
 async def check_compiles(name: str, grammar: Grammar, service: Service) -> None:

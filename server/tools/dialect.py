@@ -23,7 +23,7 @@ from gptserve.server.tools import reasoning
 from gptserve.server.tools.calls import call_id
 from gptserve.server.tools.format import ToolFormat
 from gptserve.server.tools.formats import FORMATS, format_of
-from gptserve.server.tools.grammar import harmony_grammar, spelling, text_grammar
+from gptserve.server.tools.grammar import harmony_grammar, spelling, text_grammar, thinking_grammar
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.request import asked_tools
 from gptserve.server.tools.tape import Steps, Tape
@@ -49,40 +49,48 @@ class Dialect:
     thinks: bool
 
     def check(self, body: ChatRequest) -> None:
-        """Raise InvalidRequestError if the model cannot do what a body asks of its tools."""
-        asked = asked_tools(body)
-        if asked is None:
-            return
-        if not self.knows_tools or (self.marks is None and self.form is None):
-            message = NO_FORMAT if self.knows_tools else NO_TOOLS
-            raise InvalidRequestError(message, param="tools", code="unsupported_parameter")
-        name, grammar = asked_grammar(body)
-        if grammar is not None:
-            raise InvalidRequestError(f"{name} may not be given together with tools that may be called", param=name)
-        if asked.needs_grammar and (body.continue_final_message or body.add_generation_prompt is False):
+        """Raise InvalidRequestError if the model cannot do what a body asks of its tools and its text."""
+        asked, (field, wanted) = asked_tools(body), asked_grammar(body)
+        if asked is not None:
+            if not self.knows_tools or (self.marks is None and self.form is None):
+                message = NO_FORMAT if self.knows_tools else NO_TOOLS
+                raise InvalidRequestError(message, param="tools", code="unsupported_parameter")
+            if wanted is not None and wanted.kind != "json":
+                message = f"{field} may not be given together with tools that may be called, but JSON may be asked for"
+                raise InvalidRequestError(message, param=field)
+        reason = ""
+        if asked is not None and asked.needs_grammar:
+            reason = "tools whose calls are forced, strict or not parallel"
+        elif wanted is not None and (asked is not None or self.marks is not None):
+            reason = f"{field} and tools" if asked is not None else f"{field} and a model that marks its reasoning"
+        if reason and (body.continue_final_message or body.add_generation_prompt is False):
             name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
-            message = f"{name} may not be given with tools whose calls are forced, strict or not parallel"
-            raise InvalidRequestError(message, param=name)
+            raise InvalidRequestError(f"{name} may not be given with {reason}", param=name)
 
     def reading(self, body: GenerationRequest, prompt: Sequence[int]) -> Reading | None:
         """Return how to read the answers to a prompt; None if they are all text. Raises InvalidRequestError."""
         assert isinstance(body, ChatRequest), "other completions have no dialect"
-        asked, special_ids = asked_tools(body), self.tokenizer.special_ids
-        grammar: Grammar | None = None
+        asked, wanted, spell = asked_tools(body), asked_grammar(body)[1], spelling(self.tokenizer)
+        special_ids, grammar = self.tokenizer.special_ids, None
+        if asked is not None and asked.must_call:
+            wanted = None  # it is about the text, and there is none
+        has_grammar = wanted is not None or (asked is not None and asked.needs_grammar)
         if self.marks is not None:
             channels = HarmonyChannels(self.marks).follow(prompt, self.tokenizer)
-            if asked is not None and asked.needs_grammar:
-                grammar = harmony_grammar(asked, spelling(self.tokenizer))
+            grammar = harmony_grammar(asked, spell, wanted) if has_grammar else None
             return Reading(grammar, special_ids, channels=channels, has_tools=asked is not None)
         form = None if asked is None else self.form
-        thinks = self.thinks and asked_grammar(body)[1] is None  # a grammar of the client leaves no place for reasoning
+        is_open = self.thinks and reasoning.is_open_after(prompt, self.tokenizer)
+        # Text that matches a regex could be taken for the mark of a reasoning, JSON could not.
+        thinks = self.thinks and (wanted is None or wanted.kind == "json" or is_open)
         if form is None and not thinks:
             return None
-        is_open = thinks and reasoning.is_open_after(prompt, self.tokenizer)
-        if asked is not None and form is not None and asked.needs_grammar:
-            grammar = text_grammar(asked, form, spelling(self.tokenizer), thinks=thinks, is_open=is_open)
+        if has_grammar and asked is not None and form is not None:
+            grammar = text_grammar(asked, form, spell, thinks=thinks, is_open=is_open, wanted=wanted)
+        elif wanted is not None:
+            grammar = thinking_grammar(wanted, spell, is_open=is_open)
         names = frozenset(function.name for function in asked.functions) if asked is not None else frozenset[str]()
-        steps = partial(_read, form=form, names=names, thinks=thinks, is_open=is_open)
+        steps = partial(_read, form=form, names=names, thinks=thinks, is_open=is_open, has_text_before=wanted is None)
         return Reading(grammar, special_ids - self._mark_ids(form, thinks=thinks), steps=steps)
 
     def _mark_ids(self, form: ToolFormat | None, *, thinks: bool) -> set[int]:
@@ -152,11 +160,19 @@ def dialect_of(service: Service) -> Dialect:
 
 
 def _read(
-    tape: Tape, parts: Parts, *, form: ToolFormat | None, names: frozenset[str], thinks: bool, is_open: bool
+    tape: Tape,
+    parts: Parts,
+    *,
+    form: ToolFormat | None,
+    names: frozenset[str],
+    thinks: bool,
+    is_open: bool,
+    has_text_before: bool,
 ) -> Steps[None]:
+    """Read an answer. Unless text may come before calls, a mark of calls within it is a part of the text."""
     if thinks:
         yield from reasoning.read_reasoning(tape, parts, is_open=is_open)
-    if form is None:
+    if form is None or not (has_text_before or (yield from tape.sees(form.begin))):
         yield from tape.pass_until((), parts.add_text)
     else:
         yield from form.read(tape, parts, names)

@@ -7,6 +7,7 @@ one, `grammar.py` joins the grammar.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,14 @@ Spell = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls that a grammar allows. Rule number i of the arguments is `arguments_i`, for the i-th of the names."""
+    """The calls that a grammar allows. Rule number i of the arguments is `arguments_i`, for the i-th of the names.
+
+    `whitespace` is a regex of what stands between the tokens of JSON that may come instead; None if none may.
+    """
 
     names: Sequence[str]
     is_single: bool
+    whitespace: str | None
 
     def either(self, rule: Callable[[str, str], str]) -> str:
         """Return an alternative for each name, by its name and its rule of arguments."""
@@ -53,3 +58,8 @@ class ToolFormat:
 def literal(text: str) -> str:
     """Return a text in Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def regex(pattern: str) -> str:
+    """Return a regex in Lark."""
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL) + "/"

@@ -1,8 +1,14 @@
-"""The grammar of an answer that must call tools, or that may and then has to keep to their schemas."""
+"""The grammar of a chat's answer: reasoning, then calls of tools or a text, which may have to match another grammar.
+
+`dialect.py` calls it for answers that must call tools, that may and then have to keep to their schemas, and for those
+that are to match a grammar of the client and begin with reasoning or may be calls.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar
@@ -12,7 +18,7 @@ from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.request import AskedTools
 
 # Models are trained on JSON with a space after a comma and a colon, and on JSON without.
-_JSON_OPTIONS = {"whitespace_flexible": False, "whitespace_pattern": " ?"}
+_WHITESPACE = " ?"
 
 
 def spelling(tokenizer: Tokenizer) -> Spell:
@@ -25,43 +31,66 @@ def spelling(tokenizer: Tokenizer) -> Spell:
     return spell
 
 
-def text_grammar(asked: AskedTools, form: ToolFormat, spell: Spell, *, thinks: bool, is_open: bool) -> Grammar:
+def text_grammar(
+    asked: AskedTools, form: ToolFormat, spell: Spell, *, thinks: bool, is_open: bool, wanted: Grammar | None = None
+) -> Grammar:
     """Return the grammar of an answer in a format. Raises InvalidRequestError.
 
-    An answer of a model that `thinks` may begin with reasoning; where the prompt has opened that, it has to.
+    An answer of a model that `thinks` may begin with reasoning; where the prompt has opened that, it has to. A text
+    matches `wanted`, and then calls have none before them.
     """
     calls = f"{spell(form.begin)} calls" if form.begin else "calls"
-    thought = "thought " if is_open else "thought? " if thinks else ""
     excluded = [*([] if form.begin else [r"\s*\{"]), *([rf"\s*{reasoning.BEGIN}"] if thinks and not is_open else [])]
+    # In a format without a begin both are JSON, which is told apart token by token: they need the same white space.
+    whitespace = None if wanted is None or form.begin else wanted.whitespace
+    names = [function.name for function in asked.functions]
+    if asked.must_call:
+        answer = "calls_of_answer"
+    elif wanted is not None:
+        answer = "framed | calls_of_answer"
+    else:
+        answer = "TEXT | free_calls"
     rules = [
-        f"start: {thought}answer",
-        "answer: calls_of_answer" if asked.must_call else "answer: TEXT | free_calls",
+        _start(spell, thinks=thinks, is_open=is_open),
+        f"answer: {answer}",
         f"calls_of_answer: {calls}",
         _free_calls(form, spell),
-        "ANY: /(?s:.*)/",
         "TEXT: ANY" + "".join(f" & ~/{begin}(?s:.*)/" for begin in excluded),
-        form.rules(Calls([function.name for function in asked.functions], asked.is_single), spell),
-        _thought(spell, is_open=is_open),
+        form.rules(Calls(names, asked.is_single, whitespace), spell),
+        _arguments(asked, _WHITESPACE if whitespace is None else whitespace),
     ]
-    return _join(rules, asked)
+    return _join(rules, wanted)
 
 
-def harmony_grammar(asked: AskedTools, spell: Spell) -> Grammar:
-    """Return the grammar of an answer in harmony's channels, after <|start|>assistant. Raises InvalidRequestError."""
+def thinking_grammar(wanted: Grammar, spell: Spell, *, is_open: bool) -> Grammar:
+    """Return the grammar of an answer without tools that begins with reasoning, as in `text_grammar`."""
+    return _join([_start(spell, thinks=True, is_open=is_open), "answer: framed"], wanted)
+
+
+def harmony_grammar(asked: AskedTools | None, spell: Spell, wanted: Grammar | None = None) -> Grammar:
+    """Return the grammar of an answer in harmony's channels, after <|start|>assistant. Raises InvalidRequestError.
+
+    The last message is a call or the text, which matches `wanted`; then all others are reasoning, as those to the user
+    are part of the text.
+    """
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
     start, channel, message, end, constrain = map(spell, marks)
 
     def call(name: str, arguments: str) -> str:
         return f'{literal(f"commentary to=functions.{name} ")} {constrain} "json" {message} {arguments}'
 
-    calls = Calls([function.name for function in asked.functions], is_single=True)
+    before = "/analysis|commentary/" if wanted is None else '"analysis"'
+    text = "/analysis|commentary|final/ {} TEXT" if wanted is None else '"final" {} framed'
+    last = [f"{channel} {text.format(message)}"] if asked is None or not asked.must_call else []
     rules = [
-        f'start: ({channel} /analysis|commentary/ {message} TEXT {end} {start} "assistant")* last',
-        "last: call" if asked.must_call else f"last: call | {channel} /analysis|commentary|final/ {message} TEXT",
-        f"call: {channel} ({calls.either(call)})",
+        f'start: ({channel} {before} {message} TEXT {end} {start} "assistant")* last',
         "TEXT: /(?s:.*)/",
     ]
-    return _join(rules, asked)
+    if asked is not None:
+        last.append("call")
+        calls = Calls([function.name for function in asked.functions], is_single=True, whitespace=None)
+        rules += [f"call: {channel} ({calls.either(call)})", _arguments(asked, _WHITESPACE)]
+    return _join([*rules, f"last: {' | '.join(last)}"], wanted)
 
 
 def _free_calls(form: ToolFormat, spell: Spell) -> str:
@@ -73,18 +102,32 @@ def _free_calls(form: ToolFormat, spell: Spell) -> str:
     return f"free_calls: before calls\nbefore{'[lazy]' if begin.startswith(chr(34)) else ''}: TEXT {begin}"
 
 
-def _thought(spell: Spell, *, is_open: bool) -> str:
-    """Return the rules of a reasoning and of the white space after it."""
+def _start(spell: Spell, *, thinks: bool, is_open: bool) -> str:
+    """Return the rules of an answer with its reasoning and the white space after that."""
     begin, end = spell(reasoning.BEGIN), spell(reasoning.END)
     opened = "" if is_open else rf"/\s*/ {begin} "
-    return f"thought: marked /\\s{{0,2}}/\nmarked{'[lazy]' if end.startswith(chr(34)) else ''}: {opened}ANY {end}"
+    return "\n".join(
+        (
+            "start: " + ("thought " if is_open else "thought? " if thinks else "") + "answer",
+            "thought: marked /\\s{0,2}/",
+            f"marked{'[lazy]' if end.startswith(chr(34)) else ''}: {opened}ANY {end}",
+            "ANY: /(?s:.*)/",
+        )
+    )
 
 
-def _join(rules: list[str], asked: AskedTools) -> Grammar:
-    """Return the grammar of rules and of the arguments that they name."""
-    schemas = [{**asked.schema_of(function), "x-guidance": _JSON_OPTIONS} for function in asked.functions]
-    text = "\n".join([*rules, *(f"arguments_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(schemas))])
+def _arguments(asked: AskedTools, whitespace: str) -> str:
+    """Return the rules of the arguments of each function."""
+    options = {"whitespace_flexible": False, **({"whitespace_pattern": whitespace} if whitespace else {})}
+    schemas: list[Mapping[str, object]] = [asked.schema_of(function) for function in asked.functions]
+    return "\n".join(
+        f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': options})}" for i, schema in enumerate(schemas)
+    )
+
+
+def _join(rules: list[str], wanted: Grammar | None) -> Grammar:
+    text = "\n".join(rules)
     if len(text) > MAX_GRAMMAR_LENGTH:
         message = f"tools may make a grammar of at most {MAX_GRAMMAR_LENGTH} characters, got {len(text)}"
         raise InvalidRequestError(message, param="tools")
-    return Grammar("lark", text)
+    return Grammar("lark", text) if wanted is None else replace(wanted, frame=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
+from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal, regex
 from gptserve.server.tools.json_call import read_call
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import SPACE, Steps, Tape, drop
@@ -30,8 +30,13 @@ def _read(tape: Tape, parts: Parts, names: frozenset[str]) -> Steps[None]:
 
 def _rules(calls: Calls, _spell: Spell) -> str:
     def call(name: str, arguments: str) -> str:
-        head = literal(f'{{"name": "{name}", "parameters": ')
-        return f"{head} {arguments} {literal('}')}"
+        if calls.whitespace is None:
+            head = literal(f'{{"name": "{name}", "parameters": ')
+            return f"{head} {arguments} {literal('}')}"
+        # Other JSON is told from a call token by token: a longer text would rule out all that only begins like it.
+        tokens = ("{", '"name"', ":", f'"{name}"', ",", '"parameters"', ":")
+        gap = f" {regex(calls.whitespace)} " if calls.whitespace else " "
+        return gap.join((*map(literal, tokens), arguments, literal("}")))
 
     return f"calls: call {calls.repeated(literal('; '))}\ncall: {calls.either(call)}\n"
 

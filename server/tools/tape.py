@@ -72,16 +72,20 @@ class Tape:
         """Read white space."""
         yield from self.pass_run(SPACE, drop)
 
-    def accept(self, mark: str) -> Steps[bool]:
-        """Read the mark if it comes next; return whether it did."""
+    def sees(self, mark: str) -> Steps[bool]:
+        """Return whether the mark comes next."""
         while len(rest := self._text[self._at : self._at + len(mark)]) < len(mark):
             if self._has_ended or not mark.startswith(rest):
                 return False
             yield
-        if rest != mark:
-            return False
-        self.read(len(mark))
-        return True
+        return rest == mark
+
+    def accept(self, mark: str) -> Steps[bool]:
+        """Read the mark if it comes next; return whether it did."""
+        is_next = yield from self.sees(mark)
+        if is_next:
+            self.read(len(mark))
+        return is_next
 
     def pass_until(self, marks: tuple[str, ...], emit: Emit) -> Steps[str]:
         """Pass text on up to the first of the marks; read that and return it, "" at the end of the answer."""

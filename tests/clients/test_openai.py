@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.clients.environments import Environment
 from tests.clients.servers import post, text_of, until_stopped
+from tests.server.serving import LIMIT_S
 
 CLIENT = "openai"
 pytestmark = pytest.mark.clients
@@ -147,6 +149,53 @@ def test_an_answer_is_fed_back(client: Environment, chats: str, how: str) -> Non
     asked = [*HELLO, {"role": "assistant", "content": first}, {"role": "user", "content": "and then?"}]
 
     assert client.call(feed_back, chats, fields, how) == [first, text_of(chats, **{**fields, "messages": asked})]
+
+
+def parse_beside_tools(url: str, bias: dict[str, int]) -> dict[str, Any]:
+    import openai
+    from pydantic import BaseModel, Field
+
+    class Weather(BaseModel):
+        city: str = Field(max_length=8)
+
+    class Forecast(BaseModel):
+        rain: bool
+        days: int = Field(ge=0, le=99)
+
+    asked = {
+        "model": "storyteller",
+        "messages": [{"role": "user", "content": "Is it raining in Oslo?"}],
+        "tools": [openai.pydantic_function_tool(Weather, name="get_weather")],
+        "response_format": Forecast,
+        "max_tokens": 200,
+        "logit_bias": bias,
+        "temperature": 0,
+    }
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        whole = client.chat.completions.parse(**asked).choices[0]
+        with client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    found = {}
+    for name, choice in (("whole", whole), ("streamed", streamed)):
+        calls = [call.function.parsed_arguments.model_dump() for call in choice.message.tool_calls or []]
+        parsed = choice.message.parsed
+        found[name] = [choice.finish_reason, None if parsed is None else parsed.model_dump(), calls]
+    return found
+
+
+@pytest.mark.parametrize("begin", ["<", "{"])
+def test_an_answer_beside_tools_is_parsed_calls_or_a_parsed_text(client: Environment, tools: str, begin: str) -> None:
+    """The bias is towards the beginning of a call, or of the text: the model alone would choose at random."""
+    ids = httpx.post(f"{tools.removesuffix('/v1')}/tokenize", json={"prompt": begin}, timeout=LIMIT_S).json()["tokens"]
+
+    found = client.call(parse_beside_tools, tools, {str(ids[-1]): 30})
+
+    assert found["whole"] == found["streamed"]
+    reason, parsed, calls = found["whole"]
+    if begin == "<":
+        assert (reason, parsed, {tuple(call) for call in calls}) == ("tool_calls", None, {("city",)})
+    else:
+        assert (reason, set(parsed), calls) == ("stop", {"rain", "days"}, [])
 
 
 def errors_of(url: str, cases: list[Any], retries: int = 0) -> list[dict[str, Any]]:

@@ -77,6 +77,7 @@ def ragged() -> list[Request]:
         Grammar("regex", r"([a-z]{1,9} ){3}\d\."),
         Grammar("choice", json.dumps(["red", "red, of course", "rather blue"])),
         Grammar("lark", 'start: WORD ("," WORD)* "."\nWORD: /[a-z]{2,6}/'),
+        replace(grammar_of(FLAT), frame='start: call | framed\ncall: "<call>" /[a-z]{1,9}/'),
     ]
     kinds: list[dict[str, Any]] = [
         {},
@@ -85,8 +86,8 @@ def ragged() -> list[Request]:
         {"bad_words": ((13,), (16,))},
     ]
     return [
-        replace(asked(f"{i}", grammars[i % 7], max_tokens=30, **kinds[i % 4]), seed=i, choice_index=i % 3)
-        for i in range(14)
+        replace(asked(f"{i}", grammars[i % 8], max_tokens=30, **kinds[i % 4]), seed=i, choice_index=i % 3)
+        for i in range(16)
     ]
 
 

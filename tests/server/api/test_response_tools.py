@@ -85,6 +85,21 @@ def test_calls_are_items_with_events_that_every_reader_gets(serve: Serve, kind: 
     ]
 
 
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [('{"a": "<tool_call>"}', ["message"]), (ANSWERS["hermes"].removeprefix("Hm."), ["function_call"] * 2)],
+)
+def test_beside_functions_a_text_keeps_to_its_format(serve: Serve, answer: str, kinds: list[str]) -> None:
+    server = serve_kind(serve, "hermes", answer)
+    made = post(server, tools=TOOLS, text={"format": {"type": "json_object"}}).json()
+    assert [item["type"] for item in made["output"]] == kinds
+    if kinds == ["message"]:
+        assert made["output"][0]["content"][0]["text"] == answer
+    grammar = server.engine.submitted[0].params.grammar
+    assert grammar is not None
+    assert (grammar.kind, "get_time" in grammar.frame) == ("json", True)
+
+
 def test_text_that_follows_a_call_is_a_message_after_it(serve: Serve) -> None:
     server = serve_kind(serve, "hermes", '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>Bye')
     answer = read(post(server, tools=TOOLS, stream=True, tool_choice="auto"))[-1]["response"]
@@ -230,8 +245,6 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tool_choice": "required"}, "invalid_value", "tool_choice", "tool_choice must be none or auto without tools"),
     ({"parallel_tool_calls": 1}, "invalid_type", "parallel_tool_calls",
      "parallel_tool_calls: input should be a valid boolean, got 1"),
-    ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "invalid_value", "text.format",
-     "text.format may not be given together with tools that may be called"),
     (of_call(call_id=None), "missing_required_parameter", "input[1].call_id", "input[1].call_id is required"),
     (of_call(name=None), "missing_required_parameter", "input[1].name", "input[1].name is required"),
     (of_call(arguments={}), "invalid_type", "input", "input[1].arguments: input should be a valid string, got {}"),

@@ -154,10 +154,46 @@ def test_reasoning_comes_apart_from_the_text(
     assert "".join(delta.get("content", "") for delta in deltas) == content
 
 
-def test_structured_output_leaves_no_place_for_reasoning(make_api: MakeApi) -> None:
-    api = api_of(make_api, "thinking", "{}")
+def test_structured_output_comes_after_the_reasoning(make_api: MakeApi) -> None:
+    api = api_of(make_api, "thinking", "So.</think>{}")
     body = {"chat_template_kwargs": {"opens": True}, "response_format": {"type": "json_object"}}
-    assert api.chat(**body).json()["choices"][0]["message"] == {"role": "assistant", "content": "{}"}
+    message = {"role": "assistant", "content": "{}", "reasoning": "So.", "reasoning_content": "So."}
+    assert api.chat(**body).json()["choices"][0]["message"] == message
+
+
+TEXT_WITH_A_CALL = json.dumps({"a": ANSWERS["hermes"]}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "answer", "content", "names"),
+    [
+        ("hermes", TEXT_WITH_A_CALL, TEXT_WITH_A_CALL, []),
+        ("hermes", ANSWERS["hermes"].removeprefix("Hm."), None, ["get_weather", "get_time"]),
+        ("llama", '{"name":"get_weather"', '{"name":"get_weather"', []),
+        ("llama", ANSWERS["llama"], None, ["get_weather", "get_time"]),
+        ("mistral-v11", "[TOOL_CALLS]get_time[ARGS]{}", None, ["get_time"]),
+        ("harmony", '<|channel|>final<|message|>{"a": 1}', '{"a": 1}', []),
+        ("harmony", "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}", None, ["get_time"]),
+        ("thinking", "<think>So.</think>\n\n" + TEXT_WITH_A_CALL, TEXT_WITH_A_CALL, []),
+    ],
+)
+def test_an_answer_beside_tools_is_calls_or_the_text_that_is_wanted(
+    make_api: MakeApi, kind: str, answer: str, content: str | None, names: list[str], stream: bool
+) -> None:
+    api = api_of(make_api, kind, answer)
+    response = api.chat(tools=TOOLS, response_format={"type": "json_object"}, stream=stream)
+    if stream:
+        deltas = [chunk["choices"][0]["delta"] for chunk in parse_events(response.text)]
+        said = "".join(delta.get("content") or "" for delta in deltas) or None
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+    else:
+        message = response.json()["choices"][0]["message"]
+        said, calls = message["content"], message.get("tool_calls", [])
+    assert (said, [call["function"]["name"] for call in calls]) == (content, names)
+    grammar = api.engine.submitted[0].params.grammar
+    assert grammar is not None
+    assert (grammar.kind, json.loads(grammar.text), "get_time" in grammar.frame) == ("json", {"type": "object"}, True)
 
 
 def prompt_of(api: Api) -> str:
@@ -234,18 +270,19 @@ def test_the_engine_gets_a_grammar_where_one_is_needed(
         assert ("get_weather" in grammar.text) == (body.get("tool_choice") != NAMED)
 
 
+@pytest.mark.parametrize("fields", [forced(), {"tools": TOOLS, "response_format": {"type": "json_object"}}])
 @pytest.mark.parametrize("kind", ["hermes", "harmony"])
 def test_a_restarted_server_goes_on_with_the_same_grammar_and_ids(
-    serve: Callable[..., LiveServer], tmp_path: Path, kind: str
+    serve: Callable[..., LiveServer], tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:
     options = {"tokenizer": tokenizer_of(kind), "template": TEMPLATES[kind], "state_dir": tmp_path}
     first = LiveServer(FakeEngineClient(auto=False, info=engine_of(kind, "").info), **options)
     with first.running():
-        body = {"messages": [USER], **forced(background=True)}
+        body = {"messages": [USER], "background": True, **fields}
         begun = httpx.post(first.url + "/v1/chat/completions", json=body, timeout=20).json()
         assert begun["status"] == "queued"
     [before] = first.engine.submitted
-    second = serve(engine_of(kind, ANSWERS[kind]), **options)
+    second = serve(engine_of(kind, ANSWERS[kind].removeprefix("Hm.")), **options)
     url = f"{second.url}/v1/chat/completions/{begun['id']}"
     events = httpx.get(f"{url}/events", timeout=20).text.removesuffix("\n\n").split("\n\n")
     assert [request.params.grammar for request in second.engine.submitted] == [before.params.grammar]
@@ -308,8 +345,10 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "messages[1].tool_calls[0].function.arguments: input should be the text of a JSON object, got '[1]'"),
     (of_call('{"a": '), "invalid_value", "messages",
      "messages[1].tool_calls[0].function.arguments: input should be the text of a JSON object, got '{\"a\": '"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "invalid_value", "response_format",
-     "response_format may not be given together with tools that may be called"),
+    ({"tools": TOOLS, "guided_regex": "a"}, "invalid_value", "guided_regex",
+     "guided_regex may not be given together with tools that may be called, but JSON may be asked for"),
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}, "continue_final_message": True}, "invalid_value",
+     "continue_final_message", "continue_final_message may not be given with response_format and tools"),
     (forced(continue_final_message=True), "invalid_value", "continue_final_message",
      "continue_final_message may not be given with tools whose calls are forced, strict or not parallel"),
     (forced(add_generation_prompt=False), "invalid_value", "add_generation_prompt",

@@ -84,16 +84,14 @@ def test_a_model_without_an_end_of_text_refuses_grammars() -> None:
     assert (response.status_code, response.json()["error"]["message"]) == (400, message)
 
 
-def test_a_chat_that_marks_its_reasoning_refuses_grammars_and_a_completion_does_not() -> None:
+def test_the_grammar_of_a_chat_with_channels_is_that_of_its_last_message() -> None:
     api = Api(FakeEngineClient(), tokenizer=ByteTokenizer(*MARKS))
-    response = api.chat(guided_regex="a")
-    completed = api.complete(prompt="x", guided_regex="a")
+    api.chat(guided_regex="a")
+    api.complete(prompt="x", guided_regex="a")
+    refused = api.chat(guided_regex="a", add_generation_prompt=False)
     api.close()
-    assert response.json()["error"] == {
-        "message": "guided_regex is not supported in chats with this model, which marks its reasoning; use "
-        "/v1/completions",
-        "type": "invalid_request_error",
-        "param": "guided_regex",
-        "code": "unsupported_parameter",
-    }
-    assert completed.status_code == 200
+    of_chat, of_text = (request.params.grammar for request in api.engine.submitted)
+    assert of_chat is not None
+    assert (of_text, "analysis" in of_chat.frame) == (replace(of_chat, frame=""), True)
+    message = "add_generation_prompt may not be given with guided_regex and a model that marks its reasoning"
+    assert refused.json()["error"]["message"] == message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,11 @@ def allows(matcher: Matcher, ids: list[int]) -> bool:
     return True
 
 
-def write_at_random(matcher: Matcher, rng: random.Random, max_tokens: int = 2000) -> list[int] | None:
+def write_at_random(
+    matcher: Matcher, rng: random.Random, max_tokens: int = 2000, begin: Sequence[int] = ()
+) -> list[int] | None:
     """Return tokens that a grammar allows, each as likely as any other, up to the end; None without one."""
-    known: list[int] = []
+    known = list(begin)
     while len(known) < max_tokens:
         [row] = matcher.masks(known, (), 0)
         allowed = np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0]
@@ -228,6 +231,128 @@ def test_reasoning_comes_before_calls(compiler: Compiler, tokenizer: Tokenizer, 
     assert {case: allows(matcher.copy(), tokenizer.encode(case)) for case in cases} == cases
     delta = split(reading, tokenizer, tokenizer.encode(thought + CALL["hermes"]))
     assert (delta.text, delta.reasoning, validate(delta)) == ("", "I <tool_call> may call.", 1)
+
+
+CARD: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "maximum": 99}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def wanting(schema: Any = CARD) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def compact(kind: str, call: str) -> str:
+    """Return a call as it is beside JSON, which has no white space where the format makes that one text of both."""
+    return call.replace(", ", ",").replace(": ", ":") if kind == "llama" else call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_beside_tools_a_text_has_to_match_what_is_wanted(
+    compiler: Compiler, tokenizer: Tokenizer, kind: str, is_parallel: bool
+) -> None:
+    reading = reading_of(tokenizer, kind, parallel_tool_calls=is_parallel, **wanting())
+    assert reading.grammar is not None
+    matcher = compiler.compile(reading.grammar)
+    harmony = kind == "harmony"
+    before, final = (ANALYSIS, "<|channel|>final<|message|>") if harmony else ("", "")
+    call, second = compact(kind, CALL[kind]), compact(kind, SECOND.get(kind, "x"))
+    cases = {
+        before + call: True,
+        before + final + '{"name":"get_time","n":4}': True,
+        before + final + '{"name":"<tool_call>"}': True,
+        final + '{"name": "x"}': False,
+        final + "Four.": False,
+        "I look. " + call: False,
+        final + '{"name":"x"}' + call: False,
+        call.replace("get_time", "get_tim"): False,
+        call.replace("{}", '{"a":1}'): True,  # that one is not strict
+        call.replace("get_time", "get_weather"): False,
+        call + second: is_parallel and kind in SECOND,
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + final + '{"name":"x"}': False,
+    }
+    assert {case: allows(matcher.copy(), tokenizer.encode_with_special(case)) for case in cases} == cases
+    for text in ('{"name":"get_time","n":4}', f'{{"name":"{CALL["hermes"][:11]}"}}'):
+        delta = split(reading, tokenizer, tokenizer.encode_with_special(before + final + text))
+        assert (delta.text, delta.tool_calls, delta.finish_reason) == (text, (), "stop")
+    delta = split(reading, tokenizer, tokenizer.encode_with_special(before + call))
+    assert (delta.text, delta.reasoning, validate(delta)) == ("", "Hm." if harmony else "", 1)
+
+
+# In llama's format an object with a function's name may be a call, so that not all objects of such a schema are text.
+@pytest.mark.parametrize(
+    ("kind", "schema"), [*((kind, CARD) for kind in FORMATS), ("hermes", {"type": "object"}), ("mistral", {})]
+)
+def test_whatever_is_written_beside_tools_is_calls_or_validates(
+    compiler: Compiler, tokenizer: Tokenizer, kind: str, schema: dict[str, Any]
+) -> None:
+    reading = reading_of(tokenizer, kind, tools=TOOLS[:1], **wanting(schema))
+    assert reading.grammar is not None
+    compiled, reasons = compiler.compile(reading.grammar), []
+    call = tokenizer.encode_with_special(compact(kind, CALL[kind]).replace("time", "weather").partition("}")[0])
+    for seed in range(8):
+        begin = call if seed % 2 else ()
+        ids = write_at_random(compiled.copy(), random.Random(seed), max_tokens=100, begin=begin)
+        if ids is not None:
+            delta = split(reading, tokenizer, ids)
+            reasons.append(delta.finish_reason)
+            if not validate(delta):
+                jsonschema.validate(json.loads(delta.text), schema)
+    assert set(reasons) == {"stop", "tool_calls"}
+
+
+def test_a_wanted_text_has_the_white_space_that_was_asked_for(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    wanted = {"structured_outputs": {"json": CARD, "whitespace_pattern": "[ /]?"}}
+    for kind in ("llama", "hermes"):
+        reading = reading_of(tokenizer, kind, **wanted)
+        assert reading.grammar is not None
+        matcher = compiler.compile(reading.grammar)
+        cases = [CALL[kind], '{"name":/"x"}', '{"name": "x", "n": 2}']
+        assert [allows(matcher.copy(), tokenizer.encode(case)) for case in cases] == [True] * 3
+
+
+def test_calls_that_must_come_leave_no_place_for_a_wanted_text(tokenizer: Tokenizer) -> None:
+    for kind in KINDS:
+        forced = reading_of(tokenizer, kind, tool_choice="required").grammar
+        assert reading_of(tokenizer, kind, tool_choice="required", **wanting()).grammar == forced
+
+
+REGEX = {"structured_outputs": {"regex": "(?s:.*)"}}
+LARK = {"structured_outputs": {"grammar": 'start: WORD "."\nWORD: /[a-z]+/'}}
+CHOICE = {"guided_choice": ["a", "}b"]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [(wanting(), '{"name":"x"}', "x"), (REGEX, "<think>", None), (LARK, "ab.", "ab"), (CHOICE, "}b", "b")],
+)
+@pytest.mark.parametrize("kind", ["thinking", "harmony"])
+def test_reasoning_comes_before_a_wanted_text(
+    compiler: Compiler, tokenizer: Tokenizer, kind: str, wanted: dict[str, Any], good: str, bad: str | None
+) -> None:
+    fields = {"tools": None, **wanted}
+    if kind == "harmony":
+        reading, before = reading_of(tokenizer, kind, **fields), ANALYSIS + "<|channel|>final<|message|>"
+    else:
+        reading, before = reading_of(tokenizer, "hermes", "Hi<think>", thinks=True, **fields), "Hm.</think>"
+    assert reading.grammar is not None
+    matcher = compiler.compile(reading.grammar)
+    cases = {before + good: True, good: False, **({} if bad is None else {before + bad: False})}
+    assert {case: allows(matcher.copy(), tokenizer.encode_with_special(case)) for case in cases} == cases
+    delta = split(reading, tokenizer, tokenizer.encode_with_special(before + good))
+    assert (delta.text, delta.reasoning, delta.finish_reason) == (good, "Hm.", "stop")
+
+
+def test_json_may_come_after_reasoning_that_the_prompt_has_not_opened(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    reading = reading_of(tokenizer, "hermes", "Hi", thinks=True, tools=None, **wanting())
+    assert reading.grammar is not None
+    matcher = compiler.compile(reading.grammar)
+    cases = {'<think>Hm.</think>{"name":"x"}': True, '{"name":"x"}': True, "<think>": False, "Hm.": False}
+    assert {case: allows(matcher.copy(), tokenizer.encode(case)) for case in cases} == cases
 
 
 def test_only_what_needs_a_grammar_has_one(tokenizer: Tokenizer) -> None:
