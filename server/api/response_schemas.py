@@ -24,6 +24,7 @@ from gptserve.server.api.response_tool_schemas import (
 from gptserve.server.api.schemas import Label, SharedFields
 
 LOGPROBS = "message.output_text.logprobs"
+REASONING = "reasoning.encrypted_content"
 INPUT_RULE = "Input should be a string or a list of items"
 Json = dict[str, Any]
 
@@ -173,6 +174,13 @@ class OutputLogprob(TextLogprob):
     top_logprobs: list[TextLogprob]
 
 
+class InputText(_Model):
+    """A text of the input."""
+
+    type: Literal["input_text"]
+    text: str
+
+
 class OutputText(_Model):
     """The text of a message."""
 
@@ -286,6 +294,37 @@ class ResponseEvent(_Model):
 
     type: str
     sequence_number: int
+
+
+class InputMessage(_Model):
+    """A message of the input."""
+
+    id: str
+    type: Literal["message"]
+    status: Literal["completed"]
+    role: Literal["user", "system", "developer"]
+    content: list[InputText]
+
+
+class OutputOfCall(_Model):
+    """The result of a call."""
+
+    id: str
+    type: Literal["function_call_output"]
+    status: Literal["completed"]
+    call_id: str
+    output: str | list[InputText]
+
+
+class InputItemList(_Model):
+    """A page of the items that a response was made of."""
+
+    object: Literal["list"]
+    data: list[InputMessage | OutputMessage | OutputReasoning | OutputFunctionCall | OutputOfCall]
+    first_id: str | None
+    """null on an empty page"""
+    last_id: str | None
+    has_more: bool
 
 
 class DeletedResponse(_Model):

@@ -6,7 +6,6 @@ rules of owners, limits and restarts.
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -22,9 +21,20 @@ from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, own
 from gptserve.server.api.completions import read_body
 from gptserve.server.api.openapi import error_responses, event_stream, json_body
 from gptserve.server.api.response_fields import take_response_fields
+from gptserve.server.api.response_queries import (
+    AFTER_EVENT,
+    ID,
+    INCLUDE,
+    PAGE,
+    STREAM,
+    check_include,
+    page_asked,
+    stream_asked,
+)
 from gptserve.server.api.response_schemas import (
     LOGPROBS,
     DeletedResponse,
+    InputItemList,
     Item,
     ResponseEvent,
     ResponseObject,
@@ -37,8 +47,9 @@ from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.responses.input_list import list_items
 from gptserve.server.responses.plan import (
     RESPONSE_SHAPE,
     ResponsePlan,
@@ -57,14 +68,6 @@ from gptserve.server.tools.dialect import dialect_of
 
 _PATH = "/v1/responses"
 _BY_ID = f"{_PATH}/{{id}}"
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-_STREAM = {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "answer as events"}
-_AFTER = {
-    "name": "starting_after",
-    "in": "query",
-    "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
-    "description": "the sequence_number of the last event to leave out of a stream",
-}
 _ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ResponseObject,
@@ -89,21 +92,28 @@ def responses_router(service: Service, store: BackgroundStore) -> APIRouter:
         _BY_ID,
         name="retrieve_response",
         summary="Return a response so far, or stream its events from any of them on",
-        openapi_extra={"parameters": [_ID, _STREAM, _AFTER]},
+        openapi_extra={"parameters": [ID, STREAM, AFTER_EVENT, INCLUDE]},
         responses={**_ANSWER, **error_responses(400, 401, 404, 500)},
     )(routes.retrieve)
+    router.get(
+        f"{_BY_ID}/input_items",
+        name="list_input_items",
+        summary="List the items that a response was made of",
+        openapi_extra={"parameters": [ID, *PAGE, INCLUDE]},
+        responses={200: {"model": InputItemList}, **error_responses(400, 401, 404, 500)},
+    )(routes.list_input)
     router.post(
         f"{_BY_ID}/cancel",
         name="cancel_response",
         summary="Cancel a response; one that has ended stays as it is",
-        openapi_extra={"parameters": [_ID]},
+        openapi_extra={"parameters": [ID]},
         responses={200: {"model": ResponseObject}, **error_responses(401, 404, 500)},
     )(routes.cancel)
     router.delete(
         _BY_ID,
         name="delete_response",
         summary="Delete a response; one that runs is cancelled",
-        openapi_extra={"parameters": [_ID]},
+        openapi_extra={"parameters": [ID]},
         responses={200: {"model": DeletedResponse}, **error_responses(401, 404, 500)},
     )(routes.delete)
     return router
@@ -136,30 +146,38 @@ class _Routes:
         background = replace(background, fields=kept)
         make_plan = partial(plan_response, asked, background, service, owner, self._dialect)
         job = await store.begin_or_find(background, make_plan)
-        if body.background and not body.stream:
-            return await self._answer(job, request)
         plan = await self._plan(job)
+        if body.background and not body.stream:
+            return await self._answer(job, plan, request)
         ends_with_client = not body.background and key is None
         return StoredAnswer(service, store, job, plan, bool(body.stream), ends_with_client=ends_with_client)
 
     async def retrieve(self, request: Request) -> Response:
         """Return a response, or its events."""
-        stream, after = _stream_asked(request)
+        stream, after = stream_asked(request)
         job = self._found(request)
-        if not stream:
-            return await self._answer(job, request)
         plan = await self._plan(job)
+        check_include(request, has_logprobs=plan.asked.includes_logprobs)
+        if not stream:
+            return await self._answer(job, plan, request)
         if job.is_unreadable:
             after = NO_EVENT  # nothing is sent but the error
         if after > NO_EVENT:
             await self._check_after(after, job, plan)
         return StoredAnswer(self._service, self._store, job, plan, stream=True, after=after)
 
+    async def list_input(self, request: Request) -> Response:
+        """Return a page of the items that a response was made of."""
+        page, job = page_asked(request), self._found(request)
+        check_include(request, has_logprobs=False)
+        listed = list_items(job.completion_id, (await self._plan(job)).asked, page)
+        return await self._service.in_thread(json_response, listed)
+
     async def cancel(self, request: Request) -> Response:
         """Cancel a response."""
         job = self._found(request)
         await self._store.cancel(job)
-        return await self._answer(job, request)
+        return await self._answer(job, await self._plan(job), request)
 
     async def delete(self, request: Request) -> Response:
         """Delete a response."""
@@ -177,10 +195,10 @@ class _Routes:
         assert isinstance(plan, ResponsePlan), "find sees to it"
         return plan
 
-    async def _answer(self, job: BackgroundJob, request: Request) -> Response:
+    async def _answer(self, job: BackgroundJob, plan: ResponsePlan, request: Request) -> Response:
         """Return the response so far."""
         log_fields(request.scope)["completion_id"] = job.completion_id
-        _, answer = await self._read(job)
+        answer = await self._read(job, plan)
         return await self._service.in_thread(json_response, answer)
 
     async def _conversation(self, response_id: str | None, owner: str | None) -> list[Item]:
@@ -191,7 +209,8 @@ class _Routes:
         if job.status != "completed":
             message = f"previous_response_id must be of a response that has ended well; {response_id!r} is {job.status}"
             raise ServiceError("invalid_value", message, param="previous_response_id")
-        plan, answer = await self._read(job)
+        plan = await self._plan(job)
+        answer = await self._read(job, plan)
         return [*plan.asked.earlier, *input_items(plan.asked), *output_items(answer)]
 
     async def _check_after(self, after: int, job: BackgroundJob, plan: ResponsePlan) -> None:
@@ -207,13 +226,12 @@ class _Routes:
             message = f"starting_after may be at most {count - 1}, as the response has no more events, got {after}"
             raise ServiceError("invalid_value", message, param="starting_after")
 
-    async def _read(self, job: BackgroundJob) -> tuple[ResponsePlan, Json]:
-        plan = await self._plan(job)
+    async def _read(self, job: BackgroundJob, plan: ResponsePlan) -> Json:
         status = job.status
         error = None if job.error is None or status != "failed" else str(job.error)
         batches = await self._store.outputs(job)
         tokenizer = self._service.tokenizer
-        return plan, await self._service.in_thread(render_response, plan, batches, tokenizer, status, error)
+        return await self._service.in_thread(render_response, plan, batches, tokenizer, status, error)
 
     def _find(self, response_id: str, owner: str | None, param: str) -> BackgroundJob:
         with suppress(ServiceError):
@@ -234,18 +252,3 @@ def _check_together(body: ResponsesRequest, key: str | None) -> None:
         raise InvalidRequestError(message, param="text.format.schema")
     if body.top_logprobs and not body.includes_logprobs:
         raise InvalidRequestError(f"top_logprobs may be given only with include {LOGPROBS}", param="top_logprobs")
-
-
-def _stream_asked(request: Request) -> tuple[bool, int]:
-    """Return whether the events are asked for, and the number of the last one that is not. Raises ServiceError."""
-    stream, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
-    if stream not in ("true", "false"):
-        raise ServiceError("invalid_value", f"stream must be true or false, got {show(stream)}", param="stream")
-    if after is None:
-        return stream == "true", NO_EVENT
-    if stream == "false":
-        raise ServiceError("invalid_value", "starting_after may be given only with stream true", param="starting_after")
-    if re.fullmatch("[0-9]{1,9}", after) is None:
-        message = f"starting_after must be the sequence_number of an event, such as 17, got {show(after)}"
-        raise ServiceError("invalid_value", message, param="starting_after")
-    return True, int(after)

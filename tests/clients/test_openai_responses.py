@@ -34,7 +34,8 @@ def ask(url: str, asked: dict[str, Any]) -> dict[str, Any]:
         second = client.responses.create(**{**asked, "input": "and then?"}, previous_response_id=whole.id)
         back = [{"role": "user", "content": asked["input"]}, *whole.output, {"role": "user", "content": "and then?"}]
         stateless = client.responses.create(**{**asked, "input": back}, store=False)
-        retrieved = client.responses.retrieve(whole.id)
+        retrieved = client.responses.retrieve(whole.id, include=["reasoning.encrypted_content"])
+        items = list(client.responses.input_items.list(second.id, limit=1, order="asc"))
         begun = client.responses.create(**asked, background=True)
         cancelled = client.responses.cancel(begun.id)
         client.responses.delete(whole.id)
@@ -53,6 +54,8 @@ def ask(url: str, asked: dict[str, Any]) -> dict[str, Any]:
         "again": again,
         "second": second.output_text,
         "stateless": stateless.output_text,
+        "items": [[item.role, item.content[0].text] for item in items],
+        "distinct": len({item.id for item in items}),
         "ended": cancelled.status in ("cancelled", "incomplete", "completed"),
         "gone": gone,
     }
@@ -70,6 +73,8 @@ def test_responses_whole_streamed_continued_and_deleted(client: Environment, cha
     assert [found[name] for name in ("whole", "streamed", "last", "helper")] == [first] * 4
     assert found["numbers"] == found["again"] == list(range(len(found["numbers"])))
     assert (found["second"], found["stateless"]) == (second, second)
+    assert found["items"] == [["user", ASKED["input"]], ["assistant", first], ["user", "and then?"]]
+    assert found["distinct"] == 3
     assert (found["metadata"], found["gone"]) == ({"a": "b"}, "completion_not_found")
     assert found["same"]
     assert found["ended"]

@@ -172,6 +172,7 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         "/v1/responses",
         "/v1/responses/{id}",
         "/v1/responses/{id}/cancel",
+        "/v1/responses/{id}/input_items",
         "/v1/models",
         "/v1/models/{model}",
         "/tokenize",

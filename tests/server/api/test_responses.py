@@ -14,7 +14,7 @@ import pytest
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.api.response_fields import UNREAD
-from gptserve.server.api.response_schemas import ResponseObject, ResponsesRequest
+from gptserve.server.api.response_schemas import InputItemList, ResponseObject, ResponsesRequest
 from gptserve.server.completions.harmony import MARKS
 from tests.server.api.test_owners import KEYS, ask
 from tests.server.conftest import MODEL, Api, LiveServer
@@ -580,7 +580,8 @@ def test_a_response_belongs_to_the_owner_of_its_key(serve: Serve, tmp_path: Path
     server = serve(FakeEngineClient(say("x", then_eos=True)), api_key_file=key_file)
     response_id = ask(server, KEYS["a"], "POST", PATH, json={"input": "secret"}).json()["id"]
     path = f"{PATH}/{response_id}"
-    of_id = [("GET", path), ("GET", f"{path}?stream=true"), ("POST", f"{path}/cancel"), ("DELETE", path)]
+    reads = [("GET", path + query) for query in ("", "?stream=true", "/input_items")]
+    of_id = [*reads, ("POST", f"{path}/cancel"), ("DELETE", path)]
 
     for method, of in of_id:
         refused, unknown = (ask(server, KEYS["b"], method, asked) for asked in (of, of.replace(response_id, "resp_0")))
@@ -612,6 +613,90 @@ def test_all_of_a_conversation_survives_a_restart(serve: Serve, tmp_path: Path) 
     said = "[assistant]Yé.<|endoftext|>"
     expected = f"[user]one<|endoftext|>{said}[user]two<|endoftext|>{said}[user]three<|endoftext|>>"
     assert prompt_of(later) == expected
+
+
+def input_items(server: LiveServer, response_id: str, **query: Any) -> httpx.Response:
+    return httpx.get(f"{server.url}{PATH}/{response_id}/input_items", params=query, timeout=20)
+
+
+def test_the_items_that_a_response_was_made_of_are_listed(serve: Serve, tmp_path: Path) -> None:
+    part = {"type": "input_text", "text": "Rain"}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": [part]}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    given = [thought, call, result, {**result, "output": "Sun"}, {"role": "developer", "content": "two"}]
+    with LiveServer(FakeEngineClient(say("Yé.", then_eos=True)), state_dir=tmp_path).running() as server:
+        first = post(server, input="one", instructions="not listed").json()
+        second = post(server, input=given, previous_response_id=first["id"]).json()
+        whole = input_items(server, second["id"], order="asc").json()
+    later = serve(FakeEngineClient(), state_dir=tmp_path)
+
+    assert whole == input_items(later, second["id"], order="asc").json()
+    InputItemList.model_validate(whole, strict=True, extra="forbid")
+    suffix = second["id"].removeprefix("resp_")
+    own = [{name: item[name] for name in item if name not in ("id", "status")} for item in whole["data"]]
+    said = {"type": "output_text", "text": "Yé.", "annotations": [], "logprobs": []}
+    assert own == [
+        {"type": "message", "role": "user", "content": [{**part, "text": "one"}]},
+        {"type": "message", "role": "assistant", "content": [said]},
+        *given[:-1],
+        {"type": "message", "role": "developer", "content": [{**part, "text": "two"}]},
+    ]
+    ids = [f"{prefix}_{suffix}_in_{i}" for i, prefix in enumerate(["msg", "msg", "rs", "fc", "fco", "fco", "msg"])]
+    assert [item["id"] for item in whole["data"]] == ids
+    assert (whole["object"], whole["first_id"], whole["last_id"], whole["has_more"]) == ("list", ids[0], ids[-1], False)
+
+    pages, after = [], {}
+    while not pages or pages[-1]["has_more"]:
+        pages.append(input_items(later, second["id"], limit=3, **after).json())
+        after = {"after": pages[-1]["last_id"]}
+    assert [item["id"] for page in pages for item in page["data"]] == ids[::-1]
+    assert [page["first_id"] for page in pages] == [ids[6], ids[3], ids[0]]
+    empty = input_items(later, second["id"], after=ids[0]).json()
+    assert empty == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+    assert httpx.delete(f"{later.url}{PATH}/{second['id']}").status_code == 200
+    assert input_items(later, second["id"]).json()["error"]["code"] == "completion_not_found"
+
+
+@pytest.mark.parametrize(
+    ("query", "code", "message"),
+    [
+        ({"limit": 0}, "invalid_value", "limit must be a whole number from 1 to 100, got '0'"),
+        ({"limit": 101}, "invalid_value", "limit must be a whole number from 1 to 100, got '101'"),
+        ({"limit": "1e1"}, "invalid_value", "limit must be a whole number from 1 to 100, got '1e1'"),
+        ({"order": "up"}, "invalid_value", "order must be asc or desc, got 'up'"),
+        ({"after": "x"}, "invalid_value", "after must be the id of an item of this response's input, got 'x'"),
+        (
+            {"include": "message.output_text.logprobs"},
+            "invalid_value",
+            "include may have message.output_text.logprobs only where the request for the response had it, too",
+        ),
+        (
+            {"include[]": "file_search_call.results"},
+            "unsupported_parameter",
+            "include may have message.output_text.logprobs and reasoning.encrypted_content, got "
+            "'file_search_call.results'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_list_of_items_is_refused_in_words(
+    yes: LiveServer, query: dict[str, Any], code: str, message: str
+) -> None:
+    refused = input_items(yes, post(yes).json()["id"], **query)
+    param = next(iter(query)).removesuffix("[]")
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    assert (refused.status_code, refused.json()) == (400, {"error": error})
+
+
+def test_what_is_included_is_what_the_response_was_asked_for_with(yes: LiveServer) -> None:
+    scored, plain = post(yes, **LOGPROBS).json(), post(yes).json()
+    wanted = {"include[]": [LOGPROBS["include"][0], "reasoning.encrypted_content"]}
+
+    assert get(yes, scored["id"], **wanted).json() == scored
+    assert read(get(yes, scored["id"], stream="true", **wanted))[-1]["response"] == scored
+    for fields in ({}, {"stream": "true"}):
+        assert get(yes, plain["id"], **wanted, **fields).json()["error"]["param"] == "include"
+        assert get(yes, plain["id"], include="reasoning.encrypted_content", **fields).status_code == 200
 
 
 def test_a_response_of_another_tokenizer_has_failed_and_says_so_to_every_reader(serve: Serve, tmp_path: Path) -> None:
