@@ -29,10 +29,10 @@ from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_ca
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
 from gptserve.engine.model.host_cpus import FreeCpus
 from gptserve.engine.model.int8 import check_quantization
-from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.linear import MIN_ROWS, product_of, rows_are_independent
-from gptserve.engine.model.memory import linear_shapes, plan_cache
+from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.step_memory import LOGIT_ROWS, make_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.logprobs import top_logprobs
@@ -44,9 +44,6 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
 
 logger = logging.getLogger(__name__)
-
-_LOGIT_ROWS = 64
-"""Rows of prompt logits computed at once: 64 fp32 rows of a 50,000-token vocabulary take 13 MB."""
 
 _PROBE_TOKENS = 8
 """Tokens of the fingerprint's sample: enough for attention over several keys."""
@@ -87,10 +84,9 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend, quantization)
-            longest = config.max_model_len or self._model.max_position
-            scratch_bytes = backend.scratch_bytes(longest, self._model.head_size, num_threads)
-            self._cache, num_blocks, max_model_len = _make_cache(config, self._model, dtype, self.device, scratch_bytes)
-            self._decoder.set_max_model_len(max_model_len)
+            self._cache, num_blocks, max_model_len = make_cache(
+                config, self._model, self._decoder, backend, dtype, self.device, num_threads
+            )
         self._masks = MaskThread()
         self._step_work = StepWork(self._model)
         # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
@@ -186,8 +182,8 @@ class ModelRunner:
         assert num_top is not None
         last = min(first + item.num_tokens, sequence.num_prompt_tokens - 1)
         entries: list[tuple[int, TokenLogprobs]] = []
-        for start in range(first, last, _LOGIT_ROWS):
-            positions = range(start + 1, min(start + _LOGIT_ROWS, last) + 1)
+        for start in range(first, last, LOGIT_ROWS):
+            positions = range(start + 1, min(start + LOGIT_ROWS, last) + 1)
             rows = hidden[positions[0] - 1 - first : positions[-1] - first]
             logits = self._decoder.logits(pad(rows, (0, 0, 0, max(0, self.min_rows - len(rows)))))[: len(rows)]
             (targets,) = to_device(self.device, np.array(sequence.token_ids[positions[0] : positions[-1] + 1]))
@@ -220,16 +216,6 @@ def _log_model(info: EngineInfo) -> None:
         "model: dtype=%s device=%s attention=%s batch_invariant=%s fingerprint=%s",
         *(info.dtype, info.device, info.attention_backend, "yes" if info.batch_invariant else "no", info.fingerprint),
     )
-
-
-def _make_cache(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, scratch_bytes: int
-) -> tuple[KVCache, int, int]:
-    """Return the cache, its number of blocks and max_model_len."""
-    memory = cache_memory_bytes(config, device, scratch_bytes)
-    num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *memory)
-    cache = KVCache(model, num_blocks, config.block_size, dtype, device)
-    return cache, num_blocks, max_model_len
 
 
 def _check_max_model_len(config: EngineConfig, max_position: int) -> None:

@@ -100,6 +100,27 @@ def test_every_family_is_as_exact_as_on_a_cpu(name: str, tmp_path: Path) -> None
     assert 0 < error < 1.5 * of_reference
 
 
+def test_the_longest_prompts_in_a_full_batch_do_not_run_out_of_memory(
+    storyteller: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a card of which little is left: the cache takes all but what was measured for the largest step."""
+    free, total = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - total // 50 - 4 * 2**30, dtype=torch.uint8, device=DEVICE)
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.98, "kv_cache_bytes": None, "max_num_seqs": 512}
+    engine = make_engine(storyteller, device=DEVICE, max_num_batched_tokens=8192, **options)
+    assert torch.cuda.mem_get_info()[0] < total // 50 + 3 * 2**30
+    heavy: dict[str, Any] = {"top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "logprobs": 20}
+    prompts = [[i] * (engine.info.max_model_len - 2) for i in range(512)]
+    requests = [
+        make_request(str(i), prompt, seed=i, max_tokens=2, prompt_logprobs=20 if i % 32 == 0 else None, **heavy)
+        for i, prompt in enumerate(prompts)
+    ]
+    outputs = run(engine, requests)
+    assert {its[-1].finish_reason for its in outputs.values()} == {FinishReason.LENGTH}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    del ballast
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_kernel_is_taken_without_a_word(storyteller: Path, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     assert make_engine(storyteller, device=DEVICE, dtype=dtype, kv_cache_bytes=2**27).info.attention_backend == FAST

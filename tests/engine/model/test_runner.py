@@ -145,7 +145,7 @@ def test_attention_scratch_of_all_threads_is_kept_free(tiny_gpt2: Path, monkeypa
         asked.append(scratch_bytes)
         return cache_memory_bytes(config, device, scratch_bytes)
 
-    monkeypatch.setattr("gptserve.engine.model.runner.cache_memory_bytes", asking)
+    monkeypatch.setattr("gptserve.engine.model.step_memory.cache_memory_bytes", asking)
     for num_threads in (1, 2):
         make_engine(tiny_gpt2, num_threads=num_threads)
     assert asked[1] == 2 * asked[0]
