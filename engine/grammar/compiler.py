@@ -70,7 +70,7 @@ class Compiler:
         self._try_out(matcher)
         if matcher.is_error():
             reason = reason_of(matcher)
-            raise GrammarError(reason if grammar.kind == "lark" else _PLACE.sub("", reason))
+            raise GrammarError(reason if grammar.kind == "lark" or grammar.frame else _PLACE.sub("", reason))
         return Matcher(matcher, self._tokenizer, self._eos_token_ids)
 
     def _try_out(self, matcher: LLMatcher) -> None:

@@ -17,7 +17,9 @@ from gptserve.server.completions.prompt import bad_word_ids, check_length, num_k
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Shape
 from gptserve.server.errors import ServiceError
-from gptserve.server.tools.dialect import Dialect
+from gptserve.server.tools.dialect import Dialect, Reading
+from gptserve.server.tools.grammar import fault_of_function
+from gptserve.server.tools.request import asked_tools
 
 NO_TEMPLATE = (
     "this model has no chat template: it continues text, for which there is /v1/completions; to chat with it all the "
@@ -48,7 +50,7 @@ async def plan_chat(
         prompt = await service.in_worker(_encode, body, service, num_kept)
         reading = dialect.reading(body, prompt)
         if reading is not None and reading.grammar is not None:
-            await check_compiles("tools" if body.tools else asked_grammar(body)[0], reading.grammar, service)
+            await _check_reading(reading, body, service)
             params = replace(params, grammar=reading.grammar)
         if max_tokens is None:
             params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))
@@ -64,6 +66,19 @@ async def plan_chat(
         }
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
     return planned
+
+
+async def _check_reading(reading: Reading, body: ChatRequest, service: Service) -> None:
+    """Raise InvalidRequestError unless the grammar of an answer compiles; name the function at fault."""
+    asked, name = asked_tools(body), asked_grammar(body)[0]
+    assert reading.grammar is not None
+    try:
+        await check_compiles("tools" if asked is not None else name, reading.grammar, service)
+    except InvalidRequestError as error:
+        fault = None if asked is None else fault_of_function(str(error), reading.grammar, asked)
+        if fault is None:
+            raise
+        raise InvalidRequestError(fault, param="tools") from error
 
 
 def _encode(body: ChatRequest, service: Service, num_kept: int) -> tuple[int, ...]:

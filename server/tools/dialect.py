@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar
@@ -26,7 +27,10 @@ from gptserve.server.tools.formats import FORMATS, format_of
 from gptserve.server.tools.grammar import harmony_grammar, spelling, text_grammar, thinking_grammar
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.request import asked_tools
-from gptserve.server.tools.tape import Steps, Tape
+from gptserve.server.tools.tape import Steps, Tape, drop
+
+_Text = Literal["before", "apart", "none"]
+"""Where the text of an answer is: before calls, instead of calls, nowhere."""
 
 NO_TOOLS = "tools may not be given: the chat template of this model knows no tools"
 NO_FORMAT = (
@@ -90,7 +94,8 @@ class Dialect:
         elif wanted is not None:
             grammar = thinking_grammar(wanted, spell, is_open=is_open)
         names = frozenset(function.name for function in asked.functions) if asked is not None else frozenset[str]()
-        steps = partial(_read, form=form, names=names, thinks=thinks, is_open=is_open, has_text_before=wanted is None)
+        text: _Text = "apart" if wanted is not None else "none" if asked is not None and asked.must_call else "before"
+        steps = partial(_read, form=form, names=names, thinks=thinks, is_open=is_open, text=text)
         return Reading(grammar, special_ids - self._mark_ids(form, thinks=thinks), steps=steps)
 
     def _mark_ids(self, form: ToolFormat | None, *, thinks: bool) -> set[int]:
@@ -167,12 +172,17 @@ def _read(
     names: frozenset[str],
     thinks: bool,
     is_open: bool,
-    has_text_before: bool,
+    text: _Text,
 ) -> Steps[None]:
-    """Read an answer. Unless text may come before calls, a mark of calls within it is a part of the text."""
+    """Read an answer. Where calls and text come apart, a mark of calls within the text is a part of it.
+
+    Where there is no text, what seems to be one is the beginning of a call that was cut off.
+    """
+    if text == "none":
+        parts.add_text = drop
     if thinks:
         yield from reasoning.read_reasoning(tape, parts, is_open=is_open)
-    if form is None or not (has_text_before or (yield from tape.sees(form.begin))):
+    if form is None or (text == "apart" and not (yield from tape.sees(form.begin))):
         yield from tape.pass_until((), parts.add_text)
     else:
         yield from form.read(tape, parts, names)

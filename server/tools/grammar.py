@@ -7,6 +7,7 @@ that are to match a grammar of the client and begin with reasoning or may be cal
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from gptserve.server.tools.request import AskedTools
 
 # Models are trained on JSON with a space after a comma and a colon, and on JSON without.
 _WHITESPACE = " ?"
+_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
 
 
 def spelling(tokenizer: Tokenizer) -> Spell:
@@ -91,6 +93,16 @@ def harmony_grammar(asked: AskedTools | None, spell: Spell, wanted: Grammar | No
         calls = Calls([function.name for function in asked.functions], is_single=True, whitespace=None)
         rules += [f"call: {channel} ({calls.either(call)})", _arguments(asked, _WHITESPACE)]
     return _join([*rules, f"last: {' | '.join(last)}"], wanted)
+
+
+def fault_of_function(message: str, grammar: Grammar, asked: AskedTools) -> str | None:
+    """Return why a grammar of calls does not compile, by the name of the function; None if none is at fault."""
+    found = _PLACE.search(message)
+    if found is None:
+        return None
+    rule = (grammar.frame or grammar.text).splitlines()[int(found[1]) - 1].partition(":")[0]
+    names = {f"arguments_{i}": function.name for i, function in enumerate(asked.functions)}
+    return f"the parameters of the function {names[rule]!r} cannot be compiled: {found[2]}" if rule in names else None
 
 
 def _free_calls(form: ToolFormat, spell: Spell) -> str:

@@ -123,6 +123,13 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(
     assert choice["finish_reason"] == reason
 
 
+@pytest.mark.parametrize(("choice", "content"), [("auto", '<tool_call>\n{"name"'), ("required", "")])
+def test_a_forced_call_that_is_cut_off_before_its_name_is_no_text(make_api: MakeApi, choice: str, content: str) -> None:
+    api = api_of(make_api, "hermes", ANSWERS["hermes"].removeprefix("Hm."))
+    [cut] = api.chat(tools=TOOLS, tool_choice=choice, max_tokens=19).json()["choices"]
+    assert (cut["message"], cut["finish_reason"]) == ({"role": "assistant", "content": content}, "length")
+
+
 def test_the_marks_of_calls_have_no_text_without_tools(make_api: MakeApi) -> None:
     [choice] = api_of(make_api, "mistral-v11").chat().json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": f"Hm.get_weather{OSLO}get_time{{}}"}

@@ -64,6 +64,21 @@ def test_a_grammar_that_does_not_compile_is_a_400(
     assert checking.engine.submitted == []
 
 
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
+def test_a_function_whose_parameters_do_not_compile_is_named(checker: GrammarChecker, fields: dict[str, Any]) -> None:
+    functions = [{"name": "get_time"}, {"name": "get_weather", "parameters": {"uniqueItems": True}, "strict": True}]
+    api = Api(FakeEngineClient(), template="{# tools <tool_call> #}", grammar_checker=checker)
+    refused = api.chat(tools=[{"type": "function", "function": function} for function in functions], **fields)
+    api.close()
+    assert refused.json()["error"] == {
+        "message": "the parameters of the function 'get_weather' cannot be compiled: Unimplemented keys: "
+        '["uniqueItems"]',
+        "type": "invalid_request_error",
+        "param": "tools",
+        "code": "invalid_value",
+    }
+
+
 def test_a_good_grammar_is_compiled_once(checking: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checking.complete(prompt="x", guided_regex="only once").status_code == 200
     monkeypatch.setattr(Workers, "call", None)
