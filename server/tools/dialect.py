@@ -84,9 +84,10 @@ class Dialect:
             grammar = harmony_grammar(asked, spell, wanted) if has_grammar else None
             return Reading(grammar, special_ids, channels=channels, has_tools=asked is not None)
         form = None if asked is None else self.form
-        is_open = self.thinks and reasoning.is_open_after(prompt, self.tokenizer)
+        state = reasoning.state_after(prompt, self.tokenizer) if self.thinks else "closed"
+        is_open = state == "open"
         # Text that matches a regex could be taken for the mark of a reasoning, JSON could not.
-        thinks = self.thinks and (wanted is None or wanted.kind == "json" or is_open)
+        thinks = self.thinks and (wanted is None or is_open or (wanted.kind == "json" and state == "none"))
         if form is None and not thinks:
             return None
         if has_grammar and asked is not None and form is not None:

@@ -6,6 +6,7 @@ Some templates end the prompt with <think>, so that the answer begins within the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from gptserve.server.completions.service import Tokenizer
 from gptserve.server.tools.parts import Parts
@@ -14,13 +15,15 @@ from gptserve.server.tools.tape import SPACE, Steps, Tape
 BEGIN, END = "<think>", "</think>"
 
 
-def is_open_after(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Return whether the prompt ends within a reasoning, by the text after its last special token."""
+def state_after(prompt: Sequence[int], tokenizer: Tokenizer) -> Literal["open", "closed", "none"]:
+    """Return whether the prompt ends within a reasoning or after one, by the text after its last special token."""
     special = (at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in tokenizer.special_ids)
     begin = tokenizer.encode_with_special(BEGIN), tokenizer.encode_with_special(END)
     start = next((at + 1 for at in special if [prompt[at]] not in begin), 0)
     tail = b"".join(map(tokenizer.token_bytes, prompt[start:])).decode(errors="replace")
-    return tail.rfind(BEGIN) > tail.rfind(END)
+    if tail.rfind(BEGIN) > tail.rfind(END):
+        return "open"
+    return "closed" if END in tail else "none"
 
 
 def read_reasoning(tape: Tape, parts: Parts, *, is_open: bool) -> Steps[None]:

@@ -355,6 +355,16 @@ def test_json_may_come_after_reasoning_that_the_prompt_has_not_opened(compiler: 
     assert {case: allows(matcher.copy(), tokenizer.encode(case)) for case in cases} == cases
 
 
+def test_no_reasoning_comes_before_json_where_the_prompt_has_ended_one(
+    tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    reading = reading_of(tokenizer, "hermes", "Hi<think>\n\n</think>\n\n", thinks=True, **wanting())
+    assert reading.grammar is not None
+    matcher = compiler.compile(reading.grammar)
+    cases = {"<think>Hm.</think>" + CALL["hermes"]: False, CALL["hermes"]: True, '{"name":"x"}': True}
+    assert {case: allows(matcher.copy(), tokenizer.encode(case)) for case in cases} == cases
+
+
 def test_only_what_needs_a_grammar_has_one(tokenizer: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
 
