@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,14 +33,14 @@ from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.logs import load_logging_engine
 from gptserve.server.settings import ServerSettings
 from gptserve.weights.generation import load_sampling_defaults
-from gptserve.weights.source import model_name, resolve_model
+from gptserve.weights.source import Download, fetch_model, local_model, model_name
 
 if TYPE_CHECKING:  # they import the web framework
     from fastapi import FastAPI
 
     from gptserve.server.background.store import BackgroundStore
     from gptserve.server.completions.grammar import GrammarChecker
-    from gptserve.server.http.door import Door
+    from gptserve.server.http.door import Door, Progress
     from gptserve.server.http.server import HttpServer
     from gptserve.server.operations.tracing import Tracing
     from gptserve.weights.chat.template import ChatTemplate
@@ -64,11 +65,10 @@ def serve(settings: ServerSettings) -> int:
 
     Raises StartError, WeightsError or EngineError when the server cannot start.
     """
-    # The first process of a container ignores SIGTERM unless it has a handler. This one also ends a download.
+    # The first process of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _bind(settings.host, settings.port) as listener:
-        folder = resolve_model(settings.model, settings.revision)
-        process = ServingProcess(settings, folder, listener)
+        process = ServingProcess(settings, local_model(settings.model, settings.revision), listener)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 status = runner.run(process.run())
@@ -79,39 +79,32 @@ def serve(settings: ServerSettings) -> int:
                 status = EXIT_FAILED
             if process.hangs:
                 sys.stderr.flush()
-                os._exit(status)  # any other exit waits for the hung threads
+                os._exit(status)  # any other exit waits for these threads
             return status
 
 
 class ServingProcess:
     """One server from loading to its end. The first SIGINT or SIGTERM drains it, the second ends it at once.
 
-    After `run`, `hangs` says whether a thread did not end in time, such as one that waits for a hung disk.
+    Without a folder it downloads the model first. After `run`, `hangs` says whether a thread goes on, such as one that
+    downloads or waits for a hung disk.
     """
 
-    def __init__(self, settings: ServerSettings, folder: Path, listener: socket.socket) -> None:
+    def __init__(self, settings: ServerSettings, folder: Path | None, listener: socket.socket) -> None:
         self._settings = settings
         self._folder = folder
         self._listener = listener
+        self._download = Download()
         self._told_to_stop = asyncio.Event()
         self._told_twice = asyncio.Event()
         self._out_of_time = asyncio.Event()
         self.hangs = False
-        config = replace(settings.engine, model_dir=folder)
-        factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
         self._journal = Journal(settings.state_dir, settings.state_sync)
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._with_workers: list[Tokenizer | ChatTemplate | GrammarChecker] = []
         self._tracing: Tracing | None = None
-        self._engine: EngineClient = ThreadClient(factory)
-        if not settings.in_process:
-            self._engine = Supervisor(
-                partial(ProcessClient, factory),
-                max_restarts=settings.max_engine_restarts,
-                stall_limit_s=settings.engine_stall_timeout_s,
-                load_limit_s=settings.engine_load_timeout_s,
-            )
+        self._engine: EngineClient | None = None
 
     async def run(self) -> int:
         """Load, then serve; return the exit status. In every case the engine ends, too."""
@@ -128,7 +121,8 @@ class ServingProcess:
             return await self._serve(*loading.result())
         finally:
             self._limit_closing(CLOSING_LIMIT_S)
-            await self._finish(self._engine.close(), "the engine")
+            if self._engine is not None:
+                await self._finish(self._engine.close(), "the engine")
             if self._http is not None and self._serving is not None:
                 self._http.should_exit = True
                 await self._finish(self._serving, "the HTTP server")
@@ -143,8 +137,13 @@ class ServingProcess:
         """Open the door, load everything, and let requests in."""
         try:
             await self._journal.open()  # fails before the model is loaded
-            making_app = asyncio.to_thread(self._make_app)
-            door, (app, announce), _ = await asyncio.gather(self._open_door(), making_app, self._engine.start())
+            opening = asyncio.create_task(self._open_door())
+            if self._folder is None:
+                await opening
+                self._folder = await self._fetch()
+            engine = self._engine = _make_engine(self._settings, self._folder)
+            making_app = asyncio.to_thread(self._make_app, engine, self._folder)
+            door, (app, announce), _ = await asyncio.gather(opening, making_app, engine.start())
             await app.state.store.start()
         except JournalError as error:
             raise StartError(f"state-dir: {error}") from error
@@ -156,6 +155,19 @@ class ServingProcess:
         door.open(app)
         announce(self._http.url)
         return app.state.store, app.state.lifecycle
+
+    async def _fetch(self) -> Path:
+        """Download the model in a thread that the end of the process does not wait for."""
+        thread, settings = ThreadPoolExecutor(1), self._settings
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                thread, fetch_model, str(settings.model), settings.revision, self._download
+            )
+        except asyncio.CancelledError:
+            self.hangs = True
+            raise
+        finally:
+            thread.shutdown(wait=False)
 
     async def _open_door(self) -> Door:
         """Begin to answer requests; the door refuses them."""
@@ -200,14 +212,28 @@ class ServingProcess:
             tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)
         except ValueError as error:
             raise StartError(str(error)) from error
-        door = Door(lambda: self._engine.load_progress)
+        door = Door(self._progress)
         write_limit_s, stop_limit_s = settings.write_timeout_s, LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S
         server = HttpServer(
             door, on_listening, connections, write_limit_s=write_limit_s, stop_limit_s=stop_limit_s, tls=tls
         )
         return server, door
 
-    def _make_app(self) -> tuple[FastAPI, Callable[[str], None]]:
+    def _progress(self) -> Progress:
+        from gptserve.server.http.door import Progress
+
+        if self._engine is None:
+            download = self._download
+            done, total = download.num_files, download.num_files_total
+            words = (
+                f"{done} of {total} files, {download.num_bytes / 1e6:,.1f} MB" if total else "its files are looked up"
+            )
+            return Progress("downloading", done / total if total else 0.0, words)
+        done, total = self._engine.load_progress
+        share = done / total if total else 0.0
+        return Progress("loading", share, f"{share:.0%} of the weights are read")
+
+    def _make_app(self, engine: EngineClient, folder: Path) -> tuple[FastAPI, Callable[[str], None]]:
         """Return the application, and a function that logs the banner for a URL.
 
         Imports the web framework and opens the tokenizer, in a thread: this takes as long as to load a small model.
@@ -222,10 +248,10 @@ class ServingProcess:
 
         settings = self._settings
         name, *aliases = settings.served_model_names or (model_name(settings.model),)
-        defaults, max_new_tokens = _sampling_defaults(settings, self._folder)
-        template = load_chat_template(self._folder, settings.chat_template)
-        tokenizer = Tokenizer.of_model(self._folder)
-        checker = GrammarChecker(self._folder)
+        defaults, max_new_tokens = _sampling_defaults(settings, folder)
+        template = load_chat_template(folder, settings.chat_template)
+        tokenizer = Tokenizer.of_model(folder)
+        checker = GrammarChecker(folder)
         self._with_workers += [tokenizer, checker, *([template] if template else [])]
         if settings.otlp_traces_endpoint is not None:
             from gptserve.server.operations.tracing import Tracing
@@ -240,26 +266,27 @@ class ServingProcess:
             aliases=tuple(aliases),
             sampling_defaults=defaults,
             max_new_tokens=max_new_tokens,
-            tokenizer_info=load_tokenizer_info(self._folder),
+            tokenizer_info=load_tokenizer_info(folder),
             chat_template=template,
             grammar_checker=checker,
             tracing=self._tracing,
         )
-        return create_app(self._engine, tokenizer, options, self._journal), partial(log_banner, self._engine, options)
+        return create_app(engine, tokenizer, options, self._journal), partial(log_banner, engine, options)
 
     async def _serve(self, store: BackgroundStore, lifecycle: Lifecycle) -> int:
-        server, serving = self._http, self._serving
+        server, serving, engine = self._http, self._serving, self._engine
         assert server is not None
         assert serving is not None
-        await _first(self._told_to_stop.wait(), self._engine.wait_until_dead(), serving)
+        assert engine is not None
+        await _first(self._told_to_stop.wait(), engine.wait_until_dead(), serving)
         if self._told_to_stop.is_set():
-            await self._drain(store, lifecycle)
+            await self._drain(store, lifecycle, engine)
         self._limit_closing(CLOSING_LIMIT_S)
         status = EXIT_OK
-        if not self._engine.is_alive:
+        if not engine.is_alive:
             status = EXIT_FAILED
-            logger.critical("ending: %s", await self._engine.wait_until_dead())
-        await self._finish(self._engine.close(), "the engine")  # running streams end with an error event
+            logger.critical("ending: %s", await engine.wait_until_dead())
+        await self._finish(engine.close(), "the engine")  # running streams end with an error event
         server.should_exit = True
         await _first(serving, self._told_twice.wait(), asyncio.sleep(LAST_EVENTS_LIMIT_S))
         if not serving.done():
@@ -269,16 +296,30 @@ class ServingProcess:
         await self._finish(store.settle(), "background completions")
         return status
 
-    async def _drain(self, store: BackgroundStore, lifecycle: Lifecycle) -> None:
+    async def _drain(self, store: BackgroundStore, lifecycle: Lifecycle, engine: EngineClient) -> None:
         """Refuse new requests, suspend durable background jobs, wait for other requests up to the time limit."""
         limit_s = self._settings.shutdown_timeout_s
         lifecycle.drain()
         waiting = f", waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
         logger.info("shutting down%s, Ctrl-C again to quit", waiting)
         idle = asyncio.gather(store.suspend(), lifecycle.wait_idle())  # suspends even with a time limit of 0
-        await _first(idle, self._told_twice.wait(), self._engine.wait_until_dead(), asyncio.sleep(limit_s))
+        await _first(idle, self._told_twice.wait(), engine.wait_until_dead(), asyncio.sleep(limit_s))
         if lifecycle.num_active:
             logger.warning("cutting off %s", _requests(lifecycle.num_active))
+
+
+def _make_engine(settings: ServerSettings, folder: Path) -> EngineClient:
+    """Return the engine of these settings, which has not been started."""
+    config = replace(settings.engine, model_dir=folder)
+    factory = partial(load_logging_engine, config, settings.log_format, settings.log_level)
+    if settings.in_process:
+        return ThreadClient(factory)
+    return Supervisor(
+        partial(ProcessClient, factory),
+        max_restarts=settings.max_engine_restarts,
+        stall_limit_s=settings.engine_stall_timeout_s,
+        load_limit_s=settings.engine_load_timeout_s,
+    )
 
 
 def _sampling_defaults(settings: ServerSettings, folder: Path) -> tuple[dict[str, float], int | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,15 +29,29 @@ T = TypeVar("T")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
+@dataclass(slots=True)
+class Download:
+    """How far the download of a model has come; num_bytes are those of its files so far, however they came here."""
+
+    num_files: int = 0
+    num_files_total: int = 0
+    num_bytes: int = 0
+
+
 def resolve_model(model: str | None, revision: str | None = None) -> Path:
     """Return the folder of the model, downloading a hub id first; None and EMBEDDED_MODEL are the embedded model.
 
     An existing folder takes precedence over the embedded model and a hub id of the same name. Raises a WeightsError for
     a model that cannot be served, before its tokenizer and weights are read.
     """
+    return local_model(model, revision) or fetch_model(str(model), revision)
+
+
+def local_model(model: str | None, revision: str | None = None) -> Path | None:
+    """Return the folder of the model as resolve_model does, but None for a hub id. Raises a WeightsError."""
     folder = _local_folder(model, revision)
     if folder is None:
-        return _fetch_model(str(model), revision)
+        return None
     names = _file_names(folder)
     if "config.json" in names:
         open_config(folder)
@@ -129,8 +144,12 @@ def _file_names(folder: Path) -> list[str]:
         raise ModelNotFoundError(f"{folder} could not be read: {fault.strerror}") from fault
 
 
-def _fetch_model(repo_id: str, revision: str | None) -> Path:
-    folder = _fetch(repo_id, revision, HUB_ALLOWED)
+def fetch_model(repo_id: str, revision: str | None = None, download: Download | None = None) -> Path:
+    """Return the folder of a hub model, downloaded as far as it is not in the cache; notes the progress in `download`.
+
+    Raises a WeightsError.
+    """
+    folder = _fetch(repo_id, revision, HUB_ALLOWED, download)
     if (folder / "config.json").is_file():
         open_config(folder)
     names = [path.name for path in folder.glob("*.safetensors")]
@@ -140,15 +159,40 @@ def _fetch_model(repo_id: str, revision: str | None) -> Path:
     return folder
 
 
-def _fetch(repo_id: str, revision: str | None, files: tuple[str, ...]) -> Path:
+def _fetch(repo_id: str, revision: str | None, files: tuple[str, ...], download: Download | None = None) -> Path:
     """Download the files of a hub model that match `files` into the cache; return its folder there."""
     options = {"revision": revision, "allow_patterns": list(files), "ignore_patterns": list(HUB_IGNORED)}
-    return Path(_ask_hub(repo_id, revision, lambda hub: hub.snapshot_download(repo_id, **options)))
+
+    def fetch(hub: Any) -> str:
+        bars = {} if download is None else {"tqdm_class": _watched_bar(hub.utils.tqdm, download)}
+        return str(hub.snapshot_download(repo_id, **options, **bars))
+
+    return Path(_ask_hub(repo_id, revision, fetch))
+
+
+def _watched_bar(bar: type[Any], download: Download) -> type[Any]:
+    """Return a kind of the hub's progress bars that also notes the progress in `download`."""
+
+    class WatchedBar(bar):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._counts = {"huggingface_hub.snapshot_download": "num_bytes", None: "num_files"}.get(
+                options.get("name")
+            )
+            if self._counts == "num_files":
+                download.num_files_total = options["total"]
+            super().__init__(*arguments, **options)
+
+        def update(self, n: float | None = 1) -> Any:
+            if self._counts is not None:
+                setattr(download, self._counts, getattr(download, self._counts) + int(n or 0))
+            return super().update(n)
+
+    return WatchedBar
 
 
 def _ask_hub(repo_id: str, revision: str | None, call: Callable[[Any], T]) -> T:
     """Return the result of `call` on huggingface_hub, imported only here. Raises ModelNotFoundError."""
-    import huggingface_hub
+    import huggingface_hub.utils
 
     try:
         return call(huggingface_hub)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,16 +16,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gptserve.server.api.errors import error_response, headers_of
 from gptserve.server.errors import ServiceError
 
-Progress = Callable[[], tuple[int, int]]
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a model has come: a share in [0, 1], and in words."""
+
+    status: Literal["downloading", "loading"]
+    share: float
+    words: str
 
 
 class Door:
-    """Passes requests on to the application given to `open`. Until then it refuses them.
+    """Passes requests on to the application given to `open`. Until then it refuses them, with the progress."""
 
-    `progress` returns how many bytes of the weights are loaded, and of how many; of 0 while that is not known.
-    """
-
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Callable[[], Progress]) -> None:
         self._progress = progress
         self._started_at = time.monotonic()
         self._app: ASGIApp = self._refuse
@@ -37,12 +43,16 @@ class Door:
         await self._app(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        done, total = self._progress()
-        share = done / total if total else 0.0
-        error = ServiceError("loading", f"the model is loading: {share:.0%} of the weights are read; try again later")
+        progress = self._progress()
+        error = ServiceError("loading", f"the model is {progress.status}: {progress.words}; try again later")
         response: Response = error_response(error)
         if scope["path"].endswith("/health"):
             elapsed_s = round(time.monotonic() - self._started_at, 1)
-            state = {"status": "loading", "progress": round(share, 3), "elapsed_s": elapsed_s}
+            state = {
+                "status": progress.status,
+                "progress": round(progress.share, 3),
+                "detail": progress.words,
+                "elapsed_s": elapsed_s,
+            }
             response = JSONResponse(state, 503, headers_of(error))
         await response(scope, receive, send)

@@ -26,17 +26,18 @@ import pytest
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.serving import LIMIT_S, MAIN, MORTAL, ROOT, Process
+from tests.weights.hub import Hub, serve_hub
 
 LOSING_KEYS = """
 import sys
 import gptserve.server.serve
 from gptserve.server.cli.main import main
-load = gptserve.server.serve.resolve_model
+load = gptserve.server.serve.local_model
 def lose_keys(*arguments):
     from pathlib import Path
     Path(sys.argv[sys.argv.index("--api-key-file") + 1]).unlink()
     return load(*arguments)
-gptserve.server.serve.resolve_model = lose_keys
+gptserve.server.serve.local_model = lose_keys
 main(sys.argv[1:])
 """
 """A server whose file of keys is deleted once the settings are checked."""
@@ -131,6 +132,59 @@ def test_while_the_model_loads_requests_get_503_and_the_progress(launch: Any, ga
     assert (health.status_code, health.json()["status"], health.json()["progress"]) == (503, "loading", 0.25)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
     assert healthy.json() == {"status": "ok"}
+
+
+@pytest.fixture
+def launch_from_hub(launch: Any, tmp_path: Path) -> Iterator[tuple[Any, Hub]]:
+    """Launch a server whose model is on a hub; its weights wait for the hub's gate."""
+    files = {path.name: path.read_bytes() for path in (ROOT / "weights" / "storyteller").iterdir() if path.is_file()}
+    with serve_hub(Hub({"someone/storyteller": {"main": files}}, held="model.safetensors")) as hub:
+        yield functools.partial(launch, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0"), hub
+
+
+@contextlib.contextmanager
+def waiting_for_weights(process: Process) -> Iterator[httpx.Client]:
+    """Give a client of a server that has all files of the model but the weights."""
+    url = process.wait_for_line(" listening on ").partition(" listening on ")[2].partition(";")[0]
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        while not client.get("/health").json()["detail"].startswith("6 of 7 files, 0."):
+            pass
+        yield client
+
+
+def test_while_the_model_is_downloaded_requests_get_503_and_the_progress(launch_from_hub: tuple[Any, Hub]) -> None:
+    launch, hub = launch_from_hub
+    process = launch("someone/storyteller")
+    with waiting_for_weights(process) as client:
+        health, ready = client.get("/health"), client.get("/ready")
+        hub.gate.set()
+        process.wait_until_ready().close()
+        answer = client.post("/v1/completions", json={"prompt": "Once"})
+
+    assert (health.status_code, health.json()["status"]) == (503, "downloading")
+    assert 0 < health.json()["progress"] < 1
+    assert ready.status_code == 503
+    assert ready.json()["error"]["message"].startswith(f"the model is downloading: {health.json()['detail']}; try")
+    assert answer.json()["model"] == "someone/storyteller"
+
+
+def test_a_signal_ends_a_download(launch_from_hub: tuple[Any, Hub]) -> None:
+    process = launch_from_hub[0]("someone/storyteller")
+    with waiting_for_weights(process):
+        process.popen.send_signal(signal.SIGINT)
+        status, log = process.wait()
+
+    assert status == 0
+    assert "Traceback" not in log
+    assert "does not finish" not in log
+
+
+def test_a_model_that_cannot_be_downloaded_ends_the_start_with_one_sentence(launch_from_hub: tuple[Any, Hub]) -> None:
+    status, log = launch_from_hub[0]("someone/none").wait()
+
+    assert status == 1
+    assert log.splitlines()[-1].startswith("gptserve: someone/none is not a folder here, and the hub has no such model")
+    assert "Traceback" not in log
 
 
 def test_after_the_time_limit_streams_end_with_an_error_and_the_status_is_0(launch_held: Any) -> None:

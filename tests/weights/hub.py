@@ -20,11 +20,16 @@ def commit_of(revision: str) -> str:
 
 @dataclass
 class Hub:
-    """repositories: id -> revision -> files; `locked` ids answer as gated, `broken` makes every answer a 500."""
+    """repositories: id -> revision -> files; `locked` ids answer as gated, `broken` makes every answer a 500.
+
+    The bodies of files of the name `held` wait for the gate.
+    """
 
     repositories: dict[str, dict[str, Files]] = field(default_factory=dict)
     locked: set[str] = field(default_factory=set)
     broken: bool = False
+    held: str = ""
+    gate: threading.Event = field(default_factory=threading.Event)
     paths: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -81,6 +86,8 @@ def serve_hub(hub: Hub) -> Iterator[Hub]:
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
+                if hub.held and self.path.endswith(f"/{hub.held}"):
+                    hub.gate.wait()
                 self.wfile.write(body)
 
         do_HEAD = do_GET
@@ -89,12 +96,14 @@ def serve_hub(hub: Hub) -> Iterator[Hub]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that has gone
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         yield hub
     finally:
+        hub.gate.set()
         server.shutdown()
         server.server_close()
         thread.join(10)

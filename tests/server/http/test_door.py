@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from gptserve.server.http.door import Door
+from gptserve.server.http.door import Door, Progress
 
 
 def ask(door: Door, method: str, path: str) -> httpx.Response:
@@ -17,26 +18,27 @@ def ask(door: Door, method: str, path: str) -> httpx.Response:
     return asyncio.run(send())
 
 
-@pytest.mark.parametrize(("done", "total", "share", "text"), [(0, 0, 0.0, "0%"), (1, 3, 0.333, "33%")])
+@pytest.mark.parametrize("status", ["downloading", "loading"])
 def test_until_the_door_is_open_all_get_503_and_health_tells_the_progress(
-    done: int, total: int, share: float, text: str
+    status: Literal["downloading", "loading"],
 ) -> None:
-    door = Door(lambda: (done, total))
+    door = Door(lambda: Progress(status, 1 / 3, "a third is here"))
     refused, health = ask(door, "POST", "/v1/completions"), ask(door, "GET", "/health")
 
     assert refused.json()["error"] == {
-        "message": f"the model is loading: {text} of the weights are read; try again later",
+        "message": f"the model is {status}: a third is here; try again later",
         "type": "server_error",
         "param": None,
         "code": "loading",
     }
-    assert (health.json()["status"], health.json()["progress"]) == ("loading", share)
-    assert health.json()["elapsed_s"] >= 0
+    told = health.json()
+    assert told.pop("elapsed_s") >= 0
+    assert told == {"status": status, "progress": 0.333, "detail": "a third is here"}
     for response in (refused, health):
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
 
 
 def test_an_open_door_passes_everything_on() -> None:
-    door = Door(lambda: (1, 1))
+    door = Door(lambda: Progress("loading", 1.0, "all is here"))
     door.open(PlainTextResponse("in"))
     assert ask(door, "GET", "/health").text == ask(door, "POST", "/v1/completions").text == "in"
