@@ -23,6 +23,7 @@ AttentionBackendName = Literal["auto", "reference", "cpu", "triton"]
 class EngineConfig:
     """All settings of an Engine. num_blocks takes precedence over kv_cache_bytes.
 
+    kv_cache_bytes are those of each of tensor_parallel_size processes; they share num_threads.
     speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off.
     """
 
@@ -32,6 +33,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     attention_backend: AttentionBackendName = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -50,7 +52,7 @@ class EngineConfig:
             self._check(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         quantizations = get_args(Quantization)
         self._check("quantization", self.quantization in (None, *quantizations), f"None or {', '.join(quantizations)}")
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             self._check_at_least(name, 1)
         self._check_at_least("max_num_queued_reqs", 0)
         for name, low in (("num_blocks", 1), ("kv_cache_bytes", 1), ("max_model_len", 2), ("num_threads", 1)):

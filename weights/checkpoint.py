@@ -25,6 +25,7 @@ from gptserve.weights.errors import InvalidCheckpointError, foreign_code, shown
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.json_file import read_json_object
+from gptserve.weights.sharding import WHOLE, Share
 from gptserve.weights.source import require_safetensors
 
 ACCEPTED_DTYPES = ("BF16", "F16", "F32")
@@ -53,15 +54,16 @@ class _Stored:
 class Checkpoint:
     """The weights of a model folder. Opening it checks every name, shape and dtype and reads no tensor.
 
-    num_bytes is the size of the model's tensors as stored. Raises a WeightsError naming the file, the rule and what was
-    found.
+    It streams the tensors of `share`. num_bytes is the size of the stored tensors that these are made of. Raises a
+    WeightsError naming the file, the rule and what was found.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, share: Share = WHOLE) -> None:
         family = find_family(config.model_type)
-        self._sources = family.sources(config)
+        sources = family.sources(config)
         self._stored = _find_tensors(folder, family)
-        _check_tensors(folder, family, self._sources, self._stored)
+        _check_tensors(folder, family, sources, self._stored)
+        self._sources = share.of_sources(config, sources)
         self.num_bytes = sum(map(self._num_bytes, self._sources.values()))
 
     def stream(
@@ -74,20 +76,30 @@ class Checkpoint:
         """
         num_bytes_read = 0
         for name, source in self._sources.items():
-            tensor = torch.empty(source.joined_shape, dtype=dtype, device=device)
-            row = 0
-            for part, _ in source.parts:
-                values = self._read(part, source.entry, dtype)
-                values = values.t() if source.transpose else values
-                tensor[row : row + len(values)].copy_(values)
-                row += len(values)
-                del values
-            if source.row_order is not None:
-                tensor = tensor[torch.tensor(source.row_order, device=device)]
+            make = torch.zeros if source.is_zero else torch.empty
+            tensor = make(source.shape, dtype=dtype, device=device)
+            if not source.is_zero:
+                self._fill(tensor, source)
             num_bytes_read += self._num_bytes(source)
             if progress is not None:
                 progress(num_bytes_read, self.num_bytes)
             yield name, tensor
+
+    def _fill(self, tensor: Tensor, source: Source) -> None:
+        """Copy the rows and columns of a source. What is not copied is not read: parts lie in mapped files."""
+        order, row = None if source.row_order is None else torch.tensor(source.row_order), 0
+        for part, _ in source.parts:
+            values = self._read(part, source.entry, tensor.dtype)
+            values = values.t() if source.transpose else values
+            values = values if source.columns is None else values[:, slice(*source.columns)]
+            end = row + len(values)
+            if order is None:
+                tensor[row:end].copy_(values)
+            else:
+                (places,) = torch.where((order >= row) & (order < end))
+                tensor[places.to(tensor.device)] = values[order[places] - row].to(tensor)
+            row = end
+            del values
 
     @cached_property
     def digest(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionMetadata
 from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.scheduling.sequence import ScheduledBatch
-from gptserve.engine.staging import to_device
+from gptserve.engine.staging import Array, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ def build_model_input(
     batch: ScheduledBatch, block_size: int, device: torch.device, min_rows: int = MIN_ROWS
 ) -> ModelInput:
     """Return the step's tensors on `device`. All scheduled tokens must have blocks."""
+    return model_input(build_arrays(batch, block_size, min_rows), device)
+
+
+def build_arrays(batch: ScheduledBatch, block_size: int, min_rows: int = MIN_ROWS) -> tuple[Array, ...]:
+    """Return what model_input takes: the step's arrays, on the host."""
     num_rows = max(batch.num_tokens, min_rows)
     token_ids = np.zeros(num_rows, np.int64)
     positions = np.zeros(num_rows, np.int64)
@@ -58,7 +63,11 @@ def build_model_input(
     slots[: starts[-1]] = block_ids * block_size + scheduled % block_size
     rows += rows[-1:] * (min_rows - len(rows))
     offsets, lengths = np.array(starts, np.int32), np.array(kv_lens, np.int32)
-    arrays = (token_ids, positions, np.array(rows, np.int64), offsets, lengths, tables, slots)
+    return token_ids, positions, np.array(rows, np.int64), offsets, lengths, tables, slots
+
+
+def model_input(arrays: tuple[Array, ...], device: torch.device) -> ModelInput:
+    """Return the arrays of build_arrays as tensors on `device`."""
     token_ids_T, positions_T, rows_R, *tensors = to_device(device, *arrays)
-    metadata = AttentionMetadata(tuple(starts), tuple(kv_lens), *tensors)
+    metadata = AttentionMetadata(tuple(arrays[3].tolist()), tuple(arrays[4].tolist()), *tensors)
     return ModelInput(token_ids_T, positions_T, rows_R, metadata)

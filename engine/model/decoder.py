@@ -18,14 +18,43 @@ from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, ta
 from gptserve.engine.model.linear import make_linear
 from gptserve.engine.model.native_decoder import NativeDecoder, native_decoder
 from gptserve.engine.model.rotary import rotary_table, sinusoids
+from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import ModelConfig
+
+
+class Layers:
+    """All layers, from the embedded tokens to the last hidden states; a rank beyond the first has only these.
+
+    Call `set_max_model_len` before computing.
+    """
+
+    def __init__(
+        self, config: ModelConfig, source: StreamedTensors, backend: AttentionBackend, device: torch.device
+    ) -> None:
+        self._blocks = [Block(config, layer, source, backend, device) for layer in range(config.num_layers)]
+        rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in config.rotaries if rotary))
+        of_layers = config.rotaries or (None,) * config.num_layers
+        self._table_of = [rotaries.index(rotary) if rotary else None for rotary in of_layers]
+        self._tables: list[Tensor] = []
+
+    def set_max_model_len(self, max_model_len: int, device: torch.device) -> list[Tensor | None]:
+        """Compute the rotary tables of positions [0, max_model_len); return that of each layer."""
+        self._tables = [rotary_table(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
+        return [None if index is None else self._tables[index] for index in self._table_of]
+
+    def __call__(self, x: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        rotations = [table[positions_T].unbind(1) for table in self._tables]
+        for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
+            x = block(x, None if table is None else rotations[table], cache_2NGBD, metadata)
+        return x
 
 
 class Decoder:
     """A decoder-only transformer on one device.
 
     `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
-    `quantization` is that of all weights of products but a router's; an embedding keeps its dtype.
+    `quantization` is that of all weights of products but a router's; an embedding keeps its dtype. With a group this is
+    the first rank, and the other ranks compute with it.
     Call `set_max_model_len` before computing tokens.
     """
 
@@ -35,21 +64,17 @@ class Decoder:
         tensors: Iterator[tuple[str, Tensor]],
         backend: AttentionBackend,
         quantization: Quantization | None = None,
+        group: Group | None = None,
     ) -> None:
-        self._config, self._backend = config, backend
-        source = self._source = StreamedTensors(tensors, quantization)
+        self._config, self._backend, self._group = config, backend, group
+        source = self._source = StreamedTensors(tensors, quantization, group)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
         scale = config.embed_scale  # in the model's dtype, as it was trained with
         self._embed_scale = None if scale == 1 else torch.tensor(scale).to(self._embedding)
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
         self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
-        device = self._embedding.device
-        self._blocks = [Block(config, layer, source, backend, device) for layer in range(config.num_layers)]
-        rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in config.rotaries if rotary))
-        of_layers = config.rotaries or (None,) * config.num_layers
-        self._table_of = [rotaries.index(rotary) if rotary else None for rotary in of_layers]
-        self._tables: list[Tensor] = []
+        self._layers = Layers(config, source, backend, self._embedding.device)
         self._native: NativeDecoder | None = None
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
@@ -62,12 +87,11 @@ class Decoder:
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Compute the tables of positions [0, max_model_len)."""
-        config, device = self._config, self._embedding.device
-        self._tables = [rotary_table(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
+        config = self._config
+        tables = self._layers.set_max_model_len(max_model_len, self._embedding.device)
         if config.position == "sinusoidal":
             table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
             self._positions = table.to(self._embedding)
-        tables = [None if index is None else self._tables[index] for index in self._table_of]
         self._native = native_decoder(config, self._source, self._embedding, self._positions, tables, self._backend)
 
     def hidden_states(
@@ -80,10 +104,9 @@ class Decoder:
         if self._native is not None:
             return self._native.hidden_states(token_ids_T, positions_T, cache, metadata)
         x = self._embed(token_ids_T, positions_T)
-        rotations = [table[positions_T].unbind(1) for table in self._tables]
-        for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
-            x = block(x, None if table is None else rotations[table], cache_2NGBD, metadata)
-        return x
+        if self._group is not None:
+            self._group.broadcast_(x)
+        return self._layers(x, positions_T, cache, metadata)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab_size] for rows of the hidden states, at least linear.MIN_ROWS of them."""

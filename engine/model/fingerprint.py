@@ -27,6 +27,7 @@ def numeric_causes(
     dtype: torch.dtype,
     quantization: Quantization | None,
     backend: AttentionBackend,
+    num_ranks: int,
 ) -> dict[str, str]:
     """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them."""
     shape = replace(model, eos_token_ids=(), bos_token_id=None)  # they end a text and change no logits
@@ -38,6 +39,7 @@ def numeric_causes(
         "attention": f"{backend.name} {backend.build}",
         "products": build_of(product_of(device, dtype)),
         "quantized products": "none" if quantization is None else build_of(product_of(device, dtype, quantization)),
+        "ranks": str(num_ranks),
         "draws": native.digest() if device.type == "cpu" and native.is_available() else "torch",
         "torch": torch.__version__,
         "libraries and instructions": torch.__config__.show(),

@@ -21,9 +21,13 @@ _DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch
 
 
 def set_num_threads(config: EngineConfig) -> int:
-    """Set and return the maximum threads of a step. torch's default heeds OMP_NUM_THREADS but no container's quota."""
+    """Set and return a rank's maximum threads of a step.
+
+    torch's default heeds OMP_NUM_THREADS but no container's quota.
+    """
     num_cpus = usable_cpus()
     num_threads = config.num_threads or min(torch.get_num_threads(), num_cpus)
+    num_threads = max(1, num_threads // config.tensor_parallel_size)
     torch.set_num_threads(num_threads)
     native.set_num_threads(num_threads)
     logger.debug("threads: at most %d a step, on %d usable CPUs", num_threads, num_cpus)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gptserve.engine import native
-from gptserve.engine.config import Quantization
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.memory import linear_shapes
@@ -44,10 +44,15 @@ _EXACT_COLUMNS = 1024
 """As many products of two multiples sum to less than 2^24, so fp32 holds each partial sum exactly."""
 
 
-def check_quantization(quantization: Quantization | None, model: ModelConfig, device: torch.device) -> None:
+def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
     """Raise InvalidConfigurationError if this model cannot be computed so; warn if that is slow."""
-    if quantization is None:
+    if config.quantization is None:
         return
+    if config.tensor_parallel_size > 1:
+        raise InvalidConfigurationError(
+            "quantization 'int8' has scales of whole rows, which are not split, got tensor_parallel_size "
+            f"{config.tensor_parallel_size}"
+        )
     if device.type != "cpu":
         raise InvalidConfigurationError(f"quantization 'int8' is computed on a CPU only, got device '{device.type}'")
     widest = max(num_in for num_in, _ in linear_shapes(model))

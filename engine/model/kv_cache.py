@@ -35,10 +35,10 @@ class KVCache:
 
 
 def cache_memory_bytes(config: EngineConfig, device: torch.device, scratch_bytes: int) -> tuple[int, int]:
-    """Return the free bytes, and how many of them the cache may take by default; attention takes scratch_bytes."""
+    """Return a rank's free bytes, and how many of them its cache may take by default; attention takes scratch_bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         free = max(0, free - scratch_bytes)
         return free, max(0, int(free - (1 - config.gpu_memory_utilization) * total))
-    free = max(0, available_memory_bytes() - scratch_bytes)
+    free = max(0, available_memory_bytes() // config.tensor_parallel_size - scratch_bytes)
     return free, int(free * _CPU_MEMORY_FRACTION)

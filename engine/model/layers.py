@@ -18,17 +18,24 @@ from gptserve.engine.model.experts import MixtureOfExperts
 from gptserve.engine.model.linear import Linear, make_linear
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.rotary import Rotation, rotate_
+from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import Activation, ModelConfig
 
 
 class StreamedTensors:
     """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
 
-    `quantization` is what becomes of the weights of linears once they are taken.
+    `quantization` is what becomes of the weights of linears once they are taken. `group` has the ranks, if there are
+    several: then attention and feed-forwards are terms of sums.
     """
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]], quantization: Quantization | None = None) -> None:
-        self._tensors, self.quantization = tensors, quantization
+    def __init__(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        quantization: Quantization | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self._tensors, self.quantization, self.group = tensors, quantization, group
         self._waiting: dict[str, Tensor] = {}
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
@@ -136,7 +143,7 @@ class Residual:
 
     def __init__(self, config: ModelConfig, source: StreamedTensors, name: str, norm: Norm | None = None) -> None:
         """Take the norms of part `name` from the source; `norm`, if given, replaces the one called {name}_norm."""
-        placement = config.norm_placement
+        placement, self._group = config.norm_placement, source.group
         if norm is None and placement != "output":
             norm = take_norm(config, source, f"{name}_norm")
         self.norm = norm
@@ -150,9 +157,13 @@ class Residual:
         `part(input, residual)` returns f(input) + residual, or f(input) if residual is None.
         """
         h = x if self._before is None else self._before(x)
-        if self._after is not None:
+        if self._group is not None:
+            total = self._group.sum(part(h, None))
+            y = base + (total if self._after is None else self._after(total))
+        elif self._after is not None:
             return base + self._after(part(h, None))
-        y = part(h, base)
+        else:
+            y = part(h, base)
         return y if self._of_sum is None else self._of_sum(y)
 
 

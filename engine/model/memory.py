@@ -16,6 +16,7 @@ from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
+from gptserve.weights.sharding import WHOLE, Share
 
 _CONTEXTS_PER_SEQUENCE = 2
 """The default cache holds at most this many full contexts for each of max_num_seqs sequences: one to compute with, one
@@ -41,17 +42,19 @@ _SCALE_BYTES = 4  # of each output
 logger = logging.getLogger(__name__)
 
 
-def parameter_counts(model: ModelConfig) -> dict[str, int]:
-    """Return the number of parameters by part, in the order they are used; a tied head counts nothing."""
+def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]:
+    """Return the number of parameters of a rank by part, in the order they are used; a tied head counts nothing."""
     counts = dict.fromkeys(_PARTS, 0)
-    for part, _, shape in _tensors(model):
+    for part, _, shape in _tensors(model, share):
         counts[part] += math.prod(shape)
     return counts
 
 
-def weight_bytes(model: ModelConfig, dtype_bytes: int, quantization: Quantization | None = None) -> dict[str, int]:
-    """Return the bytes of the parameters by part. In int8 a tied head is held beside the embedding."""
-    sizes = {part: count * dtype_bytes for part, count in parameter_counts(model).items()}
+def weight_bytes(
+    model: ModelConfig, dtype_bytes: int, quantization: Quantization | None = None, share: Share = WHOLE
+) -> dict[str, int]:
+    """Return the bytes of a rank's parameters by part. In int8 a tied head is held beside the embedding."""
+    sizes = {part: count * dtype_bytes for part, count in parameter_counts(model, share).items()}
     if quantization is None:
         return sizes
     for part, name, shape in _tensors(model):
@@ -119,10 +122,10 @@ def plan_cache(
     )
 
 
-def _tensors(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _tensors(model: ModelConfig, share: Share = WHOLE) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield each tensor's part, its canonical name without its layer, and its shape."""
     part_of = {tensor: part for part, tensors in _PARTS.items() for tensor in tensors}
-    for name, source in find_family(model.model_type).sources(model).items():
+    for name, source in share.of_sources(model, find_family(model.model_type).sources(model)).items():
         tensor, _, kind = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
         tensor = tensor.rpartition(".")[2]
         yield "norms" if tensor.endswith("_norm") else part_of[tensor], f"{tensor}.{kind}", source.shape

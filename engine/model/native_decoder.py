@@ -43,6 +43,9 @@ def native_decoder(
     rotary table of each layer.
     """
     obstacle = _obstacle(config, parts, embedding.dtype, backend)
+    if parts.group is not None and obstacle is None:
+        logger.warning("decoder: 'torch', which is slower, runs a step instead of 'program': a program has no ranks")
+        return None
     if obstacle is not None:
         logger.debug("decoder: torch runs the operations of a step, not a program: %s", obstacle)
         return None

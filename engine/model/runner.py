@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,7 @@ from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
-from gptserve.engine.model.batch import build_model_input
+from gptserve.engine.model.batch import ModelInput, build_arrays, model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
@@ -34,6 +35,7 @@ from gptserve.engine.model.linear import MIN_ROWS, product_of, rows_are_independ
 from gptserve.engine.model.memory import linear_shapes
 from gptserve.engine.model.step_memory import LOGIT_ROWS, make_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
+from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.logprobs import top_logprobs
 from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, sample
@@ -42,6 +44,7 @@ from gptserve.engine.staging import to_device
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
+from gptserve.weights.sharding import Share
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +76,23 @@ class ModelRunner:
         num_threads = set_num_threads(config)
         self.device = choose_device(config)
         dtype, quantization = choose_dtype(config, self.device), config.quantization
-        self._model = load_config(config.model_dir)
-        _check_max_model_len(config, self._model.max_position)
-        check_quantization(quantization, self._model, self.device)
+        whole = load_config(config.model_dir)
+        _check_max_model_len(config, whole.max_position)
+        check_quantization(config, whole, self.device)
+        share = Share(0, config.tensor_parallel_size)
+        self._model = share.of_config(whole)
         specs = layer_specs(self._model, self.device)
         backend = choose_backend(config.attention_backend, self.device, dtype, specs, config.block_size)
-        checkpoint = Checkpoint(config.model_dir, self._model)
+        checkpoint = Checkpoint(config.model_dir, whole, share)
         # After the checkpoint has shown the sizes to be true: it multiplies matrices of them.
         is_invariant = _is_batch_invariant(self._model, self.device, dtype, quantization)
+        self._ranks = Ranks(config, self.device) if share.size > 1 else None
+        group = None if self._ranks is None else self._ranks.group
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
-            self._decoder = Decoder(self._model, tensors, backend, quantization)
+            self._decoder = Decoder(self._model, tensors, backend, quantization, group)
             self._cache, num_blocks, max_model_len = make_cache(
-                config, self._model, self._decoder, backend, dtype, self.device, num_threads
+                config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks
             )
         self._masks = MaskThread()
         self._step_work = StepWork(self._model)
@@ -102,7 +109,7 @@ class ModelRunner:
         self.choose: Choose | None = None
         """What chooses the tokens; None: the fastest there is."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
-        causes = numeric_causes(checkpoint.digest, self._model, self.device, dtype, quantization, backend)
+        causes = numeric_causes(checkpoint.digest, whole, self.device, dtype, quantization, backend, share.size)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
@@ -137,8 +144,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, batch: ScheduledBatch) -> StepResult:
         masks = self._masks.begin(batch)
-        inputs = build_model_input(batch, self.info.block_size, self.device, self.min_rows)
-        hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
+        inputs, hidden = self._compute(batch, self.info.block_size, self.min_rows)
         starts = inputs.metadata.query_starts
         return StepResult(
             sampled=self._sample(hidden, inputs.sampled_R, batch, {} if masks is None else masks.result()),
@@ -149,6 +155,14 @@ class ModelRunner:
             },
         )
 
+    def _compute(self, batch: ScheduledBatch, block_size: int, min_rows: int) -> tuple[ModelInput, Tensor]:
+        """Return the step's tensors and hidden states, computed by all ranks."""
+        arrays = build_arrays(batch, block_size, min_rows)
+        with nullcontext() if self._ranks is None else self._ranks.step(arrays):
+            inputs = model_input(arrays, self.device)
+            metadata = inputs.metadata
+            return inputs, self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
+
     @torch.inference_mode()
     def _sample_numbers(self, num_tokens: int, block_size: int) -> str:
         """Return the digest of the logits of a fixed prompt; call it before any sequence owns a block."""
@@ -157,8 +171,7 @@ class ModelRunner:
         block_ids = list(range(-(-num_tokens // block_size)))
         sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
         batch = ScheduledBatch((ScheduledSequence(sequence, num_tokens),))
-        inputs = build_model_input(batch, block_size, self.device)
-        hidden = self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, inputs.metadata)
+        _, hidden = self._compute(batch, block_size, MIN_ROWS)
         return digest_of(self._decoder.logits(hidden)[:num_tokens])
 
     def _sample(self, hidden: Tensor, rows_R: Tensor, batch: ScheduledBatch, masks: Masks) -> tuple[SampledTokens, ...]:

@@ -23,6 +23,7 @@ from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.memory import plan_cache
+from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.request import MAX_LOGPROBS, Request, SamplingParams
 from gptserve.engine.sampling.sampler import SamplingPosition, sample
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
@@ -77,8 +78,9 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
     num_threads: int,
+    ranks: Ranks | None = None,
 ) -> tuple[KVCache, int, int]:
-    """Return the cache, its number of blocks and max_model_len, which the decoder then has.
+    """Return the cache, its number of blocks and max_model_len, which the decoder and all ranks then have.
 
     Raises InvalidConfigurationError if there is too little memory.
     """
@@ -89,10 +91,12 @@ def make_cache(
         decoder.set_max_model_len(longest)
         measured = measure(device_memory, lambda: largest_step(config, model, decoder, dtype, device, longest))
         reserved += measured.activation_bytes
-    budget = cache_memory_bytes(config, device, reserved)
+    budget = cache_memory_bytes(config, device, reserved) if ranks is None else ranks.least_memory(reserved)
     num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *budget)
     cache = KVCache(model, num_blocks, config.block_size, dtype, device)
     decoder.set_max_model_len(max_model_len)
+    if ranks is not None:
+        ranks.begin(num_blocks, max_model_len)
     if measured is not None:
         sizes = (measured.weight_bytes, reserved, sum(layer.nbytes for layer in cache.layers))
         logger.info(

@@ -9,25 +9,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
-import signal
-import sys
 import threading
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
 from gptserve.engine.errors import DeathKind
+from gptserve.engine.process.child import ENGINE_NAME, describe_exit, end_with_parent, start_deaf
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import Command, EngineFactory, Shutdown, serve
 
 SHUTDOWN_LIMIT_S = 5.0  # for the current step and the teardown of CUDA; an engine holds nothing worth a longer wait
 EXIT_LIMIT_S = 5.0  # the child's process must end within this after its pipe has
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ProcessClient(LoopClient):
@@ -59,10 +55,10 @@ class ProcessClient(LoopClient):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (os.getpid(), factory, theirs)
-        self._process = context.Process(target=_run_engine, args=arguments, name="gptserve-engine")
+        self._process = context.Process(target=_run_engine, args=arguments, name=ENGINE_NAME)
         try:
             with theirs:  # once the child holds the only copy, the pipe ends with the child
-                _start_deaf(self._process)
+                start_deaf(self._process)
             self._writer.start()
             self._reader.start()
         except BaseException:
@@ -113,7 +109,7 @@ class ProcessClient(LoopClient):
         self._writer.join()
         self._connection.close()
         with contextlib.suppress(ConnectionError):  # the event loop is closed
-            self._post(self._reaped, *_describe_exit(self._process.exitcode))
+            self._post(self._reaped, *describe_exit("the engine process", self._process.exitcode))
 
     def _reaped(self, cause: str, kind: DeathKind) -> None:
         self._reader.join()  # it ends after posting this call
@@ -122,29 +118,8 @@ class ProcessClient(LoopClient):
         self._ended(cause, kind)
 
 
-def _start_deaf(process: SpawnProcess) -> None:
-    """Start `process` with SIGINT and SIGTERM blocked for its whole life."""
-    signals = {signal.SIGINT, signal.SIGTERM}
-    resource_tracker.ensure_running()  # otherwise `start` does it, which unblocks these signals
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-
-
 def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None:
     """Run in the engine process. The factory is pickled, as its imports may take long."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        return  # the parent died before prctl
     with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+        end_with_parent(parent_pid)
         serve(lambda report: pickle.loads(factory)(report=report), connection)
-
-
-def _describe_exit(code: int | None) -> tuple[str, DeathKind]:
-    if code is None or code >= 0:
-        return f"the engine process ended with exit code {code}", DeathKind.EXITED
-    reason = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"the engine process was killed by signal {-code} ({signal.strsignal(-code)}){reason}", DeathKind.KILLED

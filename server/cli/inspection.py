@@ -16,6 +16,7 @@ from gptserve.engine.model.memory import (
     weight_bytes,
 )
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.sharding import Share
 
 TYPES: dict[str, tuple[int, Quantization | None]] = {"float32": (4, None), "bfloat16": (2, None), "int8": (2, "int8")}
 """The columns: bytes of a number, and the quantization of weights; int8 is bfloat16 with `--quantization int8`."""
@@ -28,6 +29,7 @@ class DTypeReport:
     dtype: str
     part_bytes: dict[str, int]
     weights_bytes: int
+    other_rank_weights_bytes: int | None
     kv_bytes_per_token: int
     num_blocks: int
     num_tokens: int
@@ -36,10 +38,14 @@ class DTypeReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The needs of one model, and what fits into memory_bytes."""
+    """The needs of one model, and what fits into memory_bytes; of its first rank, if it is split among several.
+
+    The other ranks hold no embedding and no head.
+    """
 
     model: str
     model_type: str
+    tensor_parallel_size: int
     parameters: dict[str, int]
     num_parameters: int
     tied_head: bool
@@ -52,19 +58,31 @@ class ModelReport:
     by_dtype: tuple[DTypeReport, ...]
 
 
-def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block_size: int) -> ModelReport:
-    """Make the report; memory_bytes None is the free memory of this machine."""
-    memory_bytes = available_memory_bytes() if memory_bytes is None else memory_bytes
-    parameters = parameter_counts(model)
+def inspect_model(
+    name: str, whole: ModelConfig, memory_bytes: int | None, block_size: int, num_ranks: int = 1
+) -> ModelReport:
+    """Make the report; memory_bytes, of each rank, is by default its share of this machine's free memory.
+
+    Raises UnsupportedModelError if the model cannot be split among so many ranks.
+    """
+    memory_bytes = available_memory_bytes() // num_ranks if memory_bytes is None else memory_bytes
+    share = Share(0, num_ranks)
+    model = share.of_config(whole)
+    parameters = parameter_counts(whole, share)
     num_parameters = sum(parameters.values())
     by_dtype = []
     for dtype, (num_bytes, quantization) in TYPES.items():
-        parts = weight_bytes(model, num_bytes, quantization)
-        fits = cache_capacity(model, memory_bytes - sum(parts.values()), num_bytes, block_size, model.max_position)
-        by_dtype.append(DTypeReport(dtype, parts, sum(parts.values()), kv_bytes_per_token(model, num_bytes), *fits))
+        if num_ranks > 1 and quantization is not None:
+            continue  # it is not split
+        parts = weight_bytes(whole, num_bytes, quantization, share)
+        total = sum(parts.values())
+        others = sum(weight_bytes(whole, num_bytes, None, Share(1, num_ranks)).values()) if num_ranks > 1 else None
+        fits = cache_capacity(model, memory_bytes - total, num_bytes, block_size, model.max_position)
+        by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes_per_token(model, num_bytes), *fits))
     return ModelReport(
         model=name,
         model_type=model.model_type,
+        tensor_parallel_size=num_ranks,
         parameters=parameters,
         num_parameters=num_parameters,
         tied_head=model.tied_head,
@@ -80,12 +98,17 @@ def inspect_model(name: str, model: ModelConfig, memory_bytes: int | None, block
 
 def render(report: ModelReport) -> str:
     """Return the report as tables for a terminal."""
-    lines = [f"{report.model} ({report.model_type})", "", _row("parameters", "number", *TYPES)]
+    types = [entry.dtype for entry in report.by_dtype]
+    rank = "" if report.tensor_parallel_size == 1 else f", the first of {report.tensor_parallel_size} ranks"
+    lines = [f"{report.model} ({report.model_type}){rank}", "", _row("parameters", "number", *types)]
     for part, number in (report.parameters | {"total": report.num_parameters}).items():
         label = "head (the embedding)" if part == "head" and report.tied_head else part
         sizes = [_bytes((entry.part_bytes | {"total": entry.weights_bytes})[part]) for entry in report.by_dtype]
         lines.append(_row(label, f"{number:,}", *sizes))
-    lines += ["", _row("KV cache", "", *TYPES)]
+    others = [entry.other_rank_weights_bytes for entry in report.by_dtype]
+    if report.tensor_parallel_size > 1:
+        lines.append(_row("each other rank", "", *(_bytes(number or 0) for number in others)))
+    lines += ["", _row("KV cache", "", *types)]
     rows = {
         "bytes a token": [f"{entry.kv_bytes_per_token:,}" for entry in report.by_dtype],
         f"blocks of {report.block_size}": [f"{entry.num_blocks:,}" for entry in report.by_dtype],

@@ -161,8 +161,13 @@ def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> 
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
-    inspect.add_argument("--memory", type=SIZE, help="memory to fit it into, such as 8GiB (default: the free memory)")
+    inspect.add_argument(
+        "--memory", type=SIZE, help="memory of a rank to fit it into, such as 8GiB (default: the free memory)"
+    )
     inspect.add_argument("--block-size", type=COUNT, default=16, help="tokens in a block (default: %(default)s)")
+    inspect.add_argument(
+        "--tensor-parallel-size", type=COUNT, default=1, help="show one rank of so many (default: %(default)s)"
+    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(parser=inspect, run=_inspect)
 
@@ -343,6 +348,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from gptserve.weights.source import model_name, resolve_config
 
     config = load_config(resolve_config(options.MODEL, options.revision))
-    report = inspect_model(model_name(options.MODEL), config, options.memory, options.block_size)
+    name, num_ranks = model_name(options.MODEL), options.tensor_parallel_size
+    report = inspect_model(name, config, options.memory, options.block_size, num_ranks)
     print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])
     return 0

@@ -74,6 +74,7 @@ WRITTEN = {
     "max-queue-time": "2.5",
     "enable-prefix-caching": "false",
     "speculative-ngram": "3",
+    "tensor-parallel-size": "2",
     "num-threads": "1",
 }
 """Every option but --config with a value that is not its default."""

@@ -53,17 +53,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The steps to one canonical tensor: transpose each part if asked, join the parts along rows, reorder the rows.
+    """The steps to one canonical tensor: transpose each part if asked, join the parts along rows, choose the rows.
 
     parts are (name in the file, shape in the file). entry, if given, selects that entry of each part's first dimension:
     one expert of all that are stored as one tensor. row_order, if given, lists the joined row for each canonical row:
-    a fused projection may be stored with its heads interleaved.
+    a fused projection may be stored with its heads interleaved, and a rank may have some of the rows. columns, if
+    given, are the start and end of those that it has. is_zero: it has zeros, since another rank has the values.
     """
 
     parts: tuple[tuple[str, Shape], ...]
     transpose: bool = False
     entry: int | None = None
     row_order: tuple[int, ...] | None = None
+    columns: tuple[int, int] | None = None
+    is_zero: bool = False
 
     @property
     def joined_shape(self) -> Shape:
@@ -75,7 +78,9 @@ class Source:
     @property
     def shape(self) -> Shape:
         """The canonical tensor's shape."""
-        return self.joined_shape if self.row_order is None else (len(self.row_order), *self.joined_shape[1:])
+        rows, *columns = self.joined_shape
+        columns = columns if self.columns is None else [self.columns[1] - self.columns[0]]
+        return (rows if self.row_order is None else len(self.row_order), *columns)
 
 
 @dataclass(frozen=True, slots=True)

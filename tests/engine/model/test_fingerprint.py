@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 def causes(folder: Path, **changed: Any) -> dict[str, str]:
     given = {"weights_digest": "w", "model": load_config(folder), "device": CPU, "dtype": torch.float32}
-    given |= {"quantization": None}
+    given |= {"quantization": None, "num_ranks": 1}
     return numeric_causes(**{**given, "backend": ReferenceAttention(), **changed})
 
 

@@ -1,0 +1,39 @@
+"""What the first rank and the others tell each other, over one pipe each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptserve.engine.staging import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """From a rank: its weights are loaded; so many bytes are free, and cache and steps may take so many of them."""
+
+    free_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """To a rank: the sizes to allocate; and back, when it has them."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """To a rank: compute the layers for these arrays of batch.py."""
+
+    arrays: tuple[Array, ...]
+    num_torch_threads: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a rank, its last message: why it ends."""
+
+    cause: str

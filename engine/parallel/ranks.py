@@ -1,0 +1,206 @@
+"""The other ranks of a tensor-parallel engine, as the first one has them: child processes that compute with it.
+
+The first rank is the engine itself. It sends each step to the others (worker.py), and all meet in the Group of
+group.py. If one of them dies, no rank can go on: the engine's process ends too, and its supervisor starts another.
+ModelRunner makes one of these where tensor_parallel_size is above 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from gptserve.engine import native
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
+from gptserve.engine.model.kv_cache import cache_memory_bytes
+from gptserve.engine.parallel.group import Group, RankLostError
+from gptserve.engine.parallel.messages import Cache, Failed, Step
+from gptserve.engine.parallel.worker import run_rank
+from gptserve.engine.process.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
+from gptserve.engine.staging import Array
+from gptserve.weights.sharding import Share
+
+_EXIT_LIMIT_S = 5.0  # a rank's process must end within this after its pipe has
+_CAUSE_LIMIT_S = 10.0  # a rank that is lost to the others is dead, and its end known, within this
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    number: int
+    process: SpawnProcess
+    connection: Connection
+    inbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    """Its messages, then None."""
+
+
+@dataclass(slots=True)
+class _End:
+    """Why the ranks compute no more; shared with the threads that watch them."""
+
+    cause: str | None = None
+    takes_engine: bool = False
+    """Whether the death of a rank ends this process at once, even while it waits for the device or a command."""
+    known: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def set(self, cause: str) -> bool:
+        """Return whether this is the first cause; later ones follow from it."""
+        with self.lock:
+            is_first, self.cause = self.cause is None, self.cause or cause
+        self.known.set()
+        return is_first
+
+
+class Ranks:
+    """The ranks from 1 on: started by the constructor, killed when this object or the process ends.
+
+    Raises InvalidConfigurationError if there are fewer devices. The other methods raise EngineDiedError, with the
+    cause, once a rank is dead.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        size = config.tensor_parallel_size
+        if device.type == "cuda" and size > (most := torch.cuda.device_count()):
+            raise InvalidConfigurationError(
+                f"tensor_parallel_size must be at most the number of CUDA devices ({most}), got {size}"
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="gptserve-ranks-")
+        path = str(Path(self._folder.name) / "meeting")
+        self.group = Group(Share(0, size), path, device)
+        self._config, self._device = config, device
+        self._end = _End()
+        self._ranks: list[_Rank] = []
+        threads: list[threading.Thread] = []
+        self.close: Callable[[], object] = Finalize(
+            self, _close, args=(self._ranks, threads, self._end, self._folder), exitpriority=1
+        )
+        for number in range(1, size):
+            self._ranks.append(_start(config, Share(number, size), path))
+            arguments = (self._ranks[-1], self._ranks, self._end)
+            watch = threading.Thread(target=_watch, args=arguments, name=f"gptserve-rank-{number}", daemon=True)
+            watch.start()
+            threads.append(watch)
+
+    def least_memory(self, reserved_bytes: int) -> tuple[int, int]:
+        """Wait until all ranks have loaded; return the least of cache_memory_bytes. Each reserves as much."""
+        others = [self._receive(rank) for rank in self._ranks]
+        free, budget = cache_memory_bytes(self._config, self._device, reserved_bytes)  # now that they took theirs
+        for loaded in others:
+            free = min(free, max(0, loaded.free_bytes - reserved_bytes))
+            budget = min(budget, max(0, loaded.budget_bytes - reserved_bytes))
+        return free, budget
+
+    def begin(self, num_blocks: int, max_model_len: int) -> None:
+        """Have all ranks allocate their caches and meet. From here on the death of a rank is the engine's."""
+        self._send(pickle.dumps(Cache(num_blocks, max_model_len)))
+        for rank in self._ranks:
+            self._receive(rank)
+        self._end.takes_engine = multiprocessing.current_process().name == ENGINE_NAME
+        with self._known_cause():
+            self.group.meet()
+        self._folder.cleanup()
+
+    @contextmanager
+    def step(self, arrays: Sequence[Array]) -> Iterator[None]:
+        """Have the ranks compute these arrays while the caller does. What the caller raises ends them."""
+        step = Step(tuple(arrays), torch.get_num_threads(), native.num_threads())
+        with self._known_cause():
+            self._send(pickle.dumps(step, pickle.HIGHEST_PROTOCOL))
+            yield
+
+    @contextmanager
+    def _known_cause(self) -> Iterator[None]:
+        try:
+            yield
+        except RankLostError as error:
+            self._end.known.wait(_CAUSE_LIMIT_S)
+            raise EngineDiedError(self._end.cause or str(error)) from error
+        except EngineDiedError:
+            raise
+        except BaseException as error:  # the others would wait for the rest of this step
+            self._end.set(f"the first rank raised {type(error).__name__} in the middle of a step")
+            _kill(self._ranks)
+            raise
+
+    def _send(self, data: bytes) -> None:
+        if self._end.cause is not None:
+            raise EngineDiedError(self._end.cause)
+        with contextlib.suppress(OSError):  # a dead rank; its watch says why
+            for rank in self._ranks:
+                rank.connection.send_bytes(data)
+
+    def _receive(self, rank: _Rank) -> Any:
+        message = rank.inbox.get()
+        if message is None:
+            raise EngineDiedError(self._end.cause or f"rank {rank.number} ended")
+        return message
+
+
+def _start(config: EngineConfig, share: Share, path: str) -> _Rank:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    arguments = (os.getpid(), config, share, path, theirs)
+    process = context.Process(target=run_rank, args=arguments, name=f"gptserve-rank-{share.rank}")
+    with theirs:  # once the child holds the only copy, the pipe ends with the child
+        start_deaf(process)
+    return _Rank(share.rank, process, ours)
+
+
+def _watch(rank: _Rank, ranks: Sequence[_Rank], end: _End) -> None:
+    """Take the rank's messages to its inbox; when it ends, end the others."""
+    cause = None
+    with contextlib.suppress(EOFError, OSError):
+        while not isinstance(message := rank.connection.recv(), Failed):
+            rank.inbox.put(message)
+        cause = f"rank {rank.number} failed: {message.cause}"
+    rank.process.join(_EXIT_LIMIT_S)
+    if rank.process.is_alive():
+        rank.process.kill()
+        rank.process.join()
+    if end.set(cause or describe_exit(f"rank {rank.number}", rank.process.exitcode)[0]):
+        logger.error("%s; the engine ends with it", end.cause)
+        if end.takes_engine:
+            os._exit(RANK_DIED + rank.number)
+        _kill(ranks)
+    rank.inbox.put(None)
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+
+
+def _close(
+    ranks: Sequence[_Rank],
+    threads: Sequence[threading.Thread],
+    end: _End,
+    folder: tempfile.TemporaryDirectory[str],
+) -> None:
+    end.set("the engine was closed")
+    _kill(ranks)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+    for rank in ranks:
+        rank.connection.close()
+        rank.process.close()
+    folder.cleanup()

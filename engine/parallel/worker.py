@@ -1,0 +1,73 @@
+"""A rank beyond the first: it computes its share of the layers for each step that the first rank sends, and no more.
+
+It has its heads' KV cache. It knows no requests, vocabulary or sampling. ranks.py starts it as a child process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+from multiprocessing.connection import Connection
+
+import torch
+
+from gptserve.engine import native
+from gptserve.engine.attention.choice import choose_backend
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import explain
+from gptserve.engine.model.batch import model_input
+from gptserve.engine.model.decoder import Layers
+from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
+from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
+from gptserve.engine.model.layers import StreamedTensors, layer_specs
+from gptserve.engine.parallel.group import Group, RankLostError
+from gptserve.engine.parallel.messages import Cache, Failed, Loaded, Step
+from gptserve.engine.process.child import end_with_parent
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.families import load_config
+from gptserve.weights.sharding import Share
+
+
+def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, connection: Connection) -> None:
+    """Run in the rank's process until the first rank closes the connection or dies."""
+    logging.disable(logging.WARNING)  # the first rank says the same
+    with connection, contextlib.suppress(EOFError, ConnectionError):
+        end_with_parent(parent_pid)
+        try:
+            with torch.inference_mode():
+                _serve(config, share, path, connection)
+        except RankLostError:
+            connection.recv()  # the first rank knows which one, and ends all others
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            connection.send(Failed(explain(error)))
+
+
+def _serve(config: EngineConfig, share: Share, path: str, connection: Connection) -> None:
+    set_num_threads(config)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(share.rank)
+    device = choose_device(config)
+    dtype, whole = choose_dtype(config, device), load_config(config.model_dir)
+    model = share.of_config(whole)
+    backend = choose_backend(config.attention_backend, device, dtype, layer_specs(model, device), config.block_size)
+    tensors = Checkpoint(config.model_dir, whole, share).stream(dtype=dtype, device=device)
+    group = Group(share, path, device)
+    layers = Layers(model, StreamedTensors(tensors, group=group), backend, device)
+    connection.send(Loaded(*cache_memory_bytes(config, device, 0)))
+
+    plan: Cache = connection.recv()
+    cache = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
+    layers.set_max_model_len(plan.max_model_len, device)
+    connection.send(plan)
+    group.meet()
+    while True:
+        step: Step = pickle.loads(connection.recv_bytes())
+        torch.set_num_threads(step.num_torch_threads)
+        native.set_num_threads(step.num_threads)
+        inputs = model_input(step.arrays, device)
+        x = torch.empty(len(inputs.positions_T), model.hidden_size, dtype=dtype, device=device)
+        group.broadcast_(x)
+        layers(x, inputs.positions_T, cache, inputs.metadata)

@@ -1,0 +1,217 @@
+"""Two processes compute what one does: same ids, bits that do not depend on the batch; and a rank's death is told."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from gptserve.engine.engine import Engine
+from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
+from gptserve.engine.model.memory import kv_bytes_per_token
+from gptserve.engine.parallel.ranks import Ranks
+from gptserve.engine.process.factory import load_engine
+from gptserve.engine.process.process_client import ProcessClient
+from gptserve.engine.process.supervisor import Supervisor
+from gptserve.engine.request import Request, TokenOutput
+from gptserve.weights.errors import UnsupportedModelError
+from gptserve.weights.families import load_config
+from tests.engine.client_harness import LIMIT_S, collect, started, until
+from tests.engine.client_harness import run as asyncio_run
+from tests.engine.runs import make_config, make_engine, make_request, ragged_prompts, run, token_ids
+from tests.leaks import holdings, wait_until_gone
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
+
+NUM_TOKENS = 24
+UNSPLIT = {
+    "GPT-2, one layer of one head": "its 1 heads are no multiple of 2",
+    "OLMo 2": "its norm of queries and keys (qk_norm) is over all heads",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two key-value heads, sinks, experts, biases, windows and a head of its own."""
+    made = tmp_path_factory.mktemp("model")
+    model_type, fields = SHAPES["gpt-oss, past its window"]
+    write_model(made, model_type, {**fields, "intermediate_size": 128})
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    """An engine of two ranks; the last test of it kills one."""
+    return make_engine(folder, tensor_parallel_size=2, speculative_ngram=2)
+
+
+def requests() -> list[Request]:
+    """Greedy and sampled ones, with logprobs of the prompt or of the tokens."""
+    prompts = ragged_prompts(6, 40, vocab_size=90)
+    return [
+        make_request(str(i), p, seed=i, temperature=i % 2, max_tokens=NUM_TOKENS, logprobs=2, prompt_logprobs=1)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def test_two_ranks_generate_the_tokens_of_one(folder: Path, engine: Engine) -> None:
+    alone, split = run(make_engine(folder), requests()), run(engine, requests())
+
+    for request_id, outputs in alone.items():
+        assert token_ids(split[request_id]) == token_ids(outputs)
+        for one, other in zip(_logprobs(split[request_id]), _logprobs(outputs), strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_the_bits_of_an_answer_do_not_depend_on_the_batch(engine: Engine) -> None:
+    together = run(engine, requests())
+
+    assert engine.info.batch_invariant
+    for request in requests()[:3]:
+        assert _logprobs(run(engine, [request])[request.request_id]) == _logprobs(together[request.request_id])
+
+
+def test_each_rank_has_the_cache_of_its_own_heads(folder: Path, engine: Engine) -> None:
+    whole = kv_bytes_per_token(load_config(folder), 4)
+
+    assert engine.info.kv_cache_bytes == engine.info.num_blocks * engine.info.block_size * whole // 2
+    assert 2**24 - whole * engine.info.block_size < engine.info.kv_cache_bytes <= 2**24
+
+
+def test_the_number_of_ranks_is_in_the_fingerprint(folder: Path, engine: Engine) -> None:
+    assert make_engine(folder).info.fingerprint != engine.info.fingerprint
+
+
+def test_a_killed_rank_ends_the_engine_with_its_cause(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    cause = "rank 1 was killed by signal 9 (Killed), as the system does when memory runs out"
+    (rank,) = ranks()
+    os.kill(rank.pid, signal.SIGKILL)
+
+    with caplog.at_level(logging.ERROR), pytest.raises(EngineDiedError) as died:
+        run(engine, requests())
+
+    assert str(died.value) == cause
+    assert f"{cause}; the engine ends with it" in caplog.messages
+    assert not ranks()
+
+
+def test_more_ranks_than_devices_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InvalidConfigurationError) as refused:
+        Ranks(make_config(folder, tensor_parallel_size=2), torch.device("cuda"))
+
+    assert str(refused.value) == "tensor_parallel_size must be at most the number of CUDA devices (1), got 2"
+
+
+def test_int8_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidConfigurationError) as refused:
+        make_engine(folder, tensor_parallel_size=2, quantization="int8")
+
+    assert str(refused.value) == (
+        "quantization 'int8' has scales of whole rows, which are not split, got tensor_parallel_size 2"
+    )
+
+
+@pytest.mark.slow
+def test_streams_go_on_when_a_rank_is_killed(folder: Path) -> None:
+    """kill -9 of rank 1 while it computes and while all wait: its engine ends, the next one continues."""
+    before = holdings()
+    expected = {request_id: token_ids(outputs) for request_id, outputs in run(make_engine(folder), requests()).items()}
+
+    async def test() -> None:
+        factory = functools.partial(load_engine, make_config(folder, tensor_parallel_size=2))
+        make_client = functools.partial(ProcessClient, factory)
+        supervisor = Supervisor(make_client, max_restarts=2, stall_limit_s=LIMIT_S, load_limit_s=LIMIT_S)
+        async with started(supervisor) as client:
+            streams = {request.request_id: client.submit([request]) for request in requests()}
+            first = {request_id: await anext(stream) for request_id, stream in streams.items()}
+            _grandchild().kill()
+            for request_id, stream in streams.items():
+                rest = [output async for outputs in stream for output in outputs]
+                assert token_ids([*first[request_id], *rest]) == expected[request_id]
+            num_restarts = sum(client.restarts.values())
+            _grandchild().kill()  # nobody waits for an answer now
+            await until(lambda: sum(client.restarts.values()) > num_restarts and client.is_ready)
+            (outputs,) = (await collect(client.submit([requests()[0]]))).values()
+            assert outputs == expected["0"]
+
+    asyncio_run(test())
+    assert not wait_until_gone(before)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_allocate_its_cache_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first rank thinks that so much memory is there."""
+    monkeypatch.setattr("gptserve.engine.model.step_memory.plan_cache", lambda *args: (2**50, 128))
+    monkeypatch.setattr("gptserve.engine.model.step_memory.KVCache", lambda *args: None)
+    with pytest.raises(EngineDiedError) as died:
+        make_engine(folder, tensor_parallel_size=2)
+
+    assert str(died.value) == f"rank 1 failed: num_blocks is {2**50}, but memory for that many could not be allocated"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_family_computes_the_same_on_two_ranks(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, *SHAPES[name])
+    if name in UNSPLIT:
+        with pytest.raises(UnsupportedModelError) as refused:
+            make_engine(tmp_path, tensor_parallel_size=2)
+        assert str(refused.value).endswith(f"of this shape cannot be split among 2 ranks: {UNSPLIT[name]}")
+        return
+    alone, split = make_engine(tmp_path), make_engine(tmp_path, tensor_parallel_size=2)
+
+    expected, found = run(alone, requests()), run(split, requests())
+
+    assert {i: token_ids(outputs) for i, outputs in found.items()} == {i: token_ids(o) for i, o in expected.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "GPTBigCode, one KV head", "BLOOM"])
+def test_four_ranks_share_fewer_key_value_heads(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, *SHAPES[name])
+    alone, split = make_engine(tmp_path), make_engine(tmp_path, tensor_parallel_size=4)
+
+    expected, found = run(alone, requests()), run(split, requests())
+
+    assert {i: token_ids(outputs) for i, outputs in found.items()} == {i: token_ids(o) for i, o in expected.items()}
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_is_about_its_share(tmp_path: Path, tiny_gpt2: Path) -> None:
+    fields = {"vocab_size": 96, "n_positions": 128, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    write_model(tmp_path, "gpt2", fields)
+    whole = (tmp_path / "model.safetensors").stat().st_size
+
+    def peak_bytes(folder: Path) -> int:
+        engine = make_engine(folder, tensor_parallel_size=2)
+        (rank,) = ranks()
+        (line,) = (line for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines() if "VmHWM" in line)
+        del engine
+        return int(line.split()[1]) * 1024
+
+    assert 0.45 * whole < peak_bytes(tmp_path) - peak_bytes(tiny_gpt2) < 0.75 * whole
+
+
+def ranks() -> list[psutil.Process]:
+    multiprocessing.active_children()  # reaps those that have ended
+    return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def _grandchild() -> psutil.Process:
+    """Return the rank of an engine in a process of its own."""
+    (rank,) = (p for child in ranks() for p in child.children() if "spawn_main" in " ".join(p.cmdline()))
+    return rank
+
+
+def _logprobs(outputs: Sequence[TokenOutput]) -> list[float]:
+    entries = [entry for output in outputs for entry in (*output.logprobs, *(output.prompt_logprobs or ()))]
+    return [entry.logprob for entry in entries if entry is not None]

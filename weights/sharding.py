@@ -1,0 +1,109 @@
+"""Splits a decoder among ranks: which rows and columns of each canonical tensor a rank has, for all families.
+
+Every rank has all layers, with its share of their heads and of their feed-forward's width. What it computes of
+attention and of a feed-forward is one term of a sum over the ranks. The first rank adds the bias of each sum and alone
+has what is outside the layers: embedding, positions, head. Checkpoint reads what `Share` leaves, and
+engine/model/memory.py counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.errors import UnsupportedModelError
+from gptserve.weights.families.family import Source
+
+Span = tuple[int, int]
+"""Start and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What rank `rank` of `size` has of a model; without arguments, all of it."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of_config(self, config: ModelConfig) -> ModelConfig:
+        """Return the rank's model: `config` with its heads and its width. Raises UnsupportedModelError."""
+        _check(config, self.size)
+        start, end = self._span(config.num_heads)
+        first_kv, last_kv = self._kv_span(config)
+        return replace(
+            config,
+            num_heads=end - start,
+            num_kv_heads=last_kv - first_kv,
+            ffn_size=config.ffn_size // self.size,
+            alibi_slopes=config.alibi_slopes[start:end],
+        )
+
+    def of_sources(self, config: ModelConfig, sources: Mapping[str, Source]) -> dict[str, Source]:
+        """Return the sources of the rank's tensors, given those of the whole model `config`."""
+        if self.size == 1:
+            return dict(sources)
+        rows, columns = self._rules(config)
+        found: dict[str, Source] = {}
+        for name, source in sources.items():
+            tensor, _, kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
+            if self.rank > 0 and not tensor.startswith("blocks."):
+                continue
+            if kind in rows:
+                order = source.row_order
+                source = replace(source, row_order=rows[kind] if order is None else tuple(order[i] for i in rows[kind]))
+            elif kind in columns:
+                is_bias = name.endswith(".bias")
+                source = replace(source, is_zero=self.rank > 0) if is_bias else replace(source, columns=columns[kind])
+            found[name] = source
+        return found
+
+    def _rules(self, config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, Span]]:
+        """Return the rows and the columns that the rank has, by kind of tensor; it has all of any other kind.
+
+        The rows are also those of the bias. A bias of a tensor split by columns is the first rank's.
+        """
+        size, ffn = config.head_size, config.ffn_size
+        heads, width, kv_heads = self._span(config.num_heads), self._span(ffn), self._kv_span(config)
+        first_key, first_value = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = (_moved(heads, 0, size), _moved(kv_heads, first_key, size), _moved(kv_heads, first_value, size))
+        halves = [_moved(width, ffn * half) for half in range(1 + config.gated_ffn)]
+        rows = {"qkv": _indices(*qkv), "sinks": _indices(heads), "ffn_up": _indices(*halves)}
+        return rows, {"attn_out": _moved(heads, 0, size), "ffn_down": width}
+
+    def _span(self, number: int) -> Span:
+        return self.rank * number // self.size, (self.rank + 1) * number // self.size
+
+    def _kv_span(self, config: ModelConfig) -> Span:
+        """Return the key-value heads of the rank's heads; with more ranks than these, several ranks have the same."""
+        first = self.rank * config.num_kv_heads // self.size
+        return first, first + max(1, config.num_kv_heads // self.size)
+
+
+WHOLE = Share()
+
+
+def _check(config: ModelConfig, size: int) -> None:
+    """Raise UnsupportedModelError if the model cannot be split evenly."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    why = None
+    if heads % size:
+        why = f"its {heads} heads are no multiple of {size}"
+    elif kv_heads % size and size % kv_heads:
+        why = f"{size} is neither a divisor nor a multiple of its {kv_heads} key-value heads"
+    elif config.ffn_size % size:
+        why = f"its feed-forward's width of {config.ffn_size} is no multiple of {size}"
+    elif size > 1 and config.qk_norm == "projection":
+        why = "its norm of queries and keys (qk_norm) is over all heads"
+    if why is not None:
+        raise UnsupportedModelError(f"a {config.model_type} of this shape cannot be split among {size} ranks: {why}")
+
+
+def _moved(span: Span, offset: int, size: int = 1) -> Span:
+    """Return the rows of a span of units of `size` rows that begins after `offset` units."""
+    return (span[0] + offset) * size, (span[1] + offset) * size
+
+
+def _indices(*spans: Span) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(range(*span) for span in spans))
