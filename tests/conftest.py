@@ -14,12 +14,17 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.leaks import holdings, wait_until_gone
 
 # Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
 # many short parallel regions waits for the one that is not running. Child processes inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Hypothesis has a deadline for each example, and fails where they are made slowly: both depend on the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # Every new client would read all certificates of certifi again, which takes longer than most requests here.
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ def modules() -> set[str]:
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -107,7 +107,7 @@ def engine() -> Any:
     return make_engine(STORYTELLER, max_num_seqs=32, kv_cache_bytes=2**26)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=5, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(schema=schemas())
 def test_what_follows_a_random_schema_validates(engine: Any, schema: Schema) -> None:
     requests = [asked("x" * i, grammar_of(schema)) for i in range(1, 9)]

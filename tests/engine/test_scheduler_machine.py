@@ -45,7 +45,6 @@ SETTINGS = settings(
     stateful_step_count=50,
     derandomize=True,
     database=None,
-    deadline=None,
     print_blob=False,
     suppress_health_check=list(HealthCheck),
 )

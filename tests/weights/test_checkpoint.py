@@ -29,7 +29,7 @@ from gptserve.weights.families.family import Family, Source
 from tests.parity.models import write_model
 
 TINY = {"vocab_size": 12, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
-SETTINGS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -81,7 +81,7 @@ def test_values_may_not_nest_deep(before: str, after: str, tmp_path: Path) -> No
         read_json_object(path, InvalidConfigError)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=30))
 def test_any_bytes_are_read_or_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)

@@ -61,7 +61,7 @@ def choices(draw: st.DrawFn) -> Choice:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     chosen=st.lists(choices(), min_size=1, max_size=9),
     vocab_size=st.sampled_from([2, 17, 255, 256, 257, 1000, 5003]),

@@ -55,7 +55,7 @@ def test_random_texts_have_the_ids_of_tokenizers(name: str, storyteller: Path, t
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert encoder is not None
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(RANDOM_TEXTS.map("".join))
     def check(text: str) -> None:
         assert encoder.encode(text, special=True) == reference.encode(text, add_special_tokens=False).ids
@@ -122,7 +122,7 @@ def vocabulary_of(reference: tokenizers.Tokenizer) -> Any:
         return load_vocabulary(write(Path(folder), reference))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(choices=PARTS, texts=TEXTS)
 def test_merges_give_the_ids_of_tokenizers_or_are_left_to_it(choices: list[tuple[int, int]], texts: list[str]) -> None:
     """Random merges over three letters often make a token of other halves than training would."""
@@ -133,7 +133,7 @@ def test_merges_give_the_ids_of_tokenizers_or_are_left_to_it(choices: list[tuple
     check_merges(parts, list(dict.fromkeys(pairs)), texts)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(tokens=st.lists(st.text("abc", min_size=2, max_size=5), max_size=14, unique=True), texts=TEXTS)
 def test_any_vocabulary_with_every_split_listed_is_taken(tokens: list[str], texts: list[str]) -> None:
     """Also one that no training would make."""

@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gptserve.server.cli.bench.workload import Workload
@@ -50,7 +50,6 @@ def test_prompts_share_a_prefix_within_a_load_and_no_more() -> None:
     assert first[0][:16] != again[0][:16]
 
 
-@settings(deadline=None)
 @given(spread=st.floats(0, 0.99), seed=st.integers())
 def test_lengths_are_spread_evenly_and_depend_on_the_seed(spread: float, seed: int) -> None:
     workload = Workload(prompt_tokens=100, max_tokens=50, spread=spread, seed=seed)
@@ -71,7 +70,6 @@ def test_spread_lengths_reach_both_ends() -> None:
     assert abs(sum(lengths) / 400 - 100) < 5
 
 
-@settings(deadline=None)
 @given(rate=st.floats(0.01, 1000), seed=st.integers())
 def test_arrivals_begin_at_once_rise_and_depend_on_the_seed(rate: float, seed: int) -> None:
     arrivals = list(islice(Workload(seed=seed).arrivals(rate), 50))
