@@ -1,6 +1,7 @@
 // The page: what the fields say becomes a completion, whose tokens stream in. A completion is kept by the server, so a
 // reload takes it up; the fragment of the address repeats one. tokens.js shows tokens, engine.js the engine.
 import { ApiError, askForKeys, begin, follow, post, send, textOf } from "./api.js";
+import { parts } from "./channels.js";
 import { watchEngine } from "./engine.js";
 import { fragmentOf, linked } from "./link.js";
 import { TokenView, tokensOf } from "./tokens.js";
@@ -79,7 +80,7 @@ async function read(mine, prepare = async () => {}) {
   run = mine;
   aborting = new AbortController();
   const { signal } = aborting;
-  view.clear();
+  view.clear(marksFor(mine.asked));
   showTurns();
   for (const token of mine.chosen) view.add(token);
   setBusy(true);
@@ -108,6 +109,11 @@ async function read(mine, prepare = async () => {}) {
     if (error.code === "cancelled" || signal.aborted) tell("stopped");
     else fail(error);
   }
+}
+
+/** Return the marks of the channels in the answer to what is asked for. */
+function marksFor({ mode }) {
+  return mode === "chat" ? engine.marks : null;
 }
 
 /** The pace of tokens as this page sees it. */
@@ -223,8 +229,8 @@ let repeating = null; // the branch of a link, until a field changes
 async function openLink(given) {
   await halt();
   run = null;
-  view.clear();
   fill(given);
+  view.clear(marksFor(asked()));
   const isSame = given.fingerprint === engine.system_fingerprint;
   const [there, here] = [String(given.fingerprint).slice(0, 40), engine.system_fingerprint];
   notify(
@@ -236,8 +242,11 @@ async function openLink(given) {
     isSame,
   );
   if (Array.isArray(given.chosen) && Array.isArray(given.promptIds)) {
-    const { prompt: text } = await post("detokenize", { tokens: given.chosen });
-    const chosen = given.chosen.map((id, i) => ({ id, text: i ? "" : text, logprob: 0, top: [], chosen: true }));
+    const chosen = [];
+    for (const ids of parts(given.chosen, marksFor(asked()))) {
+      const { prompt: text } = await post("detokenize", { tokens: ids });
+      chosen.push(...ids.map((id, i) => ({ id, text: i ? "" : text, logprob: 0, top: [], chosen: true })));
+    }
     repeating = { promptIds: given.promptIds, chosen };
     for (const token of chosen) view.add(token);
   }

@@ -7,6 +7,7 @@ route.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -16,13 +17,14 @@ from starlette.responses import Response
 
 from gptserve.server.api.base_schemas import _Model
 from gptserve.server.api.openapi import error_responses
+from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.service import Service
 from gptserve.server.playground.engine_view import EngineView
 
 _PREFIX = "/playground/"
 _PAGE = "index.html"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_FILES = ("playground.css", "playground.js", "api.js", "tokens.js", "engine.js", "link.js", "icon.svg")
+_FILES = ("playground.css", "playground.js", "api.js", "channels.js", "tokens.js", "engine.js", "link.js", "icon.svg")
 PAGE_PATHS = frozenset({"/", *(f"{_PREFIX}{name}" for name in _FILES)})
 """Open without a key: the page asks for it."""
 ENGINE_PATH = f"{_PREFIX}engine"
@@ -55,6 +57,8 @@ class EngineState(_Model):
     batch_invariant: bool
     max_model_len: int
     has_chat_template: bool
+    marks: Mapping[int, str] | None
+    """the special tokens that frame the messages of an answer to a chat, by id; null for a model without them"""
     block_size: int
     num_blocks: int
     num_running: int
@@ -66,7 +70,7 @@ class EngineState(_Model):
 def playground_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["playground"])
-    engine, view = service.engine, EngineView(service.engine)
+    engine, view, marks = service.engine, EngineView(service.engine), find_marks(service.tokenizer)
     files = {name: (Path(__file__).parent / name).read_bytes() for name in (_PAGE, *_FILES)}
 
     def sent(name: str) -> Response:
@@ -93,6 +97,7 @@ def playground_router(service: Service) -> APIRouter:
             batch_invariant=info.batch_invariant,
             max_model_len=info.max_model_len,
             has_chat_template=service.options.chat_template is not None,
+            marks=marks,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             num_running=stats.num_running,

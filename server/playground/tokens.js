@@ -3,6 +3,7 @@
 //
 // A token is { id, text, logprob, top: [[id, logprob], ...] }; one that the user chose has `chosen`.
 import { textOf } from "./api.js";
+import { Channels } from "./channels.js";
 
 const HIDE_MS = 200; // time for the pointer to reach the alternatives
 const NAMES = { "": "end", " ": "space", "\n": "line break", "\n\n": "two line breaks", "\t": "tab" };
@@ -37,6 +38,7 @@ export class TokenView {
   /** Show tokens in `output`, alternatives in `panel`; `choose(index, id)` is called when one is chosen. */
   constructor(output, panel, choose) {
     Object.assign(this, { output, panel, choose, tokens: [], open: null, hiding: 0 });
+    this.clear();
     output.addEventListener("pointerover", (event) => event.pointerType === "mouse" && this.#show(event.target));
     output.addEventListener("pointerleave", () => this.#hideSoon());
     output.addEventListener("click", (event) => this.#show(event.target));
@@ -49,24 +51,33 @@ export class TokenView {
     document.addEventListener("pointerdown", ({ target }) => panel.contains(target) || output.contains(target) || this.hide());
   }
 
-  clear() {
+  /** Begin anew; `marks` are those of the channels of the tokens to come. */
+  clear(marks = null) {
     this.hide();
     this.tokens = [];
+    this.channels = new Channels(marks);
+    this.channel = null; // of the latest token that is shown
     this.output.replaceChildren();
   }
 
   add(token) {
     const span = document.createElement("span");
-    span.className = "token";
+    const channel = this.channels.of(token);
+    span.className = `token ${channel}`;
+    span.hidden = channel === "frame";
+    span.tabIndex = !span.hidden && this.channel === null ? 0 : -1;
+    if (!span.hidden) {
+      span.classList.toggle("begins", channel !== (this.channel ?? "text"));
+      this.channel = channel;
+    }
     span.classList.toggle("chosen", Boolean(token.chosen));
     span.classList.toggle("break", token.text.startsWith("\n"));
     span.textContent = token.text;
     span.setAttribute("role", "button");
     span.setAttribute("aria-haspopup", "dialog");
-    span.tabIndex = this.tokens.length ? -1 : 0;
     span.style.setProperty("--surprise", surprise(token.logprob).toFixed(3));
     if (!token.text.trim()) span.setAttribute("aria-label", NAMES[token.text] ?? "blank");
-    this.tokens.push(token);
+    this.tokens.push({ ...token, channel });
     this.output.append(span);
   }
 
@@ -76,8 +87,9 @@ export class TokenView {
     if (last && !last.textContent) last.textContent = " ∎";
   }
 
+  /** The text without reasoning and frame. */
   get text() {
-    return this.tokens.map((token) => token.text).join("");
+    return this.tokens.filter((token) => token.channel === "text").map((token) => token.text).join("");
   }
 
   hide() {
@@ -129,7 +141,7 @@ export class TokenView {
   }
 
   #onKey(event) {
-    const spans = [...this.output.children];
+    const spans = [...this.output.children].filter((span) => !span.hidden);
     const index = spans.indexOf(event.target);
     const target = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: spans.length - 1 }[event.key];
     if (spans[target]) {

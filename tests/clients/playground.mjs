@@ -119,3 +119,26 @@ const lookAround = (executablePath, url, key) =>
     }
     return { found };
   });
+
+/** Chat in two turns with a model that marks its reasoning; open the link of a branch of the first answer. */
+const chatInChannels = (executablePath, url, key) =>
+  withPages(executablePath, url, key, async (open) => {
+    const tab = await open();
+    await tab.check("#modes [value=chat]", { force: true });
+    await ask(tab, "Two and two?", { ...FIELDS, max_tokens: "200" });
+    await ended(tab);
+    const shown = (tab, channel) => tab.$$eval(`.token.${channel}`, (tokens) => tokens.map((token) => token.textContent).join(""));
+    const first = { text: await shown(tab, "text"), reasoning: await shown(tab, "reasoning"), seen: await tab.innerText("#output") };
+    await tab.focus("[tabindex='0'].token");
+    await tab.keyboard.press("End");
+    for (const pressed of ["ArrowLeft", "Enter", "ArrowDown"]) await tab.keyboard.press(pressed);
+    await tab.waitForFunction(() => document.activeElement.textContent.endsWith("%"));
+    await tab.keyboard.press("Enter");
+    await tab.waitForSelector(".chosen");
+    await ended(tab);
+    const other = await open({}, await linkOf(tab));
+    const linked = { text: await shown(other, "text"), reasoning: await shown(other, "reasoning") };
+    await ask(tab, "And three?", {});
+    await ended(tab);
+    return { first, linked, turns: await tab.$$eval("#turns p", (turns) => turns.map((turn) => turn.textContent)) };
+  });

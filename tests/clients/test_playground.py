@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from gptserve.server.completions.harmony import MARKS
 from tests.clients.environments import Environment
 from tests.clients.servers import served
 from tests.engine.held_engine import VARIABLE, EngineGate
+from tests.server.conftest import LiveServer
+from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
 from tests.server.serving import LIMIT_S, MORTAL
 
 CLIENT = "browser"
 KEY = "secret"
 pytestmark = pytest.mark.clients
+HARMONY = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+ANSWER = "<|channel|>analysis<|message|>Hm, é.<|end|><|start|>assistant<|channel|>final<|message|>Four ✓"
 FIELDS = {"max_tokens": 24, "temperature": 1, "top_p": 1, "top_k": 0, "seed": 1}
 
 
@@ -91,3 +97,23 @@ def test_light_or_dark_wide_or_narrow_axe_finds_nothing(client: Environment, chr
         assert (found["said"], found["text"]) == ("Who are you?", said)
         assert found["map"].startswith("Map of the KV cache: ")
     assert light["paper"] != dark["paper"]
+
+
+def test_the_reasoning_of_a_chat_is_apart_from_its_text_and_no_part_of_the_next_turn(
+    client: Environment, chromium: str
+) -> None:
+    tokenizer = ByteTokenizer(*MARKS)
+    reply = say(tokenizer.encode_with_special(ANSWER), then_eos=True)
+    engine = FakeEngineClient(reply, info=replace(INFO, vocab_size=EOS + 1 + len(MARKS), max_model_len=4096))
+    server = LiveServer(engine, tokenizer=tokenizer, template=HARMONY, api_keys=(KEY,))
+    with server.running():
+        found = play(client, chromium, "chatInChannels", server.url)
+
+    assert (found["first"]["reasoning"], found["first"]["text"]) == ("Hm, é.", "Four ✓ ∎")
+    assert found["first"]["seen"] == "Hm, é.Four ✓ ∎", "the frame is not shown"
+    assert found["linked"]["reasoning"] == "Hm, é."
+    assert found["linked"]["text"].startswith("Four ")
+    question, answer, next_question = found["turns"]
+    assert (question, next_question) == ("Two and two?", "And three?")
+    assert answer.startswith("Four ")
+    assert answer.endswith("Four ✓")

@@ -11,8 +11,9 @@ import pytest
 
 import gptserve.server.playground.router as router
 from gptserve.engine.stats import EngineStats
+from gptserve.server.completions.harmony import MARKS
 from tests.server.conftest import MODEL, Api
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.fake_engine import EOS, ByteTokenizer, FakeEngineClient
 
 FOLDER = Path(router.__file__).parent
 FILES = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".css", ".html", ".js", ".svg"))
@@ -91,12 +92,19 @@ def test_the_engine_is_described(api: Api) -> None:
         "batch_invariant": True,
         "max_model_len": 256,
         "has_chat_template": True,
+        "marks": None,
         "block_size": 16,
         "num_blocks": 64,
         "num_running": 2,
         "num_waiting": 1,
         "blocks": {"blocks_per_cell": 1, "cells": "21c."},
     }
+
+
+def test_the_marks_of_reasoning_are_those_of_the_vocabulary(make_api: MakeApi) -> None:
+    api = make_api(FakeEngineClient(), ByteTokenizer(*MARKS))
+    marks = {str(EOS + 1 + i): mark for i, mark in enumerate(MARKS)}
+    assert get(api, "/playground/engine").json()["marks"] == marks
 
 
 def test_an_engine_that_restarts_has_no_blocks_to_show(api: Api) -> None:
