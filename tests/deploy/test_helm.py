@@ -24,6 +24,7 @@ from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 CHART = ROOT / "deploy" / "helm" / "gptserve"
 ALL_VALUES = ROOT / "tests" / "deploy" / "values.yaml"
 WITH_STATE = ("--set", "state.size=10Gi,state.storageClass=fast,gpu.count=1,model=/model/mine,keysSecret=k")
+DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53}]}
 RELEASES = {"defaults": (), "all": ("--values", str(ALL_VALUES)), "state": WITH_STATE}
 
 
@@ -172,11 +173,21 @@ def test_a_pod_writes_to_volumes_alone_and_has_no_rights(pod: dict[str, Any]) ->
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_only_a_model_from_the_hub_lets_a_pod_out(manifests: Path) -> None:
-    kinds = by_kind(manifests)
-    from_hub = pod_of(manifests)["containers"][0]["args"] == ["serve", "openai-community/gpt2"]
+@pytest.mark.parametrize(
+    ("values", "rules"),
+    [
+        ((), []),
+        (("--set", "model=openai-community/gpt2"), [DNS, {"ports": [{"port": 443}]}]),
+        (
+            ("--set", "model=/model/mine,networkPolicy.to[0].podSelector.a=b"),
+            [DNS, {"to": [{"podSelector": {"a": "b"}}]}],
+        ),
+    ],
+)
+def test_only_a_model_from_the_hub_and_who_is_named_let_a_pod_out(values: tuple[str, ...], rules: list[Any]) -> None:
+    rendered = run_tool("helm", "template", "demo", CHART, "--show-only", "templates/networkpolicy.yaml", *values)
 
-    assert bool(kinds["NetworkPolicy"]["spec"]["egress"]) == from_hub
+    assert yaml.safe_load(rendered)["spec"]["egress"] == rules
 
 
 def test_selectors_find_the_pods(manifests: Path) -> None:
