@@ -205,6 +205,7 @@ def test_settings_keep_their_values(tmp_path: Path) -> None:
     wanted = {"max-num-seqs": "32", "max-body-bytes": "2000000", "write-timeout": "0.5", "strict-fields": "true"}
 
     assert {name: variables["GPTSERVE_" + name.upper().replace("-", "_")] for name in wanted} == wanted
+    assert variables["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"
 
 
 def test_keys_become_a_file_that_the_server_can_read(tmp_path: Path) -> None:
