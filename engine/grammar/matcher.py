@@ -98,7 +98,7 @@ class Matcher:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Return why a matcher has failed, in one line; "" if it has not."""
-    told = _EXCERPT.split(matcher.get_error())[0]
+    told = _EXCERPT.split(matcher.get_error())[0].replace("<non-verbose/>", "")
     return " ".join(told.split())[:MAX_REASON]
 
 

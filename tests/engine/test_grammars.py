@@ -246,8 +246,8 @@ def test_a_grammar_that_meets_a_limit_on_its_way_fails_that_request_alone(
     other = asked("other", Grammar("regex", "[0-9]{4}"))
     outputs = run(make_engine(STORYTELLER), [many, other])
     last = outputs["many"][-1]
-    assert (last.finish_reason, str(last.error)[:54]) == (
+    assert (last.finish_reason, str(last.error)) == (
         FinishReason.ERROR,
-        "the grammar: lexer error: too many states: 60 >= 60 <non-verbose/>"[:54],
+        "the grammar: lexer error: too many states: 60 >= 60",
     )
     assert len(text_of(outputs, other)) == 4

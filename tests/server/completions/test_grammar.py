@@ -43,6 +43,7 @@ def checking(checker: GrammarChecker) -> Iterator[Api]:
             'invalid regex "(x" (in regex): regex parse error: (x ^ error: unclosed group',
         ),
         ({"guided_json": {"type": "words"}}, "guided_json", "Invalid type: words"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "NoExtensionBias"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
             "response_format.json_schema.schema",
