@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gptserve.engine.engine import Engine
-from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
+from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidConfigurationError
 from gptserve.engine.model.memory import kv_bytes_per_token
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.process.factory import load_engine
@@ -24,7 +24,7 @@ from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.request import Request, TokenOutput
 from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import load_config
-from tests.engine.client_harness import LIMIT_S, collect, started, until
+from tests.engine.client_harness import LIMIT_S, collect, hurried, run_hurried, started, until
 from tests.engine.client_harness import run as asyncio_run
 from tests.engine.runs import make_config, make_engine, make_request, ragged_prompts, run, token_ids
 from tests.leaks import holdings, wait_until_gone
@@ -101,6 +101,7 @@ def test_a_killed_rank_ends_the_engine_with_its_cause(engine: Engine, caplog: py
     assert str(died.value) == cause
     assert f"{cause}; the engine ends with it" in caplog.messages
     assert not ranks()
+    caplog.clear()  # its tracebacks hold the engine
 
 
 def test_more_ranks_than_devices_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +128,7 @@ def test_streams_go_on_when_a_rank_is_killed(folder: Path) -> None:
     expected = {request_id: token_ids(outputs) for request_id, outputs in run(make_engine(folder), requests()).items()}
 
     async def test() -> None:
-        factory = functools.partial(load_engine, make_config(folder, tensor_parallel_size=2))
-        make_client = functools.partial(ProcessClient, factory)
-        supervisor = Supervisor(make_client, max_restarts=2, stall_limit_s=LIMIT_S, load_limit_s=LIMIT_S)
-        async with started(supervisor) as client:
+        async with started(_supervisor(folder)) as client:
             streams = {request.request_id: client.submit([request]) for request in requests()}
             first = {request_id: await anext(stream) for request_id, stream in streams.items()}
             _grandchild().kill()
@@ -145,6 +143,40 @@ def test_streams_go_on_when_a_rank_is_killed(folder: Path) -> None:
 
     asyncio_run(test())
     assert not wait_until_gone(before)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_an_engine_that_makes_no_step(folder: Path) -> None:
+    expected = token_ids(run(make_engine(folder), requests()[:1])["0"])
+
+    async def test() -> None:
+        async with started(_supervisor(folder)) as client:
+            _grandchild().suspend()
+            stream = client.submit(requests()[:1])
+            async with hurried(lambda: not client.restarts):
+                assert await collect(stream) == {"0": expected}
+            assert dict(client.restarts) == {DeathKind.STALLED: 1}
+
+    run_hurried(test())
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_fails_in_a_step_ends_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others would take the next step's numbers for the rest of this one's."""
+    engine = make_engine(folder, tensor_parallel_size=2)
+
+    def embed(*args: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr("gptserve.engine.model.decoder.Decoder._embed", embed)
+    with pytest.raises(EngineDiedError) as died:
+        run(engine, requests())
+
+    assert str(died.value) == "the first rank raised MemoryError in the middle of a step"
+    caplog.clear()  # its tracebacks hold the engine
 
 
 @pytest.mark.slow
@@ -204,6 +236,12 @@ def test_the_peak_of_a_rank_is_about_its_share(tmp_path: Path, tiny_gpt2: Path) 
 def ranks() -> list[psutil.Process]:
     multiprocessing.active_children()  # reaps those that have ended
     return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def _supervisor(folder: Path) -> Supervisor:
+    factory = functools.partial(load_engine, make_config(folder, tensor_parallel_size=2))
+    make_client = functools.partial(ProcessClient, factory)
+    return Supervisor(make_client, max_restarts=2, stall_limit_s=LIMIT_S, load_limit_s=LIMIT_S)
 
 
 def _grandchild() -> psutil.Process:
