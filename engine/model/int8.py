@@ -72,13 +72,17 @@ def column_factors(weight: Tensor) -> Tensor | None:
 
     Weights are divided by the factors and rows of x multiplied by them, as in SmoothQuant (Xiao et al. 2023). So a few
     large columns do not make the scale of every output coarse, and a small one, whose elements of x are often large,
-    does not lose its digits. Large is the root mean square, small the largest element: no scale becomes coarser.
+    does not lose its digits. Large is the root mean square, small the largest element: no scale becomes coarser. They
+    are in units of their output's mean element: otherwise the few large outputs, such as those that write to outlier
+    channels, would decide alone.
     """
     squares = torch.zeros(weight.shape[1], device=weight.device)
     largest = torch.zeros_like(squares)
     for rows in _some_rows(weight):
-        squares += rows.float().square().sum(0)
-        largest = torch.maximum(largest, rows.float().abs().amax(0))
+        size = rows.float().abs()
+        size /= size.mean(1, keepdim=True).clamp(min=_MIN_BOUND)
+        squares += size.square().sum(0)
+        largest = torch.maximum(largest, size.amax(0))
     root, most = (squares / squares.median()).sqrt(), largest / largest.median()
     factors = torch.where(root > _UNLIKE, root.log2().round().exp2(), 1.0)
     factors = torch.where((most > 0) & (most < 1 / _UNLIKE), most.log2().ceil().exp2(), factors)

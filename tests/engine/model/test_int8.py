@@ -99,6 +99,13 @@ def test_large_and_small_columns_of_weights_get_a_factor() -> None:
     assert column_factors(torch.zeros(3, 4)) is None
 
 
+def test_large_outputs_do_not_make_the_others_coarse() -> None:
+    """They write to the few large channels of the residual stream, as in GPT-2."""
+    weight = torch.randn(300, 200).clamp(-2, 2)
+    weight[:4] *= 20
+    assert column_factors(weight) is None
+
+
 def test_int8_is_near_the_product() -> None:
     weight, bias, x, residual = torch.randn(96, 768), torch.randn(96), torch.randn(8, 768), torch.randn(8, 96)
     for w, rows in ((weight, x), (with_outliers(weight), x), (weight, with_outliers(x))):
