@@ -62,6 +62,7 @@ def main() -> None:
             max_num_seqs=max(args.batch),
             max_num_batched_tokens=max(512, *args.batch),
             num_threads=args.threads,
+            enforce_eager=args.enforce_eager,
         )
         engines = {name: Engine(replace(config, **more)) for name, more in ENGINES.items()}
     turns = Turns(engines, None if args.alone else reference.to(device, getattr(torch, args.dtype)), model, args)
@@ -86,6 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="engines must fit side by side")
     parser.add_argument("--output", type=Path, help="a file for the line of JSON")
+    parser.add_argument("--enforce-eager", action="store_true", help="decode without CUDA graphs")
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
     return parser.parse_args()
 

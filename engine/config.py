@@ -24,7 +24,8 @@ class EngineConfig:
     """All settings of an Engine. num_blocks takes precedence over kv_cache_bytes.
 
     kv_cache_bytes are those of each of tensor_parallel_size processes; they share num_threads.
-    speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off.
+    speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off. enforce_eager
+    turns off the CUDA graphs of decoding steps.
     """
 
     model_dir: Path
@@ -34,6 +35,7 @@ class EngineConfig:
     attention_backend: AttentionBackendName = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
+    enforce_eager: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None

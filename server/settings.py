@@ -49,6 +49,7 @@ _ENGINE_HELP = {
     "enable_prefix_caching": "reuse the KV cache of prompts that begin with the same tokens",
     "speculative_ngram": "draft tokens by looking up the last N tokens in the text so far, N from 2 to 8; 0 is off",
     "tensor_parallel_size": "number of processes, each on a GPU of its own, that share the heads and widths of layers",
+    "enforce_eager": "start the kernels of decoding steps one by one, without CUDA graphs",
     "num_threads": "maximum CPU threads of the engine (default: one a usable core); it uses fewer for small steps",
 }
 # Field, check, and rule in words. NaN fails every check.

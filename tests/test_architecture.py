@@ -39,6 +39,7 @@ WITH_TORCH = {
     "gptserve.engine.attention.cpu",
     "gptserve.engine.attention.reference",
     "gptserve.engine.attention.triton_paged",
+    "gptserve.engine.cuda_graphs",
     "gptserve.engine.model.activation",
     "gptserve.engine.model.batch",
     "gptserve.engine.model.decoder",

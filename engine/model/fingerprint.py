@@ -28,6 +28,7 @@ def numeric_causes(
     quantization: Quantization | None,
     backend: AttentionBackend,
     num_ranks: int,
+    has_graphs: bool,
 ) -> dict[str, str]:
     """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them."""
     shape = replace(model, eos_token_ids=(), bos_token_id=None)  # they end a text and change no logits
@@ -40,6 +41,7 @@ def numeric_causes(
         "products": build_of(product_of(device, dtype)),
         "quantized products": "none" if quantization is None else build_of(product_of(device, dtype, quantization)),
         "ranks": str(num_ranks),
+        "rows of decoding steps": "padded for graphs" if has_graphs else "as many as needed",
         "draws": native.digest() if device.type == "cpu" and native.is_available() else "torch",
         "torch": torch.__version__,
         "libraries and instructions": torch.__config__.show(),

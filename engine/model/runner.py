@@ -91,7 +91,7 @@ class ModelRunner:
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
             self._decoder = Decoder(self._model, tensors, backend, quantization, group)
-            self._cache, num_blocks, max_model_len = make_cache(
+            self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks
             )
         self._masks = MaskThread()
@@ -109,7 +109,8 @@ class ModelRunner:
         self.choose: Choose | None = None
         """What chooses the tokens; None: the fastest there is."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
-        causes = numeric_causes(checkpoint.digest, whole, self.device, dtype, quantization, backend, share.size)
+        numbers = (self.device, dtype, quantization, backend, share.size, self.graphs is not None)
+        causes = numeric_causes(checkpoint.digest, whole, *numbers)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
@@ -144,10 +145,15 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, batch: ScheduledBatch) -> StepResult:
         masks = self._masks.begin(batch)
+        logits = None if self.graphs is None else self.graphs.logits(batch)
+        if logits is not None:
+            return StepResult(self._sample(logits, batch, {} if masks is None else masks.result()), {})
         inputs, hidden = self._compute(batch, self.info.block_size, self.min_rows)
-        starts = inputs.metadata.query_starts
+        starts, rows_R = inputs.metadata.query_starts, inputs.sampled_R
+        if len(rows_R):
+            logits = self._decoder.logits(hidden[rows_R])
         return StepResult(
-            sampled=self._sample(hidden, inputs.sampled_R, batch, {} if masks is None else masks.result()),
+            sampled=self._sample(logits, batch, {} if masks is None else masks.result()),
             prompt_logprobs={
                 i: self._prompt_logprobs(hidden[starts[i] : starts[i + 1]], item)
                 for i, item in enumerate(batch.items)
@@ -174,7 +180,7 @@ class ModelRunner:
         _, hidden = self._compute(batch, block_size, MIN_ROWS)
         return digest_of(self._decoder.logits(hidden)[:num_tokens])
 
-    def _sample(self, hidden: Tensor, rows_R: Tensor, batch: ScheduledBatch, masks: Masks) -> tuple[SampledTokens, ...]:
+    def _sample(self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks) -> tuple[SampledTokens, ...]:
         positions: list[SamplingPosition] = []
         sizes: list[int] = []
         for item in batch.items:
@@ -183,9 +189,8 @@ class ModelRunner:
                 sizes.append(size)
                 allowed: Sequence[Mask | None] = masks.get(item.sequence) or [None] * size
                 positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
-        if not positions:
+        if logits is None:
             return ()
-        logits = self._decoder.logits(hidden[rows_R])
         return tuple(sample(logits, positions, self.info.eos_token_ids, self.choose).split(sizes))
 
     def _prompt_logprobs(self, hidden: Tensor, item: ScheduledSequence) -> list[tuple[int, TokenLogprobs]]:

@@ -1,22 +1,23 @@
 """The memory that steps take on a GPU beside weights and cache, measured before the cache is sized.
 
 The largest steps that the configuration allows are computed once, with a cache of one block in which all positions
-lie: their numbers mean nothing, but their tensors have the sizes of real ones. `make_cache` gives the cache what is
-left. On a CPU nothing is measured. ModelRunner calls it.
+lie: their numbers mean nothing, but their tensors have the sizes of real ones. CUDA graphs are recorded with that cache
+and dropped, because those that are used need the addresses of the real one. `make_cache` gives the cache what is left.
+On a CPU nothing is measured. ModelRunner calls it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.config import EngineConfig
+from gptserve.engine.cuda_graphs import DecodeGraphs, capture_decoding
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.model.batch import build_model_input
@@ -46,6 +47,9 @@ class DeviceMemory(Protocol):
     def peak(self) -> int:
         """Return the most that all tensors took since `reset`."""
 
+    def free(self) -> int:
+        """Give back what no tensor holds, and return what is left."""
+
 
 class CudaMemory:
     """The DeviceMemory of a CUDA device."""
@@ -61,13 +65,27 @@ class CudaMemory:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
+    def free(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """The bytes of all tensors before a step, which are the weights, and those that it takes in addition."""
 
-    weight_bytes: int
-    activation_bytes: int
+class StepMemory(NamedTuple):
+    """In bytes: all tensors before a step, which are the weights; what a step takes in addition; the CUDA graphs."""
+
+    weights: int
+    activations: int
+    graphs: int | None
+    """None if there are none."""
+
+
+class Made(NamedTuple):
+    """What `make_cache` made. There are no graphs where steps are computed without."""
+
+    cache: KVCache
+    graphs: DecodeGraphs | None
+    num_blocks: int
+    max_model_len: int
 
 
 def make_cache(
@@ -79,18 +97,29 @@ def make_cache(
     device: torch.device,
     num_threads: int,
     ranks: Ranks | None = None,
-) -> tuple[KVCache, int, int]:
-    """Return the cache, its number of blocks and max_model_len, which the decoder and all ranks then have.
+) -> Made:
+    """Return the cache and the graphs of decoding steps with it. The decoder and all ranks then have max_model_len.
 
     Raises InvalidConfigurationError if there is too little memory.
     """
     longest = config.max_model_len or model.max_position
     reserved = backend.scratch_bytes(longest, model.head_size, num_threads)
-    device_memory, measured = memory_of(device), None
-    if device_memory is not None:
+    memory, measured = memory_of(device), None
+
+    def capture(cache: KVCache, max_model_len: int) -> DecodeGraphs | None:
+        return capture_decoding(config, model, decoder, backend, cache, max_model_len, device)
+
+    if memory is not None:
         decoder.set_max_model_len(longest)
-        measured = measure(device_memory, lambda: largest_step(config, model, decoder, dtype, device, longest))
-        reserved += measured.activation_bytes
+        one_block = KVCache(model, 1, config.block_size, dtype, device)
+        measured = measure(
+            memory,
+            lambda: compute_largest_steps(config, model, decoder, one_block, device, longest),
+            lambda: capture(one_block, longest),
+        )
+        reserved += measured.activations + (measured.graphs or 0)
+        del one_block
+        memory.reset()
     budget = cache_memory_bytes(config, device, reserved) if ranks is None else ranks.least_memory(reserved)
     num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *budget)
     cache = KVCache(model, num_blocks, config.block_size, dtype, device)
@@ -98,12 +127,13 @@ def make_cache(
     if ranks is not None:
         ranks.begin(num_blocks, max_model_len)
     if measured is not None:
-        sizes = (measured.weight_bytes, reserved, sum(layer.nbytes for layer in cache.layers))
+        sizes = (measured.weights, measured.activations, measured.graphs or 0, sum(kv.nbytes for kv in cache.layers))
         logger.info(
-            "GPU memory: %.2f GiB of weights, %.2f GiB for activations, %.2f GiB of KV cache",
+            "GPU memory: %.2f GiB of weights, %.2f GiB for activations, %.2f GiB of CUDA graphs, %.2f GiB of KV cache",
             *(size / 2**30 for size in sizes),
         )
-    return cache, num_blocks, max_model_len
+    has_graphs = measured is not None and measured.graphs is not None
+    return Made(cache, capture(cache, max_model_len) if has_graphs else None, num_blocks, max_model_len)
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
@@ -111,31 +141,32 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     return CudaMemory(device) if device.type == "cuda" else None
 
 
-def measure(memory: DeviceMemory, step: Callable[[], None]) -> StepMemory:
-    """Compute the step and return what it took. Raises InvalidConfigurationError if that is too much."""
-    before = memory.reset()
+def measure(memory: DeviceMemory, compute_steps: Callable[[], object], capture: Callable[[], object]) -> StepMemory:
+    """Return what the steps and the graphs take. Raises InvalidConfigurationError if the steps take too much."""
+    weights = memory.reset()
     try:
-        step()
+        compute_steps()
     except torch.OutOfMemoryError as error:
         raise InvalidConfigurationError(
             "the largest step does not fit into the GPU's memory beside the weights: lower max_num_batched_tokens, "
             "max_num_seqs or max_model_len"
         ) from error
-    measured = StepMemory(before, memory.peak() - before)
-    memory.reset()
-    return measured
+    activations = memory.peak() - weights
+    # Graphs take memory that torch does not count. The steps have loaded what is loaded once.
+    free = memory.free()
+    graphs = capture()
+    return StepMemory(weights, activations, None if graphs is None else max(0, free - memory.free()))
 
 
-def largest_step(
+def compute_largest_steps(
     config: EngineConfig,
     model: ModelConfig,
     decoder: Decoder,
-    dtype: torch.dtype,
+    cache: KVCache,
     device: torch.device,
     max_model_len: int,
 ) -> None:
     """Compute as many tokens as a step may have, of few and of many sequences; sample with every parameter there is."""
-    cache = KVCache(model, 1, config.block_size, dtype, device)
     for num_seqs in (-(-config.max_num_batched_tokens // max_model_len), config.max_num_seqs):
         batch = _largest_batch(min(num_seqs, config.max_num_seqs), config, max_model_len)
         inputs = build_model_input(batch, config.block_size, device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gptserve.engine.request import FinishReason
+from gptserve.weights.families import load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -119,6 +120,45 @@ def test_the_longest_prompts_in_a_full_batch_do_not_run_out_of_memory(
     assert {its[-1].finish_reason for its in outputs.values()} == {FinishReason.LENGTH}
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     del ballast
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_graphs_give_the_bits_of_kernels_started_one_by_one(
+    name: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In batches that a graph does not pad, as products may have other bits with more rows."""
+    write_model(tmp_path, *SHAPES[name])
+    options = {"device": DEVICE, "dtype": dtype, "max_num_seqs": 4, "enable_prefix_caching": False}
+    requests = [
+        make_request(str(i), range(i, i + 9), seed=i, max_tokens=30, logprobs=2, temperature=i % 2) for i in range(4)
+    ]
+    graphed, plain = make_engine(tmp_path, **options), make_engine(tmp_path, enforce_eager=True, **options)
+    assert plain._runner.graphs is None
+    if load_config(tmp_path).experts is None:
+        assert graphed._runner.graphs is not None
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    found, expected = (
+        {
+            i: (token_ids(outputs), [entry for output in outputs for entry in output.logprobs])
+            for i, outputs in run(engine, requests).items()
+        }
+        for engine in (graphed, plain)
+    )
+    assert found == expected
+
+
+def test_graphs_under_preemption_and_drafts_give_every_request_its_tokens(storyteller: Path) -> None:
+    requests = [
+        make_request(str(i), p, seed=i, max_tokens=40, temperature=0.5 * (i % 3), repetition_penalty=1.0 + i % 2 / 9)
+        for i, p in enumerate(ragged_prompts(40, 60))
+    ]
+    options: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 20, "num_blocks": 80, "max_model_len": 200}
+    for speculative_ngram in (0, 2):
+        engine = make_engine(storyteller, speculative_ngram=speculative_ngram, **options)
+        assert engine._runner.graphs is not None
+        assert {len(token_ids(outputs)) for outputs in run(engine, requests).values()} == {40}
+        assert engine.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,7 +1,4 @@
-"""What goes from the host to a device and back, counted on torch's meta device.
-
-That device has shapes but no numbers, so whatever waits for one fails: `item`, `tolist`, a condition, a boolean index.
-"""
+"""What goes from the host to a device and back, counted on torch's meta device."""
 
 from __future__ import annotations
 
@@ -12,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gptserve.engine import staging
 from gptserve.engine.model.batch import build_model_input
@@ -24,33 +18,9 @@ from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import choose_by_torch
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import to_device
+from tests.engine.host_copies import DEVICE, Copies, Lists
 
-DEVICE = torch.device("meta")
 CHOICES = [Choice(), Choice(0.5, 0.9, 1.0, 0.1, 5), Choice(0.3, 1.0, 0.7), Choice(0.1, 0.5, 1.0)]
-
-
-class Copies(TorchDispatchMode):
-    """Counts the operations that read a tensor of the host for one of the device; a scalar is no copy."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        is_of_device = any(x.is_meta for x in [*read, *tree_leaves(result)] if isinstance(x, Tensor))
-        self.count += is_of_device and any(not x.is_meta and x.dim() for x in read)
-        return result
-
-
-class Lists(TorchFunctionMode):
-    """Refuses lists as indices of the device's tensors, and tensors made of lists on it: hidden copies, and waits."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
-            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            assert not any(isinstance(index, list) for index in indices), "a list as an index"
-        assert func is not torch.tensor or (kwargs or {}).get("device") != DEVICE, "a tensor of a list"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -75,6 +75,7 @@ WRITTEN = {
     "enable-prefix-caching": "false",
     "speculative-ngram": "3",
     "tensor-parallel-size": "2",
+    "enforce-eager": "true",
     "num-threads": "1",
 }
 """Every option but --config with a value that is not its default."""
@@ -87,6 +88,7 @@ SWITCHES = {
     "playground": "--no-playground",
     "strict-fields": "--strict-fields",
     "log-prompts": "--log-prompts",
+    "enforce-eager": "--enforce-eager",
 }
 COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},

@@ -191,6 +191,30 @@ def test_bits_do_not_depend_on_neighbours_chunks_pieces_or_blocks(dtype: torch.d
 
 
 @interpreted
+def test_bits_do_not_depend_on_the_longest_context_that_the_host_knows_of() -> None:
+    """A CUDA graph is recorded for the longest there may be; its rows of padding are sequences without a slot."""
+    spec = make_spec(2, 1, 16)
+    cached, backend = Cached([70, 12, 1], spec, torch.float32), TritonAttention(PIECE)
+    metadata = cached.metadata([0, 1, 2], [1, 1, 1], [70, 12, 1])
+    longest = replace(
+        metadata,
+        kv_lens=(300,) * 3,
+        slots_T=torch.cat([metadata.slots_T[:2], torch.tensor([-1])]),
+        block_tables_SN=torch.nn.functional.pad(metadata.block_tables_SN, (0, 14), value=0),
+    )
+    query, key, value = torch.randn(3, 4, 16).to(DEVICE).split([2, 1, 1], 1)
+    found = []
+    for its_metadata in map(on_device, (metadata, longest)):
+        cache = cached.cache.to(DEVICE, copy=True)
+        backend.write(key, value, cache, its_metadata)
+        found.append((backend.attend(query, cache, its_metadata, on_device(spec))[:2], cache))
+    (out, cache), (padded_out, padded_cache) = found
+    assert torch.equal(out, padded_out)
+    is_written = (cache.nan_to_num() != padded_cache.nan_to_num()).any(-1).any(2).any(0)
+    assert is_written.nonzero().tolist() == [[int(metadata.slots_T[2]) // 16, 0]]
+
+
+@interpreted
 def test_one_changed_key_changes_the_rows_that_see_it_and_no_other() -> None:
     cached = Cached([20, 5], make_spec(2, 1, 16), torch.float32)
     step = [(0, 7, 20), (1, 1, 5)]

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 def causes(folder: Path, **changed: Any) -> dict[str, str]:
     given = {"weights_digest": "w", "model": load_config(folder), "device": CPU, "dtype": torch.float32}
-    given |= {"quantization": None, "num_ranks": 1}
+    given |= {"quantization": None, "num_ranks": 1, "has_graphs": False}
     return numeric_causes(**{**given, "backend": ReferenceAttention(), **changed})
 
 
@@ -63,6 +63,9 @@ def test_what_is_computed_and_by_which_code_is_a_cause(tiny_gpt2: Path) -> None:
     before = causes(tiny_gpt2)
     assert causes(tiny_gpt2, weights_digest="v")["weights"] != before["weights"]
     assert causes(tiny_gpt2, dtype=torch.bfloat16)["dtype"] != before["dtype"]
+    assert {key for key in before if before[key] != causes(tiny_gpt2, has_graphs=True)[key]} == {
+        "rows of decoding steps"
+    }
     if native.supported_variants():
         assert causes(tiny_gpt2, dtype=torch.bfloat16)["products"] != before["products"] == "onednn"
     builds = {CpuAttention(name).build for name in CpuAttention.supported_instructions()}

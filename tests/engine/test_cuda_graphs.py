@@ -1,0 +1,312 @@
+"""Decoding by graphs, with a stand-in on a CPU: a replay records nothing and computes anew from the same tensors.
+
+So these tests show which steps have graphs, that their inputs and padding are right, and that nothing in what is
+recorded waits for the device or reads the host. That CUDA repeats it is seen in test_cuda.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptserve.engine import staging
+from gptserve.engine.attention import AttentionBackend, AttentionMetadata
+from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.attention.triton_paged import TritonAttention
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.cuda_graphs import Capture, DecodeGraphs, Replay, batch_sizes, capture_decoding
+from gptserve.engine.engine import Engine
+from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.kv_cache import KVCache
+from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.families import load_config
+from tests.engine.host_copies import DEVICE, Copies, Lists
+from tests.engine.runs import make_config, make_engine, run, token_ids
+from tests.engine.test_grammars import ragged
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
+
+pytestmark = pytest.mark.skipif(not CpuAttention.is_available(), reason="installed without a compiler")
+
+CPU = torch.device("cpu")
+LOADS: dict[str, dict[str, Any]] = {
+    "batches that grow and shrink": {"max_num_seqs": 7},
+    "one at a time": {"max_num_seqs": 1},
+    "preempted": {"num_blocks": 12, "block_size": 4, "max_num_seqs": 8, "max_model_len": 48},
+    "drafts": {"speculative_ngram": 2, "max_num_seqs": 2},
+}
+ALWAYS = {"GPT-2", "BLOOM", "Gemma 3, past its window", "gpt-oss, past its window"}
+"""The families of the tests that are not slow."""
+
+
+class Rerun:
+    """The stand-in for CudaCapture."""
+
+    num_replays = 0
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
+        def replay() -> Tensor:
+            self.num_replays += 1
+            return compute()
+
+        return replay
+
+
+def capture_for(engine: Engine, capture: Capture, **options: Any) -> DecodeGraphs | None:
+    """Return graphs for an engine that has run nothing yet."""
+    runner = engine._runner
+    backend = options.pop("backend", CpuAttention())
+    sizes = {"max_num_seqs": engine.info.max_num_seqs, "block_size": engine.info.block_size}
+    config = make_config(Path(), **{**sizes, **options})
+    with torch.inference_mode():
+        return capture_decoding(
+            *(config, runner._model, runner._decoder, backend),
+            *(runner._cache, engine.info.max_model_len, CPU, capture),
+        )
+
+
+def requests() -> list[Request]:
+    """Return requests with and without grammars, greedy and drawn, whose answers have different lengths."""
+    return [replace(r, params=replace(r.params, max_tokens=5 + 4 * (i % 7))) for i, r in enumerate(ragged())]
+
+
+def results(engine: Engine) -> dict[str, tuple[list[int], list[TokenLogprobs]]]:
+    outputs = run(engine, requests()[: 4 * engine.info.max_num_seqs])
+    return {i: (token_ids(its), [entry for output in its for entry in output.logprobs]) for i, its in outputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("load", "dtype"),
+    [
+        ("batches that grow and shrink", "bfloat16"),
+        ("preempted", "float32"),
+        ("drafts", "float32"),
+        pytest.param("batches that grow and shrink", "float32", marks=pytest.mark.slow),
+        pytest.param("one at a time", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_with_graphs_every_answer_has_the_same_bits(load: str, dtype: str, storyteller: Path) -> None:
+    options = {"dtype": dtype, **LOADS[load]}
+    plain, graphed = (make_engine(storyteller, **options) for _ in range(2))
+    capture = Rerun()
+    graphed._runner.graphs = capture_for(graphed, capture)
+    capture.num_replays = 0
+    assert results(graphed) == results(plain)
+    assert 0.3 * graphed.stats.num_steps < capture.num_replays < graphed.stats.num_steps
+    assert graphed.stats.num_preemptions > 0 or load != "preempted"
+    assert graphed.stats.num_draft_tokens > 0 or load != "drafts"
+
+
+@pytest.mark.parametrize("change", ["token_ids_T", "positions_T", "slots_T", "kv_lens_S", "block_tables_SN"])
+def test_an_input_of_another_step_would_be_seen(change: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this the test above might compare what depends on nothing."""
+    graphs, compute = capture_for(make_engine(tiny_gpt2), Rerun(), max_num_seqs=4), Decoder.hidden_states
+    assert graphs is not None
+    step = [decoding([5, 9, 3], [1]), decoding([7] * 20, [2, 4]), decoding([8, 1], [5])]
+    other = [decoding([6], [3]), decoding([4] * 30, [4, 2]), decoding([2, 3, 3], [0])]
+    seen: list[Tensor] = []
+
+    def computing(self: Decoder, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: Any) -> Tensor:
+        kept = vars_of(token_ids_T, positions_T, metadata)[change]
+        seen.append(kept.clone())
+        kept.copy_(seen[0])
+        return compute(self, token_ids_T, positions_T, cache, metadata)
+
+    logits_of(graphs, other)
+    expected = logits_of(graphs, step)
+    monkeypatch.setattr(Decoder, "hidden_states", computing)
+    logits_of(graphs, other)
+    assert not torch.equal(logits_of(graphs, step), expected)
+
+
+def vars_of(token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> dict[str, Tensor]:
+    inputs = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
+    return {"token_ids_T": token_ids_T, "positions_T": positions_T, **inputs}
+
+
+def decoding(token_ids: list[int], block_ids: list[int]) -> ScheduledSequence:
+    """Return a sequence of which the last token is computed."""
+    request = Request("r", (), SamplingParams(), seed=0)
+    known = SequenceState(request, 0, token_ids, num_computed=len(token_ids) - 1, block_ids=block_ids)
+    return ScheduledSequence(known, 1)
+
+
+def logits_of(graphs: DecodeGraphs, items: Sequence[ScheduledSequence]) -> Tensor:
+    with torch.inference_mode():
+        logits = graphs.logits(ScheduledBatch(tuple(items)))
+    assert logits is not None
+    return logits[: len(items)].clone()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_changes_no_bit_of_cache_or_logits(dtype: str, tiny_gpt2: Path) -> None:
+    items = [decoding([5, 9, 3], [1]), decoding([7] * 20, [2, 4]), decoding([8, 1], [5])]
+    found = []
+    for max_num_seqs in (3, 8):  # a graph of just these rows, and one with five more
+        engine = make_engine(tiny_gpt2, dtype=dtype, num_blocks=8)
+        graphs = capture_for(engine, Rerun(), max_num_seqs=max_num_seqs)
+        assert graphs is not None
+        graphs._steps = graphs._steps[:1]
+        for layer in engine._runner._cache.layers:
+            with torch.inference_mode():
+                layer.fill_(0.5)
+        logits_of(graphs, [decoding([1] * 20, [6, 7])] * max_num_seqs)  # what was there before
+        found.append((logits_of(graphs, items), [layer.clone() for layer in engine._runner._cache.layers]))
+    (logits, layers), (padded_logits, padded_layers) = found
+    assert torch.equal(logits, padded_logits)
+    for layer, padded in zip(layers, padded_layers, strict=True):
+        assert torch.equal(layer, padded)
+        written = (layer != 0.5).any(-1).any(2).any(0).nonzero().tolist()  # block and offset
+        assert written == [[1, 2], [4, 3], [5, 1], [7, 3]]
+
+
+def test_steps_with_prompts_and_drafts_have_no_graph(tiny_gpt2: Path) -> None:
+    graphs = capture_for(make_engine(tiny_gpt2), Rerun())
+    assert graphs is not None
+    lone = decoding([5, 9, 3], [1])
+    prompt = SequenceState(Request("p", (3,), SamplingParams(prompt_logprobs=1), 0), 0, [3], block_ids=[3])
+    drafted = ScheduledSequence(decoding([4, 4], [2]).sequence, 3, draft=(4, 4))
+    for other in (ScheduledSequence(prompt, 1), drafted):
+        assert graphs.logits(ScheduledBatch((lone, other))) is None
+
+
+def test_sizes_are_powers_of_two_up_to_the_largest_batch() -> None:
+    assert batch_sizes(1) == [2]
+    assert batch_sizes(7) == [2, 4, 7]
+    assert batch_sizes(64) == [2, 4, 8, 16, 32, 64]
+
+
+def keep_first(compute: Callable[[], Tensor]) -> Replay:
+    """Return a Replay that ignores its inputs."""
+    out = compute()
+    return lambda: out
+
+
+def fail(compute: Callable[[], Tensor]) -> Replay:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("capture", "backend", "shape", "reason"),
+    [
+        (keep_first, CpuAttention, None, "they give other logits for a batch of 4"),
+        (
+            *(fail, CpuAttention, None),
+            "they failed with RuntimeError: operation not permitted when stream is capturing",
+        ),
+        (
+            *(Rerun(), ReferenceAttention, None),
+            "attention is 'reference', which the host steers by the lengths of the sequences",
+        ),
+        (Rerun(), CpuAttention, "gpt-oss, past its window", "the host starts the experts of each step"),
+    ],
+)
+def test_where_graphs_fail_differ_or_cannot_be_they_are_left_with_the_reason(
+    capture: Capture,
+    backend: type[AttentionBackend],
+    shape: str | None,
+    reason: str,
+    tiny_gpt2: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if shape is not None:
+        write_model(tmp_path, *SHAPES[shape])
+    engine = make_engine(tmp_path if shape else tiny_gpt2)
+    assert capture_for(engine, capture, max_num_seqs=4, backend=backend()) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        f"decoding: kernels started one by one, which is slower, are used instead of CUDA graphs: {reason}"
+    )
+
+
+def test_ranks_have_no_graphs(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert capture_for(make_engine(tiny_gpt2), Rerun(), tensor_parallel_size=2) is None
+    assert caplog.messages[-1].endswith(": the ranks of a tensor-parallel engine start their kernels one by one")
+
+
+def test_a_graph_that_stores_no_keys_is_seen(tiny_gpt2: Path) -> None:
+    engine = make_engine(tiny_gpt2)
+
+    def forget(compute: Callable[[], Tensor]) -> Replay:
+        def replay() -> Tensor:
+            write = CpuAttention.write
+            CpuAttention.write = lambda *arguments: None  # type: ignore[method-assign, assignment]
+            try:
+                return compute()
+            finally:
+                CpuAttention.write = write  # type: ignore[method-assign]
+
+        return replay
+
+    assert capture_for(engine, forget) is None
+
+
+def test_no_graphs_are_tried_where_none_are_wanted(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(tiny_gpt2)
+    assert engine._runner.graphs is None
+    assert capture_for(engine, fail, enforce_eager=True) is None
+    assert not caplog.records
+
+
+class Launches:
+    """Stands in for the Triton kernels: it notes grids and whatever is no tensor."""
+
+    def __init__(self) -> None:
+        self.noted: list[Any] = []
+
+    def __getattr__(self, kernel: str) -> Any:
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            numbers = [x for x in arguments if not isinstance(x, Tensor)]
+            self.noted.append((grid, numbers, constants))
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in SHAPES]
+)
+def test_what_is_recorded_neither_waits_nor_reads_the_host(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every family on a device without numbers: whatever asked for one would fail."""
+    monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    write_model(tmp_path, *SHAPES[name])
+    model, launches = load_config(tmp_path), Launches()
+    backend = object.__new__(TritonAttention)
+    vars(backend).update(_kernels=launches, _piece=64, _max_split_rows=64, build="")
+    tensors = Checkpoint(tmp_path, model).stream(dtype=torch.bfloat16, device="cpu")
+    decoder = Decoder(model, ((key, tensor.to(DEVICE)) for key, tensor in tensors), backend)
+    decoder.set_max_model_len(model.max_position)
+    cache = KVCache(model, 8, 16, torch.bfloat16, DEVICE)
+    config = EngineConfig(Path(), max_num_seqs=5)
+    if model.experts is not None:
+        with pytest.raises(NotImplementedError):
+            DecodeGraphs(decoder, cache, config, model.max_position, DEVICE, Rerun())
+        return
+    graphs = DecodeGraphs(decoder, cache, config, model.max_position, DEVICE, Rerun())
+    first: list[Any] = []
+    for items in ([decoding([5, 9, 3], [1])] * 3, [decoding([7] * 20, [2, 4])] * 5):
+        step, launches.noted = graphs._steps[0], []
+        with Lists(), Copies() as copies:
+            step.fill(ScheduledBatch(tuple(items)))
+        assert copies.count == 1
+        with Lists(), Copies() as copies:
+            assert step.replay().shape == (5, model.vocab_size)
+        assert copies.count == 0
+        assert len(launches.noted) >= 2 * model.num_layers
+        first = first or launches.noted
+        assert launches.noted == first
