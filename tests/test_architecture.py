@@ -61,6 +61,7 @@ WITH_TORCH = {
     "gptserve.engine.model.runner",
     "gptserve.engine.model.rotary",
     "gptserve.engine.model.step_memory",
+    "gptserve.engine.sampling.adjustments",
     "gptserve.engine.sampling.grammar_masks",
     "gptserve.engine.sampling.logprobs",
     "gptserve.engine.sampling.native_draw",

@@ -18,8 +18,9 @@ def with_masks(scores: Tensor, masks: Sequence[Mask | None]) -> Tensor:
     if not rows:
         return scores
     packed = np.stack([mask for mask in masks if mask is not None]).view(np.uint8)
-    bits = np.unpackbits(packed, axis=1, bitorder="little", count=scores.shape[1])
-    rows_M, allowed = to_device(scores.device, np.array(rows), bits.view(bool))
+    rows_M, packed_MB = to_device(scores.device, np.array(rows), packed)
+    bits_8 = (1 << torch.arange(8, device=scores.device)).byte()
+    allowed = (packed_MB.unsqueeze(2) & bits_8).flatten(1)[:, : scores.shape[1]] != 0
     masked = scores[rows_M]
     scores = scores.clone()
     scores[rows_M] = torch.where(allowed, masked, masked - torch.inf)  # a NaN stays one, so that it shows

@@ -26,6 +26,7 @@ from gptserve.engine import native
 from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling import native_draw
+from gptserve.engine.sampling.adjustments import adjusted
 from gptserve.engine.sampling.grammar_masks import with_masks
 from gptserve.engine.sampling.logprobs import reported_logprobs
 from gptserve.engine.sampling.native_draw import Choice
@@ -92,7 +93,7 @@ def sample(
     once, and once more for logprobs.
     """
     raw = logits[: len(positions)]
-    scores = _adjust(raw, positions, eos_token_ids)
+    scores = adjusted(raw, positions, eos_token_ids)
     if choose is None:
         choose = native_draw.choose if scores.device.type == "cpu" and native.is_available() else choose_by_torch
     chosen = choose(scores, list(map(_choice, positions)))
@@ -129,63 +130,6 @@ def choose_by_torch(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 def is_greedy(params: SamplingParams) -> bool:
     """Whether the token is argmax of the adjusted logits, without a draw."""
     return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
-
-
-def _adjust(raw: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int]) -> Tensor:
-    """Return the logits after penalties, bias and masks; `raw` itself if no row needs any."""
-    scores = raw
-    for row, position in enumerate(positions):
-        params = position.request.params
-        penalties = (params.repetition_penalty - 1.0, params.frequency_penalty, params.presence_penalty)
-        allowed, banned = params.allowed_token_ids, _banned_ids(position, eos_token_ids)
-        if not (params.logit_bias or any(penalties) or allowed or banned):
-            continue
-        if scores is raw:
-            scores = raw.clone()
-        _penalize(scores[row], position)
-        if params.logit_bias:
-            biases = np.array(list(params.logit_bias.values()), np.float32)
-            ids, bias = to_device(raw.device, np.array(list(params.logit_bias)), biases)
-            scores[row, ids] += bias
-        # To subtract infinity leaves a NaN what it is, so that it shows.
-        if allowed:
-            (ids,) = to_device(raw.device, np.array(allowed))
-            kept = scores[row, ids]
-            scores[row] -= torch.inf
-            scores[row, ids] = kept
-        if banned:
-            scores[row, to_device(raw.device, np.array(banned))[0]] -= torch.inf
-    return scores
-
-
-def _banned_ids(position: SamplingPosition, eos_token_ids: Sequence[int]) -> list[int]:
-    """Return the ids that min_tokens and bad_words rule out at this position."""
-    params, num_prompt = position.request.params, position.sequence.num_prompt_tokens
-    banned: list[int] = []
-    if params.min_tokens and position.num_before - num_prompt < params.min_tokens:
-        # Where a grammar allows nothing but the end of text, that comes; else its mask has no end so early.
-        banned += (*(() if params.grammar is not None else eos_token_ids), *params.stop_token_ids)
-    if params.bad_words:
-        longest = max(map(len, params.bad_words)) - 1
-        tail = tuple(position.tokens_from(max(num_prompt, position.num_before - longest)))
-        banned += [word[-1] for word in params.bad_words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
-    return banned
-
-
-def _penalize(scores_V: Tensor, position: SamplingPosition) -> None:
-    """Apply the three penalties to one row, in place."""
-    params, device = position.request.params, scores_V.device
-    if params.repetition_penalty != 1.0:
-        (seen,) = to_device(device, np.unique(position.tokens_from(0)))
-        values = scores_V[seen]
-        penalty = params.repetition_penalty
-        scores_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if params.frequency_penalty or params.presence_penalty:
-        generated = position.tokens_from(position.sequence.num_prompt_tokens)
-        unique, counts = np.unique(np.array(generated, np.int64), return_counts=True)
-        penalties = params.frequency_penalty * counts + params.presence_penalty
-        ids, penalty_U = to_device(device, unique, penalties.astype(np.float32))
-        scores_V[ids] -= penalty_U
 
 
 def _draw(scores: Tensor, choices: Sequence[Choice], filtered_F: Tensor, table_R5: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from gptserve.engine.request import FinishReason
+from gptserve.engine.sampling.adjustments import adjusted
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
+from tests.engine.sampling.test_adjustments import EOS, VOCAB, random_position
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 
@@ -159,6 +162,13 @@ def test_graphs_under_preemption_and_drafts_give_every_request_its_tokens(storyt
         assert engine._runner.graphs is not None
         assert {len(token_ids(outputs)) for outputs in run(engine, requests).values()} == {40}
         assert engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_adjusted_logits_have_the_bits_that_they_have_on_a_cpu(seed: int) -> None:
+    positions = [random_position(random.Random(100 * seed + row)) for row in range(20)]
+    raw = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(seed)) * 10
+    assert torch.equal(adjusted(raw.to(DEVICE), positions, EOS).cpu(), adjusted(raw, positions, EOS))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
