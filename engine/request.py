@@ -238,6 +238,7 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     kv_cache_bytes: int
+    """Of all ranks."""
     max_num_seqs: int
     max_num_queued_reqs: int
     fingerprint: str

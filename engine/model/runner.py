@@ -121,7 +121,7 @@ class ModelRunner:
             product=product,
             block_size=config.block_size,
             num_blocks=num_blocks,
-            kv_cache_bytes=sum(layer.nbytes for layer in self._cache.layers),
+            kv_cache_bytes=sum(layer.nbytes for layer in self._cache.layers) * share.size,
             max_num_seqs=config.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
             fingerprint=fingerprint(causes, sample),

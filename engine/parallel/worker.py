@@ -47,9 +47,9 @@ def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, con
 
 def _serve(config: EngineConfig, share: Share, path: str, connection: Connection) -> None:
     set_num_threads(config)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(share.rank)
     device = choose_device(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(share.rank)  # which "cuda" means from here on
     dtype, whole = choose_dtype(config, device), load_config(config.model_dir)
     model = share.of_config(whole)
     backend = choose_backend(config.attention_backend, device, dtype, layer_specs(model, device), config.block_size)

@@ -16,6 +16,7 @@ import torch
 
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidConfigurationError
+from gptserve.engine.model.hardware import set_num_threads
 from gptserve.engine.model.memory import kv_bytes_per_token
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.process.factory import load_engine
@@ -82,8 +83,8 @@ def test_the_bits_of_an_answer_do_not_depend_on_the_batch(engine: Engine) -> Non
 def test_each_rank_has_the_cache_of_its_own_heads(folder: Path, engine: Engine) -> None:
     whole = kv_bytes_per_token(load_config(folder), 4)
 
-    assert engine.info.kv_cache_bytes == engine.info.num_blocks * engine.info.block_size * whole // 2
-    assert 2**24 - whole * engine.info.block_size < engine.info.kv_cache_bytes <= 2**24
+    assert engine.info.kv_cache_bytes == engine.info.num_blocks * engine.info.block_size * whole
+    assert engine.info.num_blocks == 2 * 2**24 // (engine.info.block_size * whole)  # kv_cache_bytes are each rank's
 
 
 def test_the_number_of_ranks_is_in_the_fingerprint(folder: Path, engine: Engine) -> None:
@@ -110,6 +111,15 @@ def test_more_ranks_than_devices_are_refused(folder: Path, monkeypatch: pytest.M
         Ranks(make_config(folder, tensor_parallel_size=2), torch.device("cuda"))
 
     assert str(refused.value) == "tensor_parallel_size must be at most the number of CUDA devices (1), got 2"
+
+
+def test_ranks_share_the_threads(folder: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert set_num_threads(make_config(folder, tensor_parallel_size=2, num_threads=5)) == 2
+        assert set_num_threads(make_config(folder, tensor_parallel_size=4, num_threads=3)) == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_int8_is_refused(folder: Path) -> None:

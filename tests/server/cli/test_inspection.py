@@ -70,6 +70,21 @@ def test_the_table_shows_a_head_of_its_own() -> None:
     assert f"\n  head                  {128256 * 4096:>16,}" in untied
 
 
+def test_a_rank_has_its_share_of_the_layers_and_the_first_one_the_vocabulary() -> None:
+    model = LLAMA.read_config(RawConfig(KNOWN["Llama 3 70B"][0]))
+    whole, first = (inspect_model("70B", model, 2**36, 16, num_ranks) for num_ranks in (1, 8))
+    vocabulary, norms = 2 * 128256 * 8192, 2 * 80 * 8192
+
+    assert [entry.dtype for entry in first.by_dtype] == ["float32", "bfloat16"]
+    entry = first.by_dtype[1]
+    split = whole.num_parameters - vocabulary - norms - 8192  # the last is the final norm
+    assert entry.weights_bytes == 2 * (vocabulary + norms + 8192 + split // 8)
+    assert entry.other_rank_weights_bytes == 2 * (norms + split // 8)
+    assert entry.kv_bytes_per_token * 8 == whole.by_dtype[1].kv_bytes_per_token
+    assert "70B (llama), the first of 8 ranks" in render(first)
+    assert "\n  each other rank       " in render(first)
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_config_of_a_published_model_gives_its_published_size(name: str, tmp_path: Path) -> None:
     fields, published = KNOWN[name]
