@@ -77,7 +77,7 @@ class DecodeGraphs:
 
         They are valid until the next call.
         """
-        if not all(item.num_tokens == 1 and item.sequence.num_generated > 0 for item in batch.items):
+        if not all(map(_decodes, batch.items)):
             return None
         step = next(step for step in reversed(self._steps) if step.size >= len(batch.items))
         step.fill(batch)
@@ -107,6 +107,11 @@ class DecodeGraphs:
             known = [token_id] * (position + 1)
             sequence = SequenceState(request, 0, known, num_computed=position, block_ids=[i // length])
             yield ScheduledSequence(sequence, 1)
+
+
+def _decodes(item: ScheduledSequence) -> bool:
+    """Whether the item is one row, and a token of the completion comes before the one that it samples."""
+    return item.num_tokens == 1 and item.needs_sampling and item.sequence.num_generated > 0
 
 
 class _Step:

@@ -169,13 +169,15 @@ def test_padding_changes_no_bit_of_cache_or_logits(dtype: str, tiny_gpt2: Path) 
         assert written == [[1, 2], [4, 3], [5, 1], [7, 3]]
 
 
-def test_steps_with_prompts_and_drafts_have_no_graph(tiny_gpt2: Path) -> None:
+def test_steps_that_compute_known_tokens_or_drafts_have_no_graph(tiny_gpt2: Path) -> None:
     graphs = capture_for(make_engine(tiny_gpt2), Rerun())
     assert graphs is not None
     lone = decoding([5, 9, 3], [1])
     prompt = SequenceState(Request("p", (3,), SamplingParams(prompt_logprobs=1), 0), 0, [3], block_ids=[3])
     drafted = ScheduledSequence(decoding([4, 4], [2]).sequence, 3, draft=(4, 4))
-    for other in (ScheduledSequence(prompt, 1), drafted):
+    behind = decoding([6, 6, 6], [4])
+    behind.sequence.num_computed = 1  # as after a preemption: its next token is known
+    for other in (ScheduledSequence(prompt, 1), drafted, behind):
         assert graphs.logits(ScheduledBatch((lone, other))) is None
 
 
