@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -22,7 +23,29 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 """GELU and its approximations as in Hendrycks & Gimpel 2016, section 2."""
 
+_GRAIN = 32768  # elements: at::internal::GRAIN_SIZE
+_VECTORS = 64  # elements that its loops take at once at most: two vectors of AVX-512 in bf16
+
 
 def activate(x: Tensor, activation: Activation | None) -> Tensor:
-    """Return the activation of x, elementwise."""
-    return x if activation is None else _ACTIVATIONS[activation](x)
+    """Return the activation of x, elementwise; on a CPU the bits of an element depend on it alone."""
+    if activation is None:
+        return x
+    size = _whole_vectors(x.numel()) if x.device.type == "cpu" else x.numel()
+    if size == x.numel():
+        return _ACTIVATIONS[activation](x)
+    padded = functional.pad(x.flatten(), (0, size - x.numel()))
+    return _ACTIVATIONS[activation](padded)[: x.numel()].view(x.shape)
+
+
+def _whole_vectors(size: int) -> int:
+    """Return a size from this one on that torch cuts into whole vectors for its threads.
+
+    What is left of a thread's part after the last whole vector is computed by other code, which has other bits. Most
+    operations have a part for each _GRAIN elements, GELU one for each thread.
+    """
+    num_threads, num_parts, padded = torch.get_num_threads(), 0, size
+    while (parts := min(num_threads, math.ceil(padded / _GRAIN))) != num_parts:
+        num_parts, unit = parts, _VECTORS * math.lcm(parts, num_threads)
+        padded = math.ceil(size / unit) * unit
+    return padded

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import Quantization
+from gptserve.engine.model.activation import activate
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.linear import make_linear
@@ -117,7 +118,7 @@ class Decoder:
             x = x if self._embed_out is None else self._embed_out(x)
             logits = self._head(x).to(torch.float32)
         cap = self._config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else cap * activate(logits / cap, "tanh")
 
     def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x = self._embedding[token_ids_T]
