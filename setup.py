@@ -34,10 +34,10 @@ setup(
         ),
         library(
             "gptserve.engine.native._native",
-            [f"engine/native/{name}.cpp" for name in ("draw", "int8", "linear", "program", "rows", "team")],
+            [f"engine/native/{name}.cpp" for name in ("draw", "int8", "linear", "logprobs", "program", "rows", "team")],
             [
                 f"engine/native/{name}.h"
-                for name in ("activation", "linear", "linear_kernel", "program", "team", "vectors")
+                for name in ("activation", "linear", "linear_kernel", "program", "softmax", "team", "vectors")
             ],
         ),
     ]

@@ -1,4 +1,4 @@
-"""The compiled parts of a step on a CPU: products in bf16 and int8, draws, and the team of threads for them.
+"""The compiled parts of a step on a CPU: products in bf16 and int8, draws, logprobs, and the team of threads for them.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
 it, or on a CPU without AVX512-BF16 or AVX512-VNNI, the supported variants are none and callers use what torch has.
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["avx512_bf16", "avx512_vnni", "amx"]
 
-ABI = 4
+ABI = 5
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: tuple[Variant, ...] = ("avx512_bf16", "amx")
 """Of products in bf16. The library's number of a variant is its index plus 1; a CPU that has one has those before."""
@@ -61,6 +61,7 @@ FUNCTIONS: Functions = {
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
     "native_draw_scratch": (c_int64, c_int64),
     "native_draw": (None, c_void_p),
+    "native_score": (None, c_void_p),
     "native_run": (None, c_void_p, c_void_p),
     "native_stop": (c_bool,),
 }

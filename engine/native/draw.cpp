@@ -4,17 +4,11 @@
 // row's token depends neither on other rows nor on threads nor on the instructions. sampler.py's torch version is the
 // reference in the tests.
 
-#include <math.h>
-#include <string.h>
-
+#include "softmax.h"
 #include "team.h"
-
-#define INLINE static inline __attribute__((always_inline))
 
 namespace {
 
-constexpr int64_t LANES = 16;
-constexpr int64_t BLOCK = 256;  // entries that share a sum; the draw finds a block, then an entry
 constexpr double REACHED = 1 - 2e-7;  // a mass short of top_p by the rounding of fp32 weights has reached it
 constexpr int LEVEL_BITS[] = {11, 11, 10};  // digits by which weights are selected, highest first: together a float
 
@@ -42,60 +36,6 @@ struct Job {
 };
 
 int64_t blocks_of(int64_t vocab_size) { return (vocab_size + BLOCK - 1) / BLOCK; }
-
-// exp(x) for x <= 0, to 1e-7 of its value, 0 where that is below the normal numbers (Cephes, expf).
-INLINE float exp_of(float x) {
-    const float clamped = x < -87.0f ? -87.0f : x;
-    const float n = clamped * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // rounds to a whole number
-    const float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-    float y = 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
-    const int32_t bits = ((int32_t)n + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    y *= scale;
-    return x < -87.0f ? 0.0f : y;
-}
-
-// Return the sum of a block: every LANES-th entry first, then these sums.
-INLINE double sum_of(const float* block) {
-    double lanes[LANES] = {};
-    for (int64_t i = 0; i < BLOCK; i += LANES)
-        for (int64_t l = 0; l < LANES; l++) lanes[l] += block[i + l];
-    double sum = 0;
-    for (int64_t l = 0; l < LANES; l++) sum += lanes[l];
-    return sum;
-}
-
-// Return the largest entry, or NaN if any entry is NaN.
-INLINE float max_of(const float* row, int64_t n) {
-    constexpr int64_t WIDE = 4 * LANES;  // several registers, so that a comparison does not wait for the last one
-    float best[WIDE], nans[WIDE];  // an entry of nans is NaN once its lane met one
-    for (int64_t l = 0; l < WIDE; l++) best[l] = -INFINITY, nans[l] = 0;
-    int64_t i = 0;
-    for (; i + WIDE <= n; i += WIDE)
-        for (int64_t l = 0; l < WIDE; l++) {
-            const float x = row[i + l];
-            best[l] = x > best[l] ? x : best[l];
-            nans[l] = x != x ? x : nans[l];
-        }
-    float max = -INFINITY;
-    bool has_nan = false;
-    for (int64_t l = 0; l < WIDE; l++) {
-        max = best[l] > max ? best[l] : max;
-        has_nan |= nans[l] != nans[l];
-    }
-    for (; i < n; i++) {
-        max = row[i] > max ? row[i] : max;
-        has_nan |= row[i] != row[i];
-    }
-    return has_nan ? NAN : max;
-}
 
 // Return the index of the first entry that equals `value`; there is one.
 INLINE int64_t first_of(float value, const float* row, int64_t n) {

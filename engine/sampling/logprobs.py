@@ -1,14 +1,20 @@
-"""The logprobs that requests ask for: of chosen tokens and of the likeliest, from the raw logits."""
+"""The logprobs that requests ask for: of chosen tokens and of the likeliest, from the raw logits.
+
+On a CPU native/logprobs.cpp computes them in one call, without copies of the logits; torch is its slow twin.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import Structure, byref, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.staging import to_device
 
@@ -16,8 +22,44 @@ if TYPE_CHECKING:
     from gptserve.engine.sampling.sampler import SamplingPosition
 
 
+class _Scores(Structure):
+    """Scores of logprobs.cpp."""
+
+    _fields_ = native.members(
+        (c_void_p, "logits"),
+        (c_int64, "stride vocab_size num_rows max_top"),
+        (c_void_p, "token_ids num_top ranks best_ids own best"),
+    )
+
+
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the logprob of the token (int64 [rows]) and the num_top best of each row of fp32 logits [rows, vocab]."""
+    """Return the logprob of the token (int64 [rows]) and the num_top best of each row of fp32 logits [rows, vocab].
+
+    The best come with the lowest id first among equals. A row that is not finite has a NaN and none of the best.
+    """
+    is_native = logits.device.type == "cpu" and native.is_available()
+    return (_by_library if is_native else top_logprobs_by_torch)(logits, token_ids, num_top)
+
+
+def _by_library(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    num_rows, vocab_size = logits.shape
+    assert logits.dtype is torch.float32 and logits.stride(1) == 1 and token_ids.is_contiguous()
+    wanted, ranks, own = torch.tensor(num_top), torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    ids = torch.empty(num_rows, max(num_top), dtype=torch.int64)
+    best = torch.empty(ids.shape)
+    outputs = (tensor.data_ptr() for tensor in (token_ids, wanted, ranks, ids, own, best))
+    scores = _Scores(logits.data_ptr(), logits.stride(0), vocab_size, num_rows, ids.shape[1], *outputs)
+    native.library().native_score(byref(scores))
+    entries = []
+    columns = (column.tolist() for column in (token_ids, own, ranks, ids, best))
+    for token_id, value, rank, its_ids, its_best, k in zip(*columns, num_top, strict=True):
+        num = 0 if math.isnan(value) else min(k, vocab_size)
+        entries.append(TokenLogprobs(token_id, value, rank, tuple(zip(its_ids[:num], its_best[:num], strict=True))))
+    return entries
+
+
+def top_logprobs_by_torch(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Return what top_logprobs does, but for rounding."""
     logprobs = logits.log_softmax(-1)
     own_R1 = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own_R1).sum(-1, dtype=torch.int32) + 1  # int64 takes twice as long
@@ -56,6 +98,8 @@ def reported_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingP
     num_top = {row: k for row, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
     if not num_top:
         return [None] * len(positions)
-    (rows,) = to_device(raw.device, np.array(list(num_top)))
-    reported = dict(zip(num_top, top_logprobs(raw[rows], chosen[rows], list(num_top.values())), strict=True))
+    if len(num_top) < len(positions):
+        (rows,) = to_device(raw.device, np.array(list(num_top)))
+        raw, chosen = raw[rows], chosen[rows]
+    reported = dict(zip(num_top, top_logprobs(raw, chosen, list(num_top.values())), strict=True))
     return [reported.get(row) for row in range(len(positions))]

@@ -13,7 +13,7 @@ from torch import Tensor
 from gptserve.engine import staging
 from gptserve.engine.model.batch import build_model_input
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling.logprobs import best_of_rows, top_logprobs
+from gptserve.engine.sampling.logprobs import best_of_rows, top_logprobs, top_logprobs_by_torch
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import choose_by_torch
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
@@ -130,6 +130,6 @@ def test_a_tensor_of_the_host_as_an_index_is_a_copy(copies: Copies) -> None:
 def test_the_best_of_all_rows_are_those_of_each_row() -> None:
     logits = torch.randint(0, 9, (5, 40), generator=torch.Generator().manual_seed(0)).float()
     ids, values = best_of_rows(logits.log_softmax(-1), 12)
-    entries = top_logprobs(logits, torch.zeros(5, dtype=torch.int64), [12] * 5)
+    entries = top_logprobs_by_torch(logits, torch.zeros(5, dtype=torch.int64), [12] * 5)
     assert [[pair[0] for pair in entry.top] for entry in entries] == ids.tolist()
     assert [[pair[1] for pair in entry.top] for entry in entries] == values.tolist()
