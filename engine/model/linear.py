@@ -26,7 +26,7 @@ Product = Literal["native", "onednn", "torch", "native_int8", "torch_int8"]
 """What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear or DenseInt8Linear."""
 
 MIN_ROWS = 2
-"""oneDNN sums a single row in another order; two and more rows agree bit for bit."""
+"""Of oneDNN: it sums a single row in another order; two and more rows agree bit for bit. Our own products take one."""
 
 _AMX_ROWS = 32
 """Maximum rows of a call with AMX: in bf16 oneDNN sums more rows in another order. From 2 to 32 rows no bit differed in
@@ -48,7 +48,7 @@ _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
 
 
 class Linear(Protocol):
-    """y = act(x W^T + b) + residual for x [rows, in], contiguous, in the weight's dtype; rows >= MIN_ROWS."""
+    """y = act(x W^T + b) + residual for x [rows, in], contiguous, in the weight's dtype."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, out]; residual ([rows, out]) is added after the product. Mutates nothing."""

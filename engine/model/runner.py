@@ -104,7 +104,7 @@ class ModelRunner:
             num_step_threads, max_threads=num_threads, free_cpus=free_cpus
         )
         """From the work of a step to the number of its threads."""
-        self.min_rows = MIN_ROWS
+        self.min_rows = 1 if self._in_team else MIN_ROWS
         """A step with fewer rows is padded."""
         self.choose: Choose | None = None
         """What chooses the tokens; None: the fastest there is."""

@@ -11,7 +11,7 @@ import torch
 
 from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.model import decoder, linear
+from gptserve.engine.model import decoder, linear, runner
 from tests.engine.runs import make_engine, make_request, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -50,7 +50,8 @@ def test_what_no_program_can_compute_is_told(case: str, tmp_path: Path, caplog: 
 def test_other_products_leave_a_model_to_torch(
     tiny_gpt2: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "product_of", lambda *choice: "onednn")
+    for module in (linear, runner):
+        monkeypatch.setattr(module, "product_of", lambda *choice: "onednn")
     assert obstacle(tiny_gpt2, caplog) == "its products are not those of engine/native"
 
 
