@@ -16,7 +16,7 @@ from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import ANY_WHITESPACE, MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
 from gptserve.server.api.base_schemas import _RequestModel
 
-JsonSchema = Annotated[Any, Field(json_schema_extra={"type": ["object", "boolean", "string"]})]
+JsonSchema = Annotated[Any, Field(json_schema_extra={"type": ["object", "boolean", "string", "null"]})]
 Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 Given = tuple[str, GrammarKind, Any]
 """The name of a field, what it holds, and its value."""

@@ -88,13 +88,13 @@ class ToolCall(_RequestModel):
     """A call in a message of the conversation."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: FunctionCall
 
     def to_template(self) -> dict[str, object]:
         """Return the call with its arguments as an object, which templates expect."""
         function = {"name": self.function.name, "arguments": from_json(self.function.arguments or "{}")}
-        return {**({} if self.id is None else {"id": self.id}), "type": self.type, "function": function}
+        return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
 
 
 class AnswerFunction(_Model):

@@ -28,8 +28,17 @@ async function withPages(executablePath, url, key, use) {
 async function ask(tab, prompt, fields = FIELDS) {
   for (const [name, value] of Object.entries(fields)) await tab.fill(`[name=${name}]`, value);
   await tab.fill("#prompt", prompt);
-  await tab.keyboard.press("Control+Enter");
-  await tab.waitForSelector("#stop:visible");
+  await begin(tab, () => tab.keyboard.press("Control+Enter"));
+}
+
+/** Do what begins an answer, and wait until it has begun. An observer sees that even if it has ended since. */
+async function begin(tab, act) {
+  await tab.evaluate(() => {
+    const stop = document.querySelector("#stop");
+    window.begun = new Promise((resolve) => new MutationObserver(() => stop.hidden || resolve()).observe(stop, { attributes: true }));
+  });
+  await act();
+  await tab.evaluate(() => window.begun);
 }
 
 const ended = (tab) => tab.waitForSelector("#run:visible");
@@ -82,8 +91,7 @@ const branchAndLink = (executablePath, url, key) =>
     const repeated = [];
     for (const link of links) {
       const other = await open({}, link);
-      await other.click("#run");
-      await other.waitForSelector("#stop:visible");
+      await begin(other, () => other.click("#run"));
       await ended(other);
       repeated.push({ text: await textOf(other), notice: await other.textContent("#notice") });
     }

@@ -10,8 +10,9 @@ from typing import Any
 import schemathesis
 
 BODIES: dict[str, dict[str, Any]] = {
-    "CompletionRequest": {"prompt": "The cat"},
-    "ChatRequest": {"messages": [{"role": "user", "content": "The cat"}]},
+    "CompletionRequest": {"prompt": "The cat", "max_tokens": 5},
+    "ChatRequest": {"messages": [{"role": "user", "content": "The cat"}], "max_tokens": 5},
+    "ResponsesRequest": {"input": "The cat", "max_output_tokens": 5},
 }
 
 
@@ -19,4 +20,4 @@ BODIES: dict[str, dict[str, Any]] = {
 def before_load_schema(_context: schemathesis.HookContext, document: dict[str, Any]) -> None:
     """Leave one body to each route of completions."""
     for name, fields in BODIES.items():
-        document["components"]["schemas"][name] = {"const": {**fields, "max_tokens": 5, "background": True}}
+        document["components"]["schemas"][name] = {"const": {**fields, "background": True}}

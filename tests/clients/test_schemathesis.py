@@ -23,13 +23,13 @@ def faults_of(url: str) -> list[str]:
     return [error.message for error in OpenAPIV31SpecValidator(document).iter_errors()]
 
 
-def run(client: Environment, url: str, phases: str, **variables: str) -> str:
+def run(client: Environment, url: str, phases: str, max_examples: int = 25, **variables: str) -> str:
     return client.run(
         "st",
         "run",
         f"{url.removesuffix('/v1')}/openapi.json",
         *("--phases", phases),
-        *("--max-examples", "25"),
+        *("--max-examples", str(max_examples)),
         "--generation-deterministic",
         *("--exclude-checks", "positive_data_acceptance"),  # no schema can say that a prompt must fit the context
         *("--request-timeout", str(LIMIT_S)),
@@ -47,8 +47,8 @@ def test_the_document_is_true(client: Environment, chats: str) -> None:
 
 
 def test_links_lead_from_call_to_call(client: Environment, chats: str) -> None:
-    said = run(client, chats, "stateful", PYTHONPATH=str(HERE), SCHEMATHESIS_HOOKS="schemathesis_hooks")
+    said = run(client, chats, "stateful", 150, PYTHONPATH=str(HERE), SCHEMATHESIS_HOOKS="schemathesis_hooks")
 
     found = re.search(r"API Links: +(\d+) covered", said)
     assert found is not None
-    assert int(found[1]) > 6, "those from the two routes that begin a completion"
+    assert int(found[1]) > 6, "those from the three routes that begin a completion"
