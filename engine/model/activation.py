@@ -31,21 +31,21 @@ def activate(x: Tensor, activation: Activation | None) -> Tensor:
     """Return the activation of x, elementwise; on a CPU the bits of an element depend on it alone."""
     if activation is None:
         return x
-    size = _whole_vectors(x.numel()) if x.device.type == "cpu" else x.numel()
+    size = _whole_vectors(x.numel(), activation) if x.device.type == "cpu" else x.numel()
     if size == x.numel():
         return _ACTIVATIONS[activation](x)
     padded = functional.pad(x.flatten(), (0, size - x.numel()))
     return _ACTIVATIONS[activation](padded)[: x.numel()].view(x.shape)
 
 
-def _whole_vectors(size: int) -> int:
-    """Return a size from this one on that torch cuts into whole vectors for its threads.
+def _whole_vectors(size: int, activation: Activation) -> int:
+    """Return the next size that torch cuts into whole vectors for its threads.
 
-    What is left of a thread's part after the last whole vector is computed by other code, which has other bits. Most
-    operations have a part for each _GRAIN elements, GELU one for each thread.
+    What is left of a thread's part after the last whole vector is computed by other code, which has other bits. There
+    is a part for each thread, but most operations have none of less than _GRAIN.
     """
-    num_threads, num_parts, padded = torch.get_num_threads(), 0, size
-    while (parts := min(num_threads, math.ceil(padded / _GRAIN))) != num_parts:
-        num_parts, unit = parts, _VECTORS * math.lcm(parts, num_threads)
-        padded = math.ceil(size / unit) * unit
-    return padded
+    num_parts = torch.get_num_threads()
+    if activation not in ("gelu", "gelu_tanh"):
+        num_parts = max(1, min(num_parts, math.ceil(size / _GRAIN)))
+    unit = _VECTORS * num_parts
+    return math.ceil(size / unit) * unit

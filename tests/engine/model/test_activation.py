@@ -14,7 +14,7 @@ from gptserve.weights.config import Activation
 
 ROWS = 150
 COUNTS = (1, 2, 3, 7, 100, ROWS)
-THREADS = (1, 2, 3, 6)
+THREADS = (1, 2, 3, 5, 6, 19)
 
 
 @pytest.fixture(autouse=True)
