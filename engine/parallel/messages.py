@@ -9,7 +9,12 @@ from gptserve.engine.staging import Array
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """From a rank: its weights are loaded; so many bytes are free, and cache and steps may take so many of them."""
+    """From a rank: its weights are loaded, and it waits for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """From a rank that has met the others: so many bytes are free, and cache and steps may take so many of them."""
 
     free_bytes: int
     budget_bytes: int

@@ -15,6 +15,7 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -31,7 +32,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
 from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.parallel.group import Group, RankLostError
-from gptserve.engine.parallel.messages import Cache, Failed, Step
+from gptserve.engine.parallel.messages import Cache, Failed, Loaded, Memory, Step
 from gptserve.engine.parallel.worker import run_rank
 from gptserve.engine.process.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
 from gptserve.engine.staging import Array
@@ -87,6 +88,7 @@ class Ranks:
         path = str(Path(self._folder.name) / "meeting")
         self.group = Group(Share(0, size), path, device)
         self._config, self._device = config, device
+        self._is_engine = multiprocessing.current_process().name == ENGINE_NAME
         self._end = _End()
         self._ranks: list[_Rank] = []
         threads: list[threading.Thread] = []
@@ -94,30 +96,39 @@ class Ranks:
             self, _close, args=(self._ranks, threads, self._end, self._folder), exitpriority=1
         )
         for number in range(1, size):
-            self._ranks.append(_start(config, Share(number, size), path))
-            arguments = (self._ranks[-1], self._ranks, self._end)
-            watch = threading.Thread(target=_watch, args=arguments, name=f"gptserve-rank-{number}", daemon=True)
-            watch.start()
-            threads.append(watch)
+            rank, theirs = _make(config, Share(number, size), path)
+            started: Future[None] = Future()
+            arguments = (rank, theirs, started, self._ranks, self._end)
+            threads.append(threading.Thread(target=_run, args=arguments, name=f"gptserve-rank-{number}", daemon=True))
+            threads[-1].start()
+            started.result()
+            self._ranks.append(rank)
 
     def least_memory(self, reserved_bytes: int) -> tuple[int, int]:
-        """Wait until all ranks have loaded; return the least of cache_memory_bytes. Each reserves as much."""
-        others = [self._receive(rank) for rank in self._ranks]
+        """Wait until all ranks have loaded, and meet them, which takes memory, too; return the least that is left.
+
+        That is the least of cache_memory_bytes. Each rank reserves as much as this one.
+        """
+        for rank in self._ranks:
+            assert isinstance(self._receive(rank), Loaded)
+        self._end.takes_engine = self._is_engine  # whoever waits for a dead rank here hears nothing
+        with self._known_cause():
+            self.group.meet()
+        self._end.takes_engine = False
+        self._folder.cleanup()
+        others: list[Memory] = [self._receive(rank) for rank in self._ranks]
         free, budget = cache_memory_bytes(self._config, self._device, reserved_bytes)  # now that they took theirs
-        for loaded in others:
-            free = min(free, max(0, loaded.free_bytes - reserved_bytes))
-            budget = min(budget, max(0, loaded.budget_bytes - reserved_bytes))
+        for memory in others:
+            free = min(free, max(0, memory.free_bytes - reserved_bytes))
+            budget = min(budget, max(0, memory.budget_bytes - reserved_bytes))
         return free, budget
 
     def begin(self, num_blocks: int, max_model_len: int) -> None:
-        """Have all ranks allocate their caches and meet. From here on the death of a rank is the engine's."""
+        """Have all ranks allocate their caches. From here on the death of a rank is the engine's."""
         self._send(pickle.dumps(Cache(num_blocks, max_model_len)))
         for rank in self._ranks:
             self._receive(rank)
-        self._end.takes_engine = multiprocessing.current_process().name == ENGINE_NAME
-        with self._known_cause():
-            self.group.meet()
-        self._folder.cleanup()
+        self._end.takes_engine = self._is_engine
 
     @contextmanager
     def step(self, arrays: Sequence[Array]) -> Iterator[None]:
@@ -155,14 +166,25 @@ class Ranks:
         return message
 
 
-def _start(config: EngineConfig, share: Share, path: str) -> _Rank:
+def _make(config: EngineConfig, share: Share, path: str) -> tuple[_Rank, Connection]:
+    """Return a rank that has not been started, and its end of the pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     arguments = (os.getpid(), config, share, path, theirs)
     process = context.Process(target=run_rank, args=arguments, name=f"gptserve-rank-{share.rank}")
-    with theirs:  # once the child holds the only copy, the pipe ends with the child
-        start_deaf(process)
-    return _Rank(share.rank, process, ours)
+    return _Rank(share.rank, process, ours), theirs
+
+
+def _run(rank: _Rank, theirs: Connection, started: Future[None], ranks: Sequence[_Rank], end: _End) -> None:
+    """Start the rank and watch it to its end: the system kills it when the thread that started it ends."""
+    try:
+        with theirs:  # once the child holds the only copy, the pipe ends with the child
+            start_deaf(rank.process)
+    except BaseException as error:
+        started.set_exception(error)
+        return
+    started.set_result(None)
+    _watch(rank, ranks, end)
 
 
 def _watch(rank: _Rank, ranks: Sequence[_Rank], end: _End) -> None:

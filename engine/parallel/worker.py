@@ -22,7 +22,7 @@ from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.layers import StreamedTensors, layer_specs
 from gptserve.engine.parallel.group import Group, RankLostError
-from gptserve.engine.parallel.messages import Cache, Failed, Loaded, Step
+from gptserve.engine.parallel.messages import Cache, Failed, Loaded, Memory, Step
 from gptserve.engine.process.child import end_with_parent
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
@@ -56,13 +56,13 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     tensors = Checkpoint(config.model_dir, whole, share).stream(dtype=dtype, device=device)
     group = Group(share, path, device)
     layers = Layers(model, StreamedTensors(tensors, group=group), backend, device)
-    connection.send(Loaded(*cache_memory_bytes(config, device, 0)))
-
+    connection.send(Loaded())
+    group.meet()
+    connection.send(Memory(*cache_memory_bytes(config, device, 0)))
     plan: Cache = connection.recv()
     cache = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     layers.set_max_model_len(plan.max_model_len, device)
     connection.send(plan)
-    group.meet()
     while True:
         step: Step = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(step.num_torch_threads)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FLUSH_LIMIT_S = 3.0  # of the 5 s that a hurried end may take
 MAX_ATTRIBUTE = 4096  # characters, those of a prompt in the log
+MAX_INTEGER = 2**63 - 1  # of an attribute
 MAX_CHOICES = 16  # whose phases are shown: making a span takes the event loop 20 us
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
@@ -171,7 +172,7 @@ def _request_attributes(plan: CompletionPlan) -> dict[str, Any]:
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.top_k": min(params.top_k, MAX_INTEGER),
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
         "gen_ai.response.id": plan.answer_id,

@@ -100,8 +100,9 @@ def fault_of_function(message: str, grammar: Grammar, asked: AskedTools) -> str 
     found = _PLACE.search(message)
     if found is None:
         return None
-    rule = (grammar.frame or grammar.text).splitlines()[int(found[1]) - 1].partition(":")[0]
+    rules = [rule.partition(":")[0] for rule in (grammar.frame or grammar.text).splitlines()]
     names = {f"arguments_{i}": function.name for i, function in enumerate(asked.functions)}
+    rule = rules[line] if (line := int(found[1]) - 1) < len(rules) else ""  # after the frame comes the client's grammar
     return f"the parameters of the function {names[rule]!r} cannot be compiled: {found[2]}" if rule in names else None
 
 
