@@ -21,6 +21,9 @@ pytest = $(bin)/pytest --numprocesses $(processes) --dist worksteal --durations 
 # What an installation depends on: the metadata, the pins and what it compiles.
 inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/*/*.cpp engine/*/*.h)
 
+# The tests start hundreds of processes, which need not compile the same modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: serve test test-all clients check format bench image gpu help
 

@@ -168,7 +168,7 @@ def test_threads_that_change_in_mid_sequence_change_no_bit(
     assert torch.get_num_threads() == before
 
 
-@first_or_all
+@pytest.mark.parametrize("num", [6, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
 def test_alone_equals_in_a_batch_with_the_reference_backend(num: int) -> None:
     engine = make_engine(STORYTELLER, attention_backend="reference", max_num_batched_tokens=64)
     found = results(engine, requests()[:num])

@@ -633,7 +633,7 @@ def test_the_shadow_alone_catches_drafts_that_are_shared() -> None:
         (LosesPreempted, "makes progress"),
         (ServesTheLastFirst, "overtaken"),
         (TriesNobodyAlone, "the first suspect is computed alone"),
-        (DraftsFirst, "at the expense of others|make a step long"),
+        pytest.param(DraftsFirst, "at the expense of others|make a step long", marks=pytest.mark.slow),
     ],
 )
 def test_the_rules_of_service_catch_a_broken_scheduler(broken: type[Scheduler], complaint: str) -> None:

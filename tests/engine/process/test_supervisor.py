@@ -517,7 +517,7 @@ def supervise_real(
 @pytest.mark.parametrize(
     ("deaths", "kinds"),
     [
-        ({1: ("kill", 20)}, {DeathKind.KILLED: 1}),
+        pytest.param({1: ("kill", 20)}, {DeathKind.KILLED: 1}, marks=pytest.mark.slow),
         pytest.param({1: ("segfault", 20)}, {DeathKind.KILLED: 1}, marks=pytest.mark.slow),
         pytest.param({1: ("kill", 3), 2: ("kill", 30)}, {DeathKind.KILLED: 2}, marks=pytest.mark.slow),
         pytest.param({1: ("kill", 30), 2: ("segfault", 2)}, {DeathKind.KILLED: 2}, marks=pytest.mark.slow),
