@@ -29,8 +29,9 @@ _DESCRIPTIONS = {
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return FastAPI's `responses` for these statuses."""
-    return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
+    """Return FastAPI's `responses` for these statuses; a reference spares it a model for each of them."""
+    content = {"application/json": {"schema": _one_of((ErrorBody,))}}
+    return {status: {"description": _DESCRIPTIONS[status], "content": content} for status in statuses}
 
 
 def event_stream(*chunks: type[BaseModel]) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def json_body(*models: type[BaseModel]) -> dict[str, Any]:
 def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], settings: ServerSettings) -> dict[str, Any]:
     """Return the document; `models` are those of `json_body` and of events, which FastAPI does not see."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    _, definitions = models_json_schema([(model, "validation") for model in (*models, ErrorBody)], ref_template=_REF)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
     if settings.root_path is not None:

@@ -514,6 +514,7 @@ def test_a_model_has_names_sampling_defaults_and_a_tokenizer(launch: Any) -> Non
     assert by_default["choices"] == as_said["choices"] != otherwise["choices"]
 
 
+@pytest.mark.slow
 def test_sampling_defaults_that_are_not_valid_end_the_start(launch: Any, tmp_path: Path) -> None:
     link_storyteller(tmp_path)
     (tmp_path / "generation_config.json").unlink()
@@ -632,10 +633,15 @@ def test_a_taken_port_is_known_before_anything_is_loaded(launch: Any) -> None:
     ("flags", "expected"),
     [
         (("--model", "/no/such/model"), "gptserve: model must be an existing folder or a hub id, got '/no/such/model'"),
-        (("--host", "no-such-host.invalid"), "gptserve: cannot listen on no-such-host.invalid port 0: "),
-        (
+        pytest.param(
+            ("--host", "no-such-host.invalid"),
+            "gptserve: cannot listen on no-such-host.invalid port 0: ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ("--ssl-keyfile", __file__, "--ssl-certfile", __file__),
             f"gptserve: ssl-certfile {__file__} holds no certificate in PEM: ",
+            marks=pytest.mark.slow,
         ),
         (("--num-blocks", "1", "--max-model-len", "1024"), "the KV cache is too small for one sequence"),
     ],

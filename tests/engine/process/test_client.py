@@ -42,7 +42,7 @@ def supervise(factory: EngineFactory) -> Supervisor:
     return Supervisor(client, max_restarts=0, stall_limit_s=LIMIT_S, load_limit_s=LIMIT_S)
 
 
-@pytest.fixture(params=[ProcessClient, ThreadClient, supervise])
+@pytest.fixture(params=[pytest.param(ProcessClient, marks=pytest.mark.slow), ThreadClient, supervise])
 def make_client(request: pytest.FixtureRequest, gate: Gate) -> MakeClient:
     return lambda **options: request.param(functools.partial(fake.load, gate.path, **options))
 

@@ -74,6 +74,7 @@ LONG_TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITS)
 def test_long_runs_have_the_ids_of_tokenizers(name: str, tmp_path: Path) -> None:
     """In linear time: where a step goes over the run for each of its characters, this takes minutes and times out."""
