@@ -59,7 +59,8 @@ def json_body(*models: type[BaseModel]) -> dict[str, Any]:
 def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], settings: ServerSettings) -> dict[str, Any]:
     """Return the document; `models` are those of `json_body` and of events, which FastAPI does not see."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, definitions = models_json_schema([(model, "validation") for model in (*models, ErrorBody)], ref_template=_REF)
+    described: list[type[BaseModel]] = [*models, ErrorBody]
+    _, definitions = models_json_schema([(model, "validation") for model in described], ref_template=_REF)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
     if settings.root_path is not None:
