@@ -35,7 +35,7 @@ MakeGPT2 = Callable[..., Path]
 @pytest.fixture(scope="session", autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = holdings()
-    gc.freeze()  # a collection need not look at some million objects of modules and tests again; hundreds are made
+    gc.freeze()  # collections need not look at the 600,000 objects of modules and tests again
     yield
     for item in request.session.items:
         vars(item)["funcargs"] = None  # pytest lets go of the last test's arguments only after this

@@ -49,7 +49,10 @@ _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
 
 
 class Linear(Protocol):
-    """y = act(x W^T + b) + residual for x [rows, in], contiguous, in the weight's dtype."""
+    """y = act(x W^T + b) + residual for x [rows, in], contiguous, in the weight's dtype.
+
+    PackedLinear needs at least MIN_ROWS rows for equal bits.
+    """
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, out]; residual ([rows, out]) is added after the product. Mutates nothing."""
