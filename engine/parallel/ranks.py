@@ -115,8 +115,8 @@ class Ranks:
         with self._known_cause():
             self.group.meet()
         self._end.takes_engine = False
-        self._folder.cleanup()
         others: list[Memory] = [self._receive(rank) for rank in self._ranks]
+        self._folder.cleanup()  # only now: until a rank has met all others, it reads their addresses there
         free, budget = cache_memory_bytes(self._config, self._device, reserved_bytes)  # now that they took theirs
         for memory in others:
             free = min(free, max(0, memory.free_bytes - reserved_bytes))

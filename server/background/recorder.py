@@ -31,7 +31,8 @@ class Recorder:
     """Runs each job until it ends. `on_end` is called when the end of a job is in the journal, or could not be.
 
     A job that starts took up in vain may be what ended those servers. Such suspects are submitted first, one at a time:
-    the next one, and all that are no suspects, when it has made an output or has ended. So the innocent are cleared.
+    the next one, and all that are no suspects, when it has made an output or has ended. So the innocent are cleared. Of
+    resumed jobs the engine gets no more than it computes at once: whoever only waits is not to blame.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class Recorder:
         self._on_end = on_end
         self._room = asyncio.Event()
         self._suspects: list[RunningJob] = []
+        self._resumed: list[RunningJob] = []
+        """Resumed jobs whose turn has come."""
 
     async def run(self, job: BackgroundJob, running: RunningJob, resumption: Resumption | None = None) -> None:
         """Run a job to its end; first submit the requests of its resumption, if it is one."""
@@ -64,6 +67,8 @@ class Recorder:
             finally:
                 running.stream.abort()
             self._clear(running)
+            if running in self._resumed:
+                self._resumed.remove(running)
             await self._finish(job, running, error)
 
     def stop(self, running: RunningJob, reason: ServiceError) -> None:
@@ -109,14 +114,13 @@ class Recorder:
 
         Does nothing if the job is stopped or out of time before.
         """
-        is_noted = False
         while running.stopped_by is None and (running.deadline is None or self._clock() < running.deadline):
             wait_s = None if running.deadline is None else running.deadline - self._clock()
-            if self._suspects[:1] in ([], [running]):
+            if self._is_turn_of(running):
                 self._service.check_alive()
-                if not is_noted:
+                if running not in self._resumed:
+                    self._resumed.append(running)
                     await self._journal.add_attempt(resumption.row)
-                    is_noted = True
                 try:
                     running.stream = self._service.engine.submit(resumption.requests)
                     self._service.limits.begin(running.plan.identity.owner, running.stream)
@@ -131,6 +135,12 @@ class Recorder:
                 async with asyncio.timeout(wait_s):
                     await self._room.wait()
 
+    def _is_turn_of(self, running: RunningJob) -> bool:
+        if self._suspects:
+            return self._suspects[0] is running
+        num_begun = sum(job.stream.num_live for job in self._resumed)
+        return running in self._resumed or num_begun < self._service.engine.info.max_num_seqs
+
     def _clear(self, running: RunningJob) -> None:
         if running in self._suspects:
             self._suspects.remove(running)
@@ -142,6 +152,8 @@ class Recorder:
         running.batches.append(outputs)
         job.status = "in_progress"
         self._clear(running)
+        if any(output.finish_reason is not None for output in outputs):
+            self._room.set()
         running.wake_readers()
 
     async def _finish(self, job: BackgroundJob, running: RunningJob, error: ServiceError | None) -> None:

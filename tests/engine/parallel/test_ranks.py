@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidConfigurationError
 from gptserve.engine.model.hardware import set_num_threads
 from gptserve.engine.model.memory import kv_bytes_per_token
+from gptserve.engine.parallel.messages import Memory
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.process_client import ProcessClient
@@ -225,6 +227,26 @@ def test_four_ranks_share_fewer_key_value_heads(name: str, tmp_path: Path) -> No
     expected, found = run(alone, requests()), run(split, requests())
 
     assert {i: token_ids(outputs) for i, outputs in found.items()} == {i: token_ids(o) for i, o in expected.items()}
+
+
+@pytest.mark.slow
+def test_the_file_in_which_ranks_find_each_other_stays_until_all_have_met(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the first rank is done long before the last one has read the others' addresses."""
+    receive, found = Ranks._receive, []
+
+    def look(self: Ranks, rank: Any) -> Any:
+        message = receive(self, rank)
+        if isinstance(message, Memory):
+            found.append(Path(self._folder.name, "meeting").exists())
+        return message
+
+    monkeypatch.setattr(Ranks, "_receive", look)
+    engine = make_engine(folder, tensor_parallel_size=2)
+    assert found == [True]
+    assert engine._runner._ranks is not None
+    assert not Path(engine._runner._ranks._folder.name).exists()
 
 
 @pytest.mark.slow

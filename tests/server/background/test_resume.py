@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gptserve.engine.request import MAX_SCORES_PER_OUTPUT
+from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, Request
 from gptserve.server.background.job import READ_LIMIT, BackgroundRequest
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.background.records import OutputBatch
@@ -167,6 +167,14 @@ def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path
     run(test())
 
 
+async def _all_submitted(server: Server, number: int) -> list[Request]:
+    """Return what the engine was given, once that are so many, and nobody has more to give."""
+    await asyncio.to_thread(server.engine.wait_for, lambda: len(server.engine.submitted) >= number)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return server.engine.submitted
+
+
 async def die_when_submitted(server: Server, num_submitted: int) -> list[int]:
     """Start a server that ends when its engine has so many requests; return the choices' prompts."""
     async with started(server):
@@ -212,6 +220,26 @@ def test_a_suspect_that_makes_a_token_is_cleared_and_lets_the_others_go_on(tmp_p
         async with started(Server(tmp_path)) as third:
             [request, *_] = await third.submitted()
             assert request.prompt_token_ids[0] != tried, "the one that had no token"
+
+    run(test())
+
+
+def test_one_that_only_waited_while_servers_ended_is_not_blamed(tmp_path: Path) -> None:
+    """The engine computes eight choices at once: those of two jobs. The third is submitted when one of them ends."""
+
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            jobs = {ord(prompt): await first.begin(prompt=prompt, n=4, max_tokens=MAX_ATTEMPTS + 2) for prompt in "abc"}
+        for _ in range(MAX_ATTEMPTS + 1):
+            async with started(Server(tmp_path)) as server:
+                begun = {request.prompt_token_ids[0] for request in await _all_submitted(server, 8)}
+                assert len(begun) == 2, "negative control: their servers end as often"
+                await server.advance(find(server, jobs[min(begun)]), 1)
+        [waiting] = {*jobs} - begun
+        async with started(Server(tmp_path)) as server:
+            assert waiting not in {request.prompt_token_ids[0] for request in await _all_submitted(server, 8)}
+            await server.finish(last := find(server, jobs[waiting]))
+            assert last.status == "completed"
 
     run(test())
 
