@@ -1,10 +1,12 @@
-"""Decode throughput of the engine compared with transformers' generate and with the floor, in one run on one machine.
+"""Decode throughput of the engine compared with other engines and with the floor, in one run on one machine.
 
     python -m bench.decode [--shape gpt2] [--batch 1 8 32] [--kinds greedy temperature top_p] [--alone] [--repeats 3]
+    python -m bench.decode --alone --peers openvino llama.cpp --peer-python ~/peers/bin/python
 
-The weights are random, of the real shape. Each request has its own random prompt, so that no prefix is shared. Both
-sides produce exactly max_tokens tokens per sequence in the same dtype; a run is prefill and decode together. The two
-take turns, and the medians are compared. `--alone` leaves transformers out.
+The weights are random, of the real shape. Each request has its own random prompt, so that no prefix is shared. All
+sides produce exactly max_tokens tokens per sequence, ours and transformers in the same dtype; a run is prefill and
+decode together. They take turns, and the medians are compared. `--alone` leaves transformers' generate out.
+`--quantization none int8` measures two engines of ours. bench/peers.py says what the peers' environment needs.
 
 Each turn also measures how fast memory is read. The floor of a step is the time to read the weights, and the
 keys and values of all sequences at the middle of their answers. It is compared with the mean step of the engine while
@@ -16,9 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,8 @@ import torch
 from bench.engines import timing
 from bench.floor import Reader, step_bytes
 from bench.machine import cpu_name, versions
-from bench.models import SHAPES, write_model
+from bench.models import SHAPES, write_served_model
+from bench.peers import PEERS, Compute, Work, started
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.weights.config import ModelConfig
@@ -38,7 +44,7 @@ KINDS: dict[str, dict[str, float]] = {
     "temperature": {"temperature": 0.8},
     "top_p": {"temperature": 0.8, "top_p": 0.9},
 }
-ENGINES: dict[str, dict[str, Any]] = {"gptserve": {}}
+ENGINES: dict[str, dict[str, Any]] = {"none": {}, "int8": {"quantization": "int8"}}
 """What the configuration of each engine has besides; their rows stand below each other."""
 PAUSE_S = 0.05  # torch's threads spin for a while after their work, in the way of what comes next
 
@@ -51,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        reference = write_model(folder, args.shape)
+        reference = write_served_model(folder, args.shape)
         model = load_config(folder)
         config = EngineConfig(
             model_dir=folder,
@@ -64,11 +70,18 @@ def main() -> None:
             num_threads=args.threads,
             enforce_eager=args.enforce_eager,
         )
-        engines = {name: Engine(replace(config, **more)) for name, more in ENGINES.items()}
-    turns = Turns(engines, None if args.alone else reference.to(device, getattr(torch, args.dtype)), model, args)
-    rows = [row for batch in args.batch for kind in args.kinds for row in turns.measure(batch, kind)]
-    show(rows)
-    result = json.dumps({"benchmark": "decode", **describe(engines["gptserve"], device, args), "rows": rows})
+        engines = {name: Engine(replace(config, **ENGINES[name])) for name in args.quantization}
+        with ExitStack() as stack:
+            others = {
+                name: stack.enter_context(started(args.peer_python, name, folder, args.threads)) for name in args.peers
+            }
+            if not args.alone:
+                theirs = reference.to(device, getattr(torch, args.dtype))
+                others["transformers"] = partial(time_transformers, theirs)
+            turns = Turns(engines, others, model, args)
+            rows = [row for batch in args.batch for kind in args.kinds for row in turns.measure(batch, kind)]
+    show(rows, [*others])
+    result = json.dumps({"benchmark": "decode", **describe(next(iter(engines.values())), device, args), "rows": rows})
     print(result)
     if args.output is not None:
         args.output.write_text(result + "\n", encoding="utf-8")
@@ -89,17 +102,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="a file for the line of JSON")
     parser.add_argument("--enforce-eager", action="store_true", help="decode without CUDA graphs")
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
+    parser.add_argument("--quantization", choices=ENGINES, nargs="+", default=["none"])
+    parser.add_argument("--peers", choices=PEERS, nargs="+", default=[])
+    parser.add_argument("--peer-python", type=Path, default=Path(sys.executable))
     return parser.parse_args()
 
 
 class Turns:
-    """Engines, transformers' model of the same weights and the memory, which take turns."""
+    """Engines, others with the same weights and the memory, which take turns."""
 
     def __init__(
-        self, engines: dict[str, Engine], reference: Any, model: ModelConfig, args: argparse.Namespace
+        self, engines: dict[str, Engine], others: dict[str, Compute], model: ModelConfig, args: argparse.Namespace
     ) -> None:
         self._engines = engines
-        self._reference = reference
+        self._others = others
         self._model = model
         self._args = args
         self._dtype: torch.dtype = getattr(torch, args.dtype)
@@ -110,7 +126,7 @@ class Turns:
         """Return a row of medians for each engine."""
         turns = [self._turn(seed, batch, KINDS[kind]) for seed in range(1 + self._args.repeats)][1:]  # one warms up
         return [
-            {"batch": batch, "kind": kind, "engine": name}
+            {"batch": batch, "kind": kind, "quantization": name}
             | {key: statistics.median(turn[name][key] for turn in turns) for key in turns[0][name]}
             for name in self._engines
         ]
@@ -119,46 +135,51 @@ class Turns:
         """Return the figures of each engine."""
         args, generator = self._args, torch.Generator().manual_seed(seed)
         prompts = torch.randint(self._model.vocab_size, (batch, args.prompt_len), generator=generator)
+        work = Work(prompts.tolist(), args.max_tokens, **params)
         num_tokens, found = batch * args.max_tokens, {}
         for name, engine in self._engines.items():
             time.sleep(PAUSE_S)
-            its = timing(engine, prompts.tolist(), args.max_tokens, **params)
+            its = timing(engine, work.prompts, args.max_tokens, **params)
             found[name] = {"tokens_per_s": num_tokens / its.seconds, "step_ms": its.step_seconds * 1e3}
-        if self._reference is not None:
-            theirs = num_tokens / time_transformers(self._reference, prompts, args.max_tokens, params)
+        for name, compute in self._others.items():
+            time.sleep(PAUSE_S)
+            theirs = num_tokens / compute(work)
             for row in found.values():
-                row |= {"transformers": theirs, "ratio": row["tokens_per_s"] / theirs}
-        num_bytes = step_bytes(self._model, self._dtype, batch, args.prompt_len + args.max_tokens // 2)
-        bandwidth = self._reader.bytes_per_second()
-        floor_ms = num_bytes / bandwidth * 1e3
-        for row in found.values():
+                row[name] = theirs
+        bandwidth, context = self._reader.bytes_per_second(), args.prompt_len + args.max_tokens // 2
+        for name, row in found.items():
+            weight_bytes = 1 if name == "int8" else None
+            floor_ms = step_bytes(self._model, self._dtype, batch, context, weight_bytes) / bandwidth * 1e3
             row |= {"read_gb_per_s": bandwidth / 1e9, "floor_ms": floor_ms, "of_floor": floor_ms / row["step_ms"]}
         return found
 
 
-def time_transformers(model: Any, prompts: torch.Tensor, max_tokens: int, params: dict[str, float]) -> float:
-    prompts = prompts.to(model.device)
-    sampling = {"do_sample": True, "top_k": 0, **params} if params["temperature"] else {"do_sample": False}
+def time_transformers(model: Any, work: Work) -> float:
+    prompts = torch.tensor(work.prompts, device=model.device)
+    sampling = {"do_sample": True, "top_k": 0, "temperature": work.temperature, "top_p": work.top_p}
     start = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
+            max_new_tokens=work.max_tokens,
+            min_new_tokens=work.max_tokens,
             pad_token_id=0,
-            **sampling,
+            **(sampling if work.temperature else {"do_sample": False}),
         )
-    assert output.cpu().shape[1] == prompts.shape[1] + max_tokens
+    assert output.cpu().shape[1] == prompts.shape[1] + work.max_tokens
     return time.perf_counter() - start
 
 
-def show(rows: list[Row]) -> None:
-    names = ["tokens_per_s", "transformers", "ratio", "step_ms", "floor_ms", "of_floor"]
-    columns = [name for name in names if name in rows[0]]
-    print(f"{'batch':>5} {'kind':12} {'engine':14}" + "".join(f"{name:>14}" for name in columns))
+def show(rows: list[Row], others: list[str]) -> None:
+    """Print the rows; of the others tokens per second."""
+    columns = ["tokens_per_s", *others, "step_ms", "floor_ms", "of_floor"]
+    print(f"{'batch':>5} {'kind':12} {'quantization':14}" + "".join(f"{name:>15}" for name in columns))
     for row in rows:
-        print(f"{row['batch']:>5} {row['kind']:12} {row['engine']:14}" + "".join(f"{row[c]:>14.2f}" for c in columns))
+        print(
+            f"{row['batch']:>5} {row['kind']:12} {row['quantization']:14}"
+            + "".join(f"{row[c]:>15.2f}" for c in columns)
+        )
 
 
 def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -166,7 +187,7 @@ def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> 
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
-        **{name: value for name, value in vars(args).items() if name != "output"},
+        **{name: value for name, value in vars(args).items() if name not in ("output", "peer_python")},
         "dtype": engine.info.dtype,
         "attention_backend": engine.info.attention_backend,
         "product": engine.info.product,

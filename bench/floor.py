@@ -15,11 +15,13 @@ from gptserve.weights.config import ModelConfig
 _PASSES = 5
 
 
-def step_bytes(model: ModelConfig, dtype: torch.dtype, batch: int, context: int) -> int:
-    """Return the bytes that a step of so many sequences reads at this context."""
+def step_bytes(
+    model: ModelConfig, dtype: torch.dtype, batch: int, context: int, weight_bytes: int | None = None
+) -> int:
+    """Return the bytes that a step of so many sequences reads at this context. None: weights are in dtype, too."""
     counts = parameter_counts(model)
     unread = counts["position"] + (counts["embedding"] if counts["head"] else 0)  # but some rows
-    weights = (sum(counts.values()) - unread) * dtype.itemsize
+    weights = (sum(counts.values()) - unread) * (weight_bytes or dtype.itemsize)
     return weights + batch * context * kv_bytes_per_token(model, dtype.itemsize)
 
 

@@ -49,9 +49,12 @@ def write_model(folder: Path, shape: str) -> Any:
     return model
 
 
-def write_served_model(folder: Path, shape: str) -> None:
-    """Write a model and a tokenizer for it."""
-    write_tokenizer(folder, write_model(folder, shape).config.vocab_size)
+def write_served_model(folder: Path, shape: str) -> Any:
+    """Write a model and a tokenizer for it, and return the model as `write_model` does."""
+    model = write_model(folder, shape)
+    write_tokenizer(folder, model.config.vocab_size)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')  # also of a Llama
+    return model
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 50257) -> None:

@@ -25,6 +25,7 @@ def test_a_step_reads_each_weight_once_and_the_cache_of_each_sequence(
 
     assert step_bytes(model, dtype, batch=0, context=0) == WEIGHTS * num_bytes
     assert step_bytes(model, dtype, batch=5, context=7) == (WEIGHTS + 5 * 7 * KV_OF_A_TOKEN) * num_bytes
+    assert step_bytes(model, dtype, 5, 7, weight_bytes=1) == WEIGHTS + 5 * 7 * KV_OF_A_TOKEN * num_bytes
 
 
 def test_memory_is_read_at_some_bandwidth() -> None:

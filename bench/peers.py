@@ -1,0 +1,226 @@
+"""Other engines with the same weights, each in a process and a Python environment of its own.
+
+    python -m bench.decode --peers ~/peers/bin/python --kinds greedy temperature
+
+`PEERS` names them. The environment needs, beside torch: openvino-genai and optimum-intel, llama-cpp-python and gguf.
+This file runs there as a script and imports nothing of gptserve: it converts the weights, says "ready" and then takes a
+line of JSON for each `Work` and answers with its seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LLAMA_STEP_TOKENS = 512
+CACHE_GB = 2  # of openvino, which gives each layer less if it is not told
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prompts to be computed at once, each to max_tokens tokens. temperature 0 is greedy."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+Compute = Callable[[Work], float]
+"""Returns the seconds that the work took, prompts included."""
+
+
+@contextmanager
+def started(python: Path, name: str, folder: Path, threads: int) -> Iterator[Compute]:
+    """Start the peer with the model in this folder; it ends with the context."""
+    command = [str(python), __file__, name, str(folder), str(threads)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        lines, to_peer = process.stdout, process.stdin
+
+        def answer() -> str:
+            for line in lines:  # libraries print to stdout as well
+                if line.startswith("> "):
+                    return line.removeprefix("> ").strip()
+            raise RuntimeError(f"{name} ended with exit code {process.wait()}")
+
+        def compute(work: Work) -> float:
+            to_peer.write(json.dumps(asdict(work)) + "\n")
+            to_peer.flush()
+            return float(answer())
+
+        assert answer() == "ready"
+        yield compute
+        to_peer.close()
+
+
+def openvino(folder: Path, threads: int, *, int8: bool) -> Compute:
+    """openvino-genai's continuous batching. In bf16 where the CPU has it, which is openvino's own choice."""
+    import openvino as ov
+    import openvino_genai as genai
+    from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig
+
+    made = folder / "openvino"
+    quantized = {"quantization_config": {"bits": 8, "sym": True}} if int8 else {}
+    config = OVConfig(dtype="int8" if int8 else "fp16", **quantized)
+    main_export(str(folder), str(made), task="text-generation-with-past", ov_config=config, stateful=True)
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_GB, False
+    properties = {"INFERENCE_NUM_THREADS": threads}
+    pipeline = genai.ContinuousBatchingPipeline(str(made), scheduler, "CPU", properties)
+
+    def compute(work: Work) -> float:
+        sampling = {"do_sample": True, "temperature": work.temperature, "top_p": work.top_p, "top_k": 0}
+        config = genai.GenerationConfig(
+            max_new_tokens=work.max_tokens, ignore_eos=True, **(sampling if work.temperature else {})
+        )
+        prompts = [ov.Tensor([prompt]) for prompt in work.prompts]
+        start = time.perf_counter()
+        results = pipeline.generate(prompts, [config] * len(prompts))
+        seconds = time.perf_counter() - start
+        assert all(len(result.m_generation_ids[0]) == work.max_tokens for result in results)
+        return seconds
+
+    return compute
+
+
+def llama_cpp(folder: Path, threads: int, *, int8: bool) -> Compute:
+    """llama.cpp with all sequences in one batch; weights in bf16 or q8_0."""
+    import llama_cpp as ll
+
+    path = folder / ("q8_0.gguf" if int8 else "bf16.gguf")
+    write_gguf(folder, path, "Q8_0" if int8 else "BF16")
+    quiet = ll.llama_log_callback(lambda *_: None)
+    ll.llama_log_set(quiet, None)
+    ll.llama_backend_init()
+    model_params = ll.llama_model_default_params()
+    model_params.use_extra_bufts = not int8  # the AMX kernels of q8_0 end with a segmentation fault where we tried them
+    model = ll.llama_model_load_from_file(str(path).encode(), model_params)
+    assert model is not None
+
+    def compute(work: Work, _kept: object = quiet) -> float:
+        batch, length = len(work.prompts), len(work.prompts[0]) + work.max_tokens
+        params = ll.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = batch * -(-length // 256) * 256, batch
+        params.n_batch = params.n_ubatch = LLAMA_STEP_TOKENS
+        params.n_threads = params.n_threads_batch = threads
+        context = ll.llama_init_from_model(model, params)
+        assert context is not None
+        samplers = [_sampler(ll, work, i) for i in range(batch)]
+        start = time.perf_counter()
+        last = _prefill(ll, context, samplers, work.prompts)
+        for position in range(len(work.prompts[0]), length - 1):
+            rows = [(token, position, i, True) for i, token in enumerate(last)]
+            _decode(ll, context, rows)
+            last = [ll.llama_sampler_sample(samplers[i], context, i) for i in range(batch)]
+        seconds = time.perf_counter() - start
+        for sampler in samplers:
+            ll.llama_sampler_free(sampler)
+        ll.llama_free(context)
+        return seconds
+
+    return compute
+
+
+Row = tuple[int, int, int, bool]
+"""A token, its position, its sequence, and whether its logits are wanted."""
+
+
+def _prefill(ll: Any, context: Any, samplers: Sequence[Any], prompts: Sequence[Sequence[int]]) -> list[int]:
+    rows = [(t, p, i, p == len(prompt) - 1) for i, prompt in enumerate(prompts) for p, t in enumerate(prompt)]
+    tokens = []
+    for first in range(0, len(rows), LLAMA_STEP_TOKENS):
+        step = rows[first : first + LLAMA_STEP_TOKENS]
+        _decode(ll, context, step)
+        wanted = [(place, i) for place, (_, _, i, is_last) in enumerate(step) if is_last]
+        tokens += [ll.llama_sampler_sample(samplers[i], context, place) for place, i in wanted]
+    return tokens
+
+
+def _decode(ll: Any, context: Any, rows: Sequence[Row]) -> None:
+    batch = ll.llama_batch_init(len(rows), 0, 1)
+    batch.n_tokens = len(rows)
+    for place, (token, position, sequence, has_logits) in enumerate(rows):
+        batch.token[place], batch.pos[place] = token, position
+        batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+        batch.logits[place] = has_logits
+    assert ll.llama_decode(context, batch) == 0
+    ll.llama_batch_free(batch)
+
+
+def _sampler(ll: Any, work: Work, seed: int) -> Any:
+    chain = ll.llama_sampler_chain_init(ll.llama_sampler_chain_default_params())
+    if not work.temperature:
+        steps = [ll.llama_sampler_init_greedy()]
+    else:
+        steps = [ll.llama_sampler_init_top_p(work.top_p, 1)] if work.top_p < 1 else []
+        steps += [ll.llama_sampler_init_temp(work.temperature), ll.llama_sampler_init_dist(seed)]
+    for step in steps:
+        ll.llama_sampler_chain_add(chain, step)
+    return chain
+
+
+def write_gguf(folder: Path, path: Path, type_name: str) -> None:
+    """Write a GPT-2 of transformers as GGUF, without a vocabulary."""
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "gpt2":
+        raise ValueError(f"llama.cpp is measured with GPT-2's shapes alone, got {config['model_type']!r}")
+    kind = gguf.GGMLQuantizationType[type_name]
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(4 * config["n_embd"])
+    writer.add_block_count(config["n_layer"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config["n_layer"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        new = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
+        is_transposed = tensor.dim() == 2 and ".h." in f".{name}"  # Conv1D has its weights the other way round
+        x = (tensor.T if is_transposed else tensor).contiguous().float().numpy()
+        is_wide = tensor.dim() == 2 and "wpe" not in name
+        writer.add_tensor(new, gguf.quantize(x, kind) if is_wide else x, raw_dtype=kind if is_wide else None)
+        del tensor, x
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+PEERS: dict[str, Callable[[Path, int], Compute]] = {
+    "openvino": lambda folder, threads: openvino(folder, threads, int8=False),
+    "openvino-int8": lambda folder, threads: openvino(folder, threads, int8=True),
+    "llama.cpp": lambda folder, threads: llama_cpp(folder, threads, int8=False),
+    "llama.cpp-q8_0": lambda folder, threads: llama_cpp(folder, threads, int8=True),
+}
+
+
+def main() -> None:
+    name, model, threads = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as work_folder:
+        folder = Path(work_folder)
+        for file in Path(model).iterdir():
+            (folder / file.name).symlink_to(file)
+        compute = PEERS[name](folder, int(threads))
+        print("> ready", flush=True)
+        for line in sys.stdin:
+            print(f"> {compute(Work(**json.loads(line)))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
