@@ -198,7 +198,7 @@ def capture_decoding(
     """
     if config.enforce_eager or (device.type != "cuda" and capture is None):
         return None
-    found = _obstacle(config, model, backend)
+    found = _obstacle(config, decoder, backend)
     if found is None:
         try:
             graphs = DecodeGraphs(decoder, cache, config, max_model_len, device, capture or CudaCapture())
@@ -211,11 +211,11 @@ def capture_decoding(
     return None
 
 
-def _obstacle(config: EngineConfig, model: ModelConfig, backend: AttentionBackend) -> str | None:
+def _obstacle(config: EngineConfig, decoder: Decoder, backend: AttentionBackend) -> str | None:
     """Return why steps of this model cannot be recorded; None if they can."""
     if config.tensor_parallel_size > 1:
         return "the ranks of a tensor-parallel engine start their kernels one by one"
-    if model.experts is not None:
+    if decoder.host_starts_experts:
         return "the host starts the experts of each step"
     if backend.name == "reference":
         return "attention is 'reference', which the host steers by the lengths of the sequences"

@@ -126,7 +126,7 @@ def attend(
             is_in_ND = is_key_N[:, None] & is_column_D[None, :]
             place_ND = place_N[:, None] + column_D[None, :]
             key_ND = tl.load(key_cache + place_ND, is_in_ND, other=0.0)
-            score_MN = _dot(query_MD, tl.trans(key_ND), None) * scale
+            score_MN = dot(query_MD, tl.trans(key_ND), None) * scale
             if SOFTCAP:
                 score_MN = SOFTCAP * _tanh(score_MN / SOFTCAP)
             distance_MN = key_N[None, :] - position_M[:, None]
@@ -141,7 +141,7 @@ def attend(
             decay_M = tl.exp2(its_max_M - origin_M)
             its_max_M, its_sum_M = new_max_M, its_sum_M * decay_M + tl.sum(prob_MN, 1)
             value_ND = tl.load(value_cache + place_ND, is_in_ND, other=0.0)
-            its_acc_MD = _dot(prob_MN.to(value_ND.dtype), value_ND, its_acc_MD * decay_M[:, None])
+            its_acc_MD = dot(prob_MN.to(value_ND.dtype), value_ND, its_acc_MD * decay_M[:, None])
         if SPLIT:
             place_M = (piece * num_tokens + token_M) * (GROUP * NUM_KV_HEADS) + head_M
             is_row_M = row_M < num_queries * GROUP
@@ -209,7 +209,8 @@ def _owner(query_starts, num_seqs, target, GROUP: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _dot(left, right, acc):
+def dot(left, right, acc):
+    """Return left @ right + acc in fp32; the model's kernels multiply by it, too."""
     if INTERPRETED:  # it holds bf16 as integers, and would multiply these
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision="ieee")

@@ -38,6 +38,14 @@ def activate(x: Tensor, activation: Activation | None) -> Tensor:
     return _ACTIVATIONS[activation](padded)[: x.numel()].view(x.shape)
 
 
+def gated(x: Tensor, activation: Activation, limit: float | None) -> Tensor:
+    """Return act(gate) * up for x = [gate, up]; with a limit, both are clamped to it and 1 is added to up (gpt-oss)."""
+    gate, up = x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    return activate(gate, activation) * up
+
+
 def _whole_vectors(size: int, activation: Activation) -> int:
     """Return the next size that torch cuts into whole vectors for its threads.
 

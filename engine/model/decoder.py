@@ -18,6 +18,7 @@ from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.linear import make_linear
 from gptserve.engine.model.native_decoder import NativeDecoder, native_decoder
+from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
 from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import ModelConfig
@@ -66,9 +67,11 @@ class Decoder:
         backend: AttentionBackend,
         quantization: Quantization | None = None,
         group: Group | None = None,
+        operations: Operations = TORCH,
     ) -> None:
         self._config, self._backend, self._group = config, backend, group
-        source = self._source = StreamedTensors(tensors, quantization, group)
+        self.host_starts_experts = config.experts is not None and operations.experts is None
+        source = self._source = StreamedTensors(tensors, quantization, group, operations)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
         scale = config.embed_scale  # in the model's dtype, as it was trained with

@@ -1,11 +1,16 @@
 """A mixture of experts, which replaces one feed-forward.
 
-Each expert computes the rows that chose it. A row's result does not depend on the other rows. Only layers.py builds it.
+A row's result does not depend on the other rows. On a GPU one kernel multiplies with the experts that any row chose,
+and the host knows nothing of the choice; elsewhere each expert computes the rows that chose it. Only layers.py builds
+either.
+
+Shape letters: T rows, K experts of a row, P = T * K pairs of a row and an expert, E experts, N outputs of a product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,3 +38,75 @@ class MixtureOfExperts:
             parts_TKH[rows, ranks] = self._experts[e](h)[: len(rows)].float()
         y = (parts_TKH * weights_TK1).sum(1).to(x.dtype)
         return y if residual is None else residual + y
+
+
+class Routing(NamedTuple):
+    """Who chose whom. Pair p is the choice p % K of row p // K."""
+
+    pairs_P: Tensor
+    """int64: the pairs by expert, those of one expert in ascending order"""
+    starts_E1: Tensor
+    """int32: expert e has the pairs starts[e]:starts[e+1] of these"""
+
+
+class ExpertProducts(Protocol):
+    """Products whose sizes and launches do not depend on the routing."""
+
+    def multiply(
+        self,
+        x: Tensor,
+        weight_ENI: Tensor,
+        bias_EN: Tensor | None,
+        routing: Routing,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return x W^T + b [P, N] of each pair, with its expert's weight, in out_dtype (x's by default).
+
+        x is [P, I], or [T, I] with the row that all pairs of a row share.
+        """
+
+    def sum(self, parts_PN: Tensor, weights_TK: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the weighted sum over a row's pairs [T, N] of fp32 parts and weights, added to residual if given."""
+
+
+class GroupedExperts:
+    """MixtureOfExperts for a GPU: the same operations for any routing, so that a graph can record them."""
+
+    def __init__(
+        self,
+        router: Linear,
+        weights: dict[str, Tensor],
+        num_active: int,
+        activate: Callable[[Tensor], Tensor],
+        products: ExpertProducts,
+    ) -> None:
+        """Take `weights` of `stack`; `activate` maps an output of ffn_up to an input of ffn_down."""
+        self._router, self._weights, self._num_active = router, weights, num_active
+        self._activate, self._products = activate, products
+        up = weights["ffn_up.weight"]
+        self._bounds_E1 = torch.arange(len(up) + 1, device=up.device)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
+        top_TK, chosen_TK = self._router(x).float().topk(self._num_active, dim=-1)
+        experts_P, pairs_P = chosen_TK.flatten().sort(stable=True)
+        routing = Routing(pairs_P, torch.searchsorted(experts_P, self._bounds_E1, out_int32=True))
+        weights, multiply = self._weights, self._products.multiply
+        up = multiply(x, weights["ffn_up.weight"], weights.get("ffn_up.bias"), routing)
+        h = self._activate(up)
+        parts = multiply(h, weights["ffn_down.weight"], weights.get("ffn_down.bias"), routing, torch.float32)
+        return self._products.sum(parts, top_TK.softmax(-1), residual, x.dtype)
+
+
+def stack(take: Callable[[str], Tensor], name: str, num: int, has_bias: bool) -> dict[str, Tensor]:
+    """Return each tensor of the experts {name}.experts.{e} as one of all experts; they are taken one by one."""
+    stacked: dict[str, Tensor] = {}
+    kinds = ("weight", "bias") if has_bias else ("weight",)
+    parts = [f"{linear}.{kind}" for linear in ("ffn_up", "ffn_down") for kind in kinds]
+    for e in range(num):
+        for part in parts:
+            tensor = take(f"{name}.experts.{e}.{part}")
+            if part not in stacked:
+                stacked[part] = tensor.new_empty(num, *tensor.shape)
+            stacked[part][e] = tensor
+    return stacked

@@ -17,6 +17,7 @@ from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.linear import build_of, product_of
+from gptserve.engine.model.operations import Operations
 from gptserve.weights.config import ModelConfig
 
 
@@ -27,6 +28,7 @@ def numeric_causes(
     dtype: torch.dtype,
     quantization: Quantization | None,
     backend: AttentionBackend,
+    operations: Operations,
     num_ranks: int,
     has_graphs: bool,
 ) -> dict[str, str]:
@@ -38,6 +40,7 @@ def numeric_causes(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype),
         "attention": f"{backend.name} {backend.build}",
+        "operations": operations.build,
         "products": build_of(product_of(device, dtype)),
         "quantized products": "none" if quantization is None else build_of(product_of(device, dtype, quantization)),
         "ranks": str(num_ranks),

@@ -7,16 +7,18 @@ tokens of all sequences, one after the other. Only decoder.py builds them. No pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.config import Quantization
-from gptserve.engine.model.activation import activate
-from gptserve.engine.model.experts import MixtureOfExperts
+from gptserve.engine.model.activation import activate, gated
+from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.linear import Linear, make_linear
 from gptserve.engine.model.norm import Norm
+from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import Activation, ModelConfig
@@ -26,7 +28,7 @@ class StreamedTensors:
     """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
 
     `quantization` is what becomes of the weights of linears once they are taken. `group` has the ranks, if there are
-    several: then attention and feed-forwards are terms of sums.
+    several: then attention and feed-forwards are terms of sums. `operations` computes what is no product.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class StreamedTensors:
         tensors: Iterator[tuple[str, Tensor]],
         quantization: Quantization | None = None,
         group: Group | None = None,
+        operations: Operations = TORCH,
     ) -> None:
-        self._tensors, self.quantization, self.group = tensors, quantization, group
+        self._tensors, self.quantization, self.group, self.operations = tensors, quantization, group, operations
         self._waiting: dict[str, Tensor] = {}
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
@@ -115,8 +118,7 @@ class FeedForward:
     """act(x W_up) W_down; if gated, (act(x W_gate) * x W_up) W_down."""
 
     def __init__(self, config: ModelConfig, source: StreamedTensors, name: str) -> None:
-        self._gate = config.activation if config.gated_ffn else None
-        self._limit = config.ffn_limit
+        self._activate = _activation(config) if config.gated_ffn else None
         fused = None if config.gated_ffn else config.activation
         self._up = take_linear(source, f"{name}.ffn_up", bias=config.ffn_bias, activation=fused)
         self._down = take_linear(source, f"{name}.ffn_down", bias=config.ffn_bias)
@@ -124,12 +126,7 @@ class FeedForward:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the feed-forward of x, added to residual if given."""
         h = self._up(x)
-        if self._gate is not None:
-            gate, h = h.chunk(2, dim=-1)
-            if self._limit is not None:
-                gate, h = gate.clamp(max=self._limit), h.clamp(-self._limit, self._limit) + 1
-            h = activate(gate, self._gate) * h
-        return self._down(h, residual)
+        return self._down(h if self._activate is None else self._activate(h), residual)
 
 
 class Residual:
@@ -185,7 +182,7 @@ class Block:
         self._attention = Attention(config, layer, source, backend, device)
         shared = self._attn_residual.norm if config.shared_norm else None
         self._ffn_residual = Residual(config, source, f"{name}.ffn", shared)
-        self._ffn = _take_feed_forward(config, source, name)
+        self._ffn = take_feed_forward(config, source, name)
 
     def __call__(
         self, x: Tensor, rotation: Rotation | None, cache_2NGBD: Tensor, metadata: AttentionMetadata
@@ -199,14 +196,29 @@ class Block:
         return self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
 
 
-def _take_feed_forward(config: ModelConfig, source: StreamedTensors, name: str) -> FeedForward | MixtureOfExperts:
+def _activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """Return the function from outputs of ffn_up to inputs of ffn_down."""
+    if config.gated_ffn:
+        return partial(gated, activation=config.activation, limit=config.ffn_limit)
+    return partial(activate, activation=config.activation)
+
+
+def take_feed_forward(
+    config: ModelConfig, source: StreamedTensors, name: str
+) -> FeedForward | MixtureOfExperts | GroupedExperts:
+    """Return the feed-forward of the block of this name."""
     if config.experts is None:
         return FeedForward(config, source, name)
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
     router = make_linear(weight, source.take(f"{name}.router.bias") if config.ffn_bias else None)
-    experts = [FeedForward(config, source, f"{name}.experts.{e}") for e in range(config.experts.num)]
-    return MixtureOfExperts(router, experts, config.experts.num_active)
+    num, num_active = config.experts.num, config.experts.num_active
+    if source.operations.experts is not None:
+        weights = stack(source.take, name, num, config.ffn_bias)
+        return GroupedExperts(router, weights, num_active, _activation(config), source.operations.experts)
+    return MixtureOfExperts(
+        router, [FeedForward(config, source, f"{name}.experts.{e}") for e in range(num)], num_active
+    )
 
 
 def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:

@@ -33,6 +33,7 @@ from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.linear import MIN_ROWS, product_of, rows_are_independent
 from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.model.step_memory import LOGIT_ROWS, make_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.parallel.ranks import Ranks
@@ -83,6 +84,7 @@ class ModelRunner:
         self._model = share.of_config(whole)
         specs = layer_specs(self._model, self.device)
         backend = choose_backend(config.attention_backend, self.device, dtype, specs, config.block_size)
+        operations = choose_operations(self._model, self.device, dtype)
         checkpoint = Checkpoint(config.model_dir, whole, share)
         # After the checkpoint has shown the sizes to be true: it multiplies matrices of them.
         is_invariant = _is_batch_invariant(self._model, self.device, dtype, quantization)
@@ -90,7 +92,7 @@ class ModelRunner:
         group = None if self._ranks is None else self._ranks.group
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
-            self._decoder = Decoder(self._model, tensors, backend, quantization, group)
+            self._decoder = Decoder(self._model, tensors, backend, quantization, group, operations)
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks
             )
@@ -109,7 +111,7 @@ class ModelRunner:
         self.choose: Choose | None = None
         """What chooses the tokens; None: the fastest there is."""
         sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
-        numbers = (self.device, dtype, quantization, backend, share.size, self.graphs is not None)
+        numbers = (self.device, dtype, quantization, backend, operations, share.size, self.graphs is not None)
         causes = numeric_causes(checkpoint.digest, whole, *numbers)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,

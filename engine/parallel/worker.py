@@ -21,6 +21,7 @@ from gptserve.engine.model.decoder import Layers
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.layers import StreamedTensors, layer_specs
+from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.parallel.group import Group, RankLostError
 from gptserve.engine.parallel.messages import Cache, Failed, Loaded, Memory, Step
 from gptserve.engine.process.child import end_with_parent
@@ -53,9 +54,10 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     dtype, whole = choose_dtype(config, device), load_config(config.model_dir)
     model = share.of_config(whole)
     backend = choose_backend(config.attention_backend, device, dtype, layer_specs(model, device), config.block_size)
+    operations = choose_operations(model, device, dtype)
     tensors = Checkpoint(config.model_dir, whole, share).stream(dtype=dtype, device=device)
     group = Group(share, path, device)
-    layers = Layers(model, StreamedTensors(tensors, group=group), backend, device)
+    layers = Layers(model, StreamedTensors(tensors, group=group, operations=operations), backend, device)
     connection.send(Loaded())
     group.meet()
     connection.send(Memory(*cache_memory_bytes(config, device, 0)))

@@ -11,7 +11,6 @@ import torch
 
 from gptserve.engine.request import FinishReason
 from gptserve.engine.sampling.adjustments import adjusted
-from gptserve.weights.families import load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 from tests.engine.sampling.test_adjustments import EOS, VOCAB, random_position
 from tests.parity.models import write_model
@@ -138,9 +137,8 @@ def test_graphs_give_the_bits_of_kernels_started_one_by_one(
     ]
     graphed, plain = make_engine(tmp_path, **options), make_engine(tmp_path, enforce_eager=True, **options)
     assert plain._runner.graphs is None
-    if load_config(tmp_path).experts is None:
-        assert graphed._runner.graphs is not None
-        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert graphed._runner.graphs is not None
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     found, expected = (
         {
             i: (token_ids(outputs), [entry for output in outputs for entry in output.logprobs])

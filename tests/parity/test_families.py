@@ -22,6 +22,7 @@ from gptserve.engine.model import linear
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
+from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import FAMILIES, load_config
@@ -57,13 +58,17 @@ def greedy(prompts: list[list[int]], max_tokens: int) -> list[Request]:
 
 
 def paged_logits(
-    folder: Path, prompts: list[list[int]], backend: AttentionBackend, dtype: torch.dtype = torch.float32
+    folder: Path,
+    prompts: list[list[int]],
+    backend: AttentionBackend,
+    dtype: torch.dtype = torch.float32,
+    operations: Operations = TORCH,
 ) -> list[torch.Tensor]:
     """Return the logits [len(prompt), vocab] of each prompt, all prompts advancing together by CHUNKS."""
     config = load_config(folder)
     tensors = Checkpoint(folder, config).stream(dtype=dtype, device="cpu")
     longest, block_size = max(map(len, prompts)), 4
-    decoder = Decoder(config, tensors, backend)
+    decoder = Decoder(config, tensors, backend, operations=operations)
     decoder.set_max_model_len(longest)
     num_blocks = len(prompts) * (longest // block_size + 1)
     tables = shuffled_tables([longest + 1] * len(prompts), block_size, num_blocks)

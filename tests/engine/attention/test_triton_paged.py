@@ -33,6 +33,7 @@ from tests.parity.shapes import SHAPES
 from tests.parity.test_families import paged_logits
 
 ROOT = Path(__file__).parents[3]
+OTHERS = ROOT / "tests/engine/model/test_triton_operations.py"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 DEVICE = torch.device("cpu" if os.environ.items() >= INTERPRETED.items() else "cuda")
 PIECE = 64
@@ -53,9 +54,9 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, *OTHER_DTYPES], ids=
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_the_tests_of_the_kernels_pass_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """All of them where slow tests run, too; else one case of each."""
+    """All of them where slow tests run, too; else one case of each. Those of the model's kernels share the process."""
     marks = "triton" if "not slow" not in request.config.option.markexpr else "triton and not slow"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, __file__]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, __file__, str(OTHERS)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | INTERPRETED, capture_output=True, text=True, timeout=LIMIT_S
     )

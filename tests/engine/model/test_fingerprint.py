@@ -22,6 +22,7 @@ from gptserve.engine.attention.reference import ReferenceAttention
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.linear import has_onednn
+from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_engine
 
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 def causes(folder: Path, **changed: Any) -> dict[str, str]:
     given = {"weights_digest": "w", "model": load_config(folder), "device": CPU, "dtype": torch.float32}
-    given |= {"quantization": None, "num_ranks": 1, "has_graphs": False}
+    given |= {"quantization": None, "operations": TORCH, "num_ranks": 1, "has_graphs": False}
     return numeric_causes(**{**given, "backend": ReferenceAttention(), **changed})
 
 
@@ -66,6 +67,7 @@ def test_what_is_computed_and_by_which_code_is_a_cause(tiny_gpt2: Path) -> None:
     assert {key for key in before if before[key] != causes(tiny_gpt2, has_graphs=True)[key]} == {
         "rows of decoding steps"
     }
+    assert causes(tiny_gpt2, operations=Operations(build="triton 3"))["operations"] != before["operations"]
     if native.supported_variants():
         assert causes(tiny_gpt2, dtype=torch.bfloat16)["products"] != before["products"] == "onednn"
     builds = {CpuAttention(name).build for name in CpuAttention.supported_instructions()}

@@ -1,0 +1,94 @@
+"""Which operations of a layer are Triton kernels on a GPU, and why others are torch's.
+
+Each kernel is compared with torch on the model's own shapes before the weights are loaded: it is compiled on the spot,
+for a device that no test has seen. That also compiles what steps need later. ModelRunner and the ranks call
+`choose_operations`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.model.layers import StreamedTensors, take_feed_forward
+from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.triton_operations import TritonOperations
+from gptserve.weights.config import Experts, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (2, 300)
+"""A decoding step, and a prompt of which an expert has several tiles."""
+_IDLE_EXPERTS = 3
+"""So many more experts are made than a row chooses: all of a large model's would take gigabytes."""
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1.2e-2}
+"""Of 1 plus the size of an output: torch rounds more often between two products. What is wrong differs by about 1."""
+
+Compute = Callable[[Operations], Tensor]
+
+
+def choose_operations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Operations:
+    """Return the fastest operations for this model; warn of each kernel that fails, differs or is missing."""
+    return TORCH if device.type != "cuda" else agreeing_kernels(model, device, dtype)
+
+
+def agreeing_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Operations:
+    """Return the kernels that compute this model as torch does; with a warning, torch's operations for others."""
+    chosen = TORCH
+    for name, compute in _computations(model, device, dtype):
+        try:
+            kernels = TritonOperations()
+            kernel = getattr(kernels.operations(), name)
+            found = _disagreement(compute(replace(TORCH, **{name: kernel})), compute(TORCH))
+        except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none
+            found = f"it failed with {type(error).__name__}: {error}"
+        if found is None:
+            chosen = replace(chosen, **{name: kernel}, build=kernels.build)
+        else:
+            logger.warning("%s: torch, which is slower, is used instead of a Triton kernel: %s", name, found)
+    return chosen
+
+
+def _disagreement(out: Tensor, expected: Tensor) -> str | None:
+    """Return how they differ, or None."""
+    difference = ((out.float() - expected.float()).abs() / (1 + expected.float().abs())).max().item()
+    if not difference <= _TOLERANCES[expected.dtype]:  # as where it is NaN
+        return f"it differs from torch by {difference:.1e}"
+    return None
+
+
+def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Compute]]:
+    """Yield the operations that the model has, by the name of their field, and what they compute of random numbers."""
+    if model.experts is not None:
+        yield "experts", partial(_mix, model, model.experts, device, dtype)
+
+
+def _mix(model: ModelConfig, experts: Experts, device: torch.device, dtype: torch.dtype, with_: Operations) -> Tensor:
+    """Return the output of a mixture of random experts, as large as the model's."""
+    few = replace(experts, num=min(experts.num, experts.num_active + _IDLE_EXPERTS))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int, scale: float = 1) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        hidden, ffn = model.hidden_size, model.ffn_size
+        linears = {"router": (few.num, hidden)}
+        for e in range(few.num):
+            linears[f"experts.{e}.ffn_up"] = (ffn * (1 + model.gated_ffn), hidden)
+            linears[f"experts.{e}.ffn_down"] = (hidden, ffn)
+        for name, (num_out, num_in) in linears.items():
+            yield f"{name}.weight", numbers(num_out, num_in, scale=num_in**-0.5)
+            if model.ffn_bias:
+                yield f"{name}.bias", numbers(num_out)
+
+    named = ((f"block.{name}", tensor) for name, tensor in tensors())
+    source = StreamedTensors(named, operations=with_)
+    mixture = take_feed_forward(replace(model, experts=few), source, "block")
+    rows = [(numbers(num, model.hidden_size), numbers(num, model.hidden_size)) for num in _ROWS]
+    return torch.cat([mixture(x, residual) for x, residual in rows])

@@ -1,0 +1,210 @@
+"""The kernels of a layer against torch, and which of them are chosen.
+
+The tests marked `triton` run on a CUDA device (`make gpu`) or in Triton's interpreter, in the process that
+tests/engine/attention/test_triton_paged.py starts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.model import operations_choice
+from gptserve.engine.model.experts import Routing, stack
+from gptserve.engine.model.layers import StreamedTensors
+from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.operations_choice import agreeing_kernels, choose_operations
+from gptserve.engine.model.triton_operations import TritonOperations
+from gptserve.weights.families import load_config
+from tests.engine.attention.test_triton_paged import DEVICE, by_dtype, interpreted, slow
+from tests.engine.runs import ragged_prompts
+from tests.parity.models import write_model
+from tests.parity.shapes import SHAPES
+from tests.parity.test_families import paged_logits
+
+WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+NUM_IN, NUM_OUT, NUM_EXPERTS = 70, 67, 5
+CHANGES: list[dict[str, Any]] = [{"ffn_bias": False, "ffn_limit": None}, {"gated_ffn": False}]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with experts."""
+    write_model(tmp_path, *SHAPES[WITH_EXPERTS[0]])
+    return tmp_path
+
+
+class Products:
+    """Random experts, and rows of which each chose two: most the first, none the third."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.weight, self.bias = numbers(NUM_EXPERTS, NUM_OUT, NUM_IN) / 8, numbers(NUM_EXPERTS, NUM_OUT)
+        self.chosen = [(0, 1 + 2 * (i % 2)) for i in range(68)] + [(4, 0), (1, 4)]
+        self.x, self.pairs = numbers(len(self.chosen), NUM_IN), numbers(2 * len(self.chosen), NUM_IN)
+
+    def multiply(self, x: Tensor, rows: list[int], bias: bool, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what the kernel gives for these rows, or for pairs of these rows."""
+        experts, pairs = torch.tensor([self.chosen[row] for row in rows]).flatten().sort(stable=True)
+        routing = Routing(pairs, torch.searchsorted(experts, torch.arange(NUM_EXPERTS + 1), out_int32=True))
+        its_bias = self.bias.to(DEVICE) if bias else None
+        on_device = Routing(*(indices.to(DEVICE) for indices in routing))
+        return TritonOperations().multiply(x.to(DEVICE), self.weight.to(DEVICE), its_bias, on_device, dtype).cpu()
+
+
+@interpreted
+@by_dtype
+def test_each_pair_is_multiplied_with_its_expert(dtype: torch.dtype) -> None:
+    data, tolerance = Products(dtype), TOLERANCES[dtype]
+    experts, rows = torch.tensor(data.chosen).flatten(), list(range(len(data.chosen)))
+    weight, bias = data.weight[experts].float(), data.bias[experts].float()
+    for x, its_rows in ((data.x, data.x.repeat_interleave(2, 0)), (data.pairs, data.pairs)):
+        expected = (weight @ its_rows.float()[:, :, None])[:, :, 0]
+        torch.testing.assert_close(
+            data.multiply(x, rows, bias=False, dtype=torch.float32), expected, atol=1e-5, rtol=1e-5
+        )
+        out = data.multiply(x, rows, bias=True)
+        assert out.dtype is dtype
+        torch.testing.assert_close(out.float(), expected + bias, atol=tolerance, rtol=tolerance)
+
+
+@interpreted
+@by_dtype
+def test_the_bits_of_a_row_do_not_depend_on_what_others_chose(dtype: torch.dtype) -> None:
+    data = Products(dtype)
+    whole = data.multiply(data.x, list(range(70)), bias=True).view(70, 2, NUM_OUT)
+    for rows in ([67], [69, 3, 68], [40, 40]):
+        assert torch.equal(data.multiply(data.x[rows], rows, bias=True).view(-1, 2, NUM_OUT), whole[rows])
+
+
+@interpreted
+@by_dtype
+def test_parts_are_summed_by_weight_and_added_to_the_residual(dtype: torch.dtype) -> None:
+    parts, weights = torch.randn(3 * 4, 1030), torch.rand(3, 4)
+    residual, tolerance = torch.randn(3, 1030).to(dtype), TOLERANCES[dtype]
+    expected = (parts.view(3, 4, 1030) * weights[:, :, None]).sum(1)
+    for its_residual in (None, residual):
+        on_device = None if its_residual is None else its_residual.to(DEVICE)
+        out = TritonOperations().sum(parts.to(DEVICE), weights.to(DEVICE), on_device, dtype).cpu()
+        wanted = expected if its_residual is None else expected + its_residual.float()
+        assert out.dtype is dtype
+        torch.testing.assert_close(out.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@interpreted
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/engine/test_cuda.py has all families")
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_model_has_the_logits_that_it_has_with_torch(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, *SHAPES[name])
+    prompts = ragged_prompts(2, 20, vocab_size=90)
+    expected = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention()))
+    kernels = TritonOperations().operations()
+    logits = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention(), operations=kernels))
+    assert (logits - expected).abs().max() < 1e-5 < 1e-2 < (logits - expected.roll(1, 0)).abs().max()
+
+
+@interpreted
+@by_dtype
+@pytest.mark.parametrize("change", [{}, *(pytest.param(change, marks=slow) for change in CHANGES)], ids=str)
+def test_all_kernels_agree_with_torch(
+    change: dict[str, Any], dtype: torch.dtype, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = agreeing_kernels(replace(load_config(folder), **change), DEVICE, dtype)
+    assert found.build.startswith("triton 3")
+    assert found.experts is not None
+    assert not caplog.records
+
+
+def test_on_a_cpu_all_operations_are_those_of_torch(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_operations(load_config(folder), CPU, torch.float32) == TORCH
+    assert not caplog.records
+
+
+class Wrong(TritonOperations):
+    """Kernels that leave out the biases."""
+
+    build = "triton 0"
+
+    def __init__(self) -> None:
+        pass
+
+    def multiply(
+        self, x: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None, routing: Routing, out_dtype: Any = None
+    ) -> Tensor:
+        counts = routing.starts_E1.diff()
+        experts = torch.arange(len(counts)).repeat_interleave(counts)
+        rows = x[routing.pairs_P // (len(routing.pairs_P) // len(x))]
+        out = torch.empty(len(rows), weight_ENI.shape[1], dtype=out_dtype or x.dtype)
+        out[routing.pairs_P] = (weight_ENI[experts] @ rows[:, :, None])[:, :, 0].to(out.dtype)
+        return out
+
+    def sum(self, parts_PN: Tensor, weights_TK: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+        parts = parts_PN.view(*weights_TK.shape, -1)
+        return (parts * weights_TK[:, :, None]).sum(1).to(dtype) + (0 if residual is None else residual)
+
+
+class Missing(TritonOperations):
+    """As where Triton is not installed."""
+
+    def __init__(self) -> None:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "reason"),
+    [
+        (Wrong, r"it differs from torch by \d\.\de[+-]\d\d"),
+        (Missing, "it failed with ModuleNotFoundError: No module named 'triton'"),
+    ],
+)
+def test_torch_takes_the_place_of_kernels_that_differ_or_fail(
+    kernels: type[TritonOperations],
+    reason: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(operations_choice, "TritonOperations", kernels)
+    assert agreeing_kernels(load_config(folder), CPU, torch.float32) == TORCH
+    message = f"experts: torch, which is slower, is used instead of a Triton kernel: {reason}"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.fullmatch(message, record.getMessage())
+
+
+def test_kernels_that_agree_are_taken_without_a_word(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(operations_choice, "TritonOperations", Wrong)
+    found = agreeing_kernels(replace(load_config(folder), ffn_bias=False), CPU, torch.float32)
+    assert isinstance(found.experts, Wrong)
+    assert found == Operations(experts=found.experts, build="triton 0")
+    assert not caplog.records
+
+
+def test_experts_are_taken_one_by_one_in_the_order_in_which_they_come() -> None:
+    names = [
+        f"b.experts.{e}.{n}.{kind}" for e in range(3) for n in ("ffn_up", "ffn_down") for kind in ("weight", "bias")
+    ]
+    source = StreamedTensors((name, torch.full((2, 2), float(i))) for i, name in enumerate(names))
+    stacked = stack(source.take, "b", 3, has_bias=True)
+    assert {name: tensor[:, 0, 0].tolist() for name, tensor in stacked.items()} == {
+        "ffn_up.weight": [0.0, 4.0, 8.0],
+        "ffn_up.bias": [1.0, 5.0, 9.0],
+        "ffn_down.weight": [2.0, 6.0, 10.0],
+        "ffn_down.bias": [3.0, 7.0, 11.0],
+    }
+    assert not source._waiting
