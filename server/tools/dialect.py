@@ -84,7 +84,8 @@ class Dialect:
             grammar = harmony_grammar(asked, spell, wanted) if has_grammar else None
             return Reading(grammar, special_ids, channels=channels, has_tools=asked is not None)
         form = None if asked is None else self.form
-        state = reasoning.state_after(prompt, self.tokenizer) if self.thinks else "closed"
+        is_continued = bool(body.continue_final_message)
+        state = reasoning.state_after(prompt, self.tokenizer, is_continued=is_continued) if self.thinks else "closed"
         is_open = state == "open"
         # Text that matches a regex could be taken for the mark of a reasoning, JSON could not.
         thinks = self.thinks and (wanted is None or is_open or (wanted.kind == "json" and state == "none"))

@@ -15,12 +15,20 @@ from gptserve.server.tools.tape import SPACE, Steps, Tape
 BEGIN, END = "<think>", "</think>"
 
 
-def state_after(prompt: Sequence[int], tokenizer: Tokenizer) -> Literal["open", "closed", "none"]:
-    """Return whether the prompt ends within a reasoning or after one, by the text after its last special token."""
+def state_after(
+    prompt: Sequence[int], tokenizer: Tokenizer, *, is_continued: bool
+) -> Literal["open", "closed", "none"]:
+    """Return whether the prompt ends within a reasoning or after one.
+
+    Its last marks count: of a message that is continued, those after its last special token; otherwise those with which
+    it ends, as what a user wrote comes before.
+    """
     special = (at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in tokenizer.special_ids)
     begin = tokenizer.encode_with_special(BEGIN), tokenizer.encode_with_special(END)
     start = next((at + 1 for at in special if [prompt[at]] not in begin), 0)
-    tail = b"".join(map(tokenizer.token_bytes, prompt[start:])).decode(errors="replace")
+    tail = b"".join(map(tokenizer.token_bytes, prompt[start:])).decode(errors="replace").rstrip()
+    if not is_continued:
+        tail = tail[-len(END) :]
     if tail.rfind(BEGIN) > tail.rfind(END):
         return "open"
     return "closed" if END in tail else "none"
