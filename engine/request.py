@@ -20,8 +20,8 @@ from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 MAX_LOGPROBS = 20  # vLLM's default; each costs a top-k over the vocabulary, and the output takes ten times the bytes
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
-MAX_ALLOWED_TOKEN_IDS = 1024  # these and the bad words are gone through for every token
-MAX_BAD_WORDS = 128
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128  # these are gone through for every token
 MASKS = ("allowed_token_ids", "bad_words", "grammar", "min_tokens")  # the fields of SamplingParams that rule tokens out
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1

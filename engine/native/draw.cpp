@@ -1,4 +1,4 @@
-// Drawing tokens: temperature, top-k, top-p, min-p and inverse CDF, as engine/sampling/sampler.py defines them.
+// Drawing tokens: from raw logits to the token of each row, as engine/sampling/sampler.py defines it.
 //
 // Rows are independent and computed one a chunk of the team. Sums have a fixed order and no multiply-add is fused, so a
 // row's token depends neither on other rows nor on threads nor on the instructions. sampler.py's torch version is the
@@ -12,13 +12,24 @@ namespace {
 constexpr double REACHED = 1 - 2e-7;  // a mass short of top_p by the rounding of fp32 weights has reached it
 constexpr int LEVEL_BITS[] = {11, 11, 10};  // digits by which weights are selected, highest first: together a float
 
+struct Adjustment {
+    double frequency, presence;  // 0 is off
+    float repetition;            // 1 is off
+    int64_t num_tokens, num_biased, num_banned;
+    const int64_t *token_ids, *counts;  // distinct tokens; how often each was generated
+    const int64_t* biased;
+    const float* bias;
+    const int64_t* banned;
+};
+
 struct Row {
     double noise;       // in [0, 1)
     double top_p;       // 1 is off
     float temperature;  // 0 is greedy
     float min_p;        // 0 is off
     int64_t top_k;      // 0 is off
-    const uint32_t* allowed;  // a bit for each entry; null: all are
+    const uint32_t* allowed;       // a bit for each entry; null: all are
+    const Adjustment* adjustment;  // of the entries before all else; null: none
 };
 
 struct Draw {
@@ -74,12 +85,23 @@ INLINE void drop_below(float floor, int64_t num_blocks, float* weights, double* 
     }
 }
 
-// Write the entries, with minus infinity for those that are not allowed; a NaN stays one.
-INLINE void mask(const float* row, int64_t n, const uint32_t* allowed, float* masked) {
+// Penalize, bias and ban entries. Each step rounds to fp32, as torch does.
+void adjust(float* row, const Adjustment& by) {
+    for (int64_t i = 0; i < by.num_tokens; i++) {
+        float& x = row[by.token_ids[i]];
+        x = x > 0 ? x / by.repetition : x * by.repetition;
+        if (by.counts[i]) x -= (float)(by.frequency * (double)by.counts[i] + by.presence);
+    }
+    for (int64_t i = 0; i < by.num_biased; i++) row[by.biased[i]] += by.bias[i];
+    for (int64_t i = 0; i < by.num_banned; i++) row[by.banned[i]] -= INFINITY;
+}
+
+// Replace entries that are not allowed by minus infinity; a NaN stays one.
+INLINE void mask(float* row, int64_t n, const uint32_t* allowed) {
     for (int64_t start = 0; start < n; start += 32) {
         const uint32_t word = allowed[start / 32];
         const int64_t end = n - start < 32 ? n - start : 32;
-        for (int64_t i = 0; i < end; i++) masked[start + i] = word >> i & 1 ? row[start + i] : row[start + i] - INFINITY;
+        for (int64_t i = 0; i < end; i++) row[start + i] = word >> i & 1 ? row[start + i] : row[start + i] - INFINITY;
     }
 }
 
@@ -171,10 +193,13 @@ INLINE int64_t token_of(const Draw& draw, int64_t index, float* scratch) {
     double* sums = (double*)scratch;
     float* weights = scratch + 2 * num_blocks;
     float* candidates = weights + num_blocks * BLOCK;
-    if (row.allowed) {
-        float* masked = candidates + num_blocks * BLOCK;
-        mask(logits, n, row.allowed, masked);
-        logits = masked;
+    if (row.adjustment || row.allowed) {
+        // The copy stays in the cache of this core: reading its source in order is faster than here and there.
+        float* own = candidates + num_blocks * BLOCK;
+        memcpy(own, logits, n * sizeof(float));
+        if (row.adjustment) adjust(own, *row.adjustment);
+        if (row.allowed) mask(own, n, row.allowed);
+        logits = own;
     }
     const float max = max_of(logits, n);
     if (!(max - max == 0)) return -1;  // NaN or infinite

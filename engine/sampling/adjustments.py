@@ -1,25 +1,71 @@
-"""Penalties, bias and masks on raw logits: steps 1 to 3 of sampler.py, for all rows of a batch at once.
+"""Penalties, bias and bans: the parts of steps 1 to 3 of sampler.py that change single tokens of raw logits.
 
-What requests ask of single tokens is gathered on the host, sent to the device in one copy, and applied by a few
-operations, however many rows ask. Masks of grammars come later, in grammar_masks.py.
+`SequenceAdjustments` says what they are at a position. On a CPU native/draw.cpp applies them to its own copy of a row;
+`adjusted` does so in torch, for all rows at once: what requests ask for goes to the device in one copy. Step 3 also has
+masks over the whole vocabulary, which grammar_masks.py applies later.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptserve.engine.grammar.matcher import Mask
+from gptserve.engine.sampling.token_counts import TokenCounts
 from gptserve.engine.staging import Array, to_device
 
 if TYPE_CHECKING:
+    from gptserve.engine.request import SamplingParams
     from gptserve.engine.sampling.sampler import SamplingPosition
 
 
 _NOTHING: tuple[Array, Array] = np.zeros(0, np.int64), np.zeros(0, np.float32)
+
+
+class Adjustment(NamedTuple):
+    """What changes the logits of single tokens of a row. Token ids are 64-bit integers, biases are fp32.
+
+    Only the tokens in `counts` are penalized. A penalty of repetition of 1 is off, as is 0 of the others.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    counts: TokenCounts
+    biased: array[int]
+    bias: array[float]
+    banned: array[int]
+
+
+class SequenceAdjustments:
+    """What the parameters of a request do to the logits of its sequence; a sequence keeps its own.
+
+    allowed is the mask of allowed_token_ids, None if all are.
+    """
+
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> None:
+        self.allowed = None if params.allowed_token_ids is None else _packed(params.allowed_token_ids, vocab_size)
+        self._penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self._has_penalties = self._penalties != (1.0, 0.0, 0.0)
+        self._counts = TokenCounts(num_prompt_tokens)
+        self._biased, self._bias = array("q", params.logit_bias), array("f", params.logit_bias.values())
+
+    def at(self, position: SamplingPosition, eos_token_ids: Sequence[int]) -> Adjustment | None:
+        """Return the changes at a position of the sequence, None if there are none."""
+        banned = _banned_ids(position, eos_token_ids)
+        if not (banned or self._bias or self._has_penalties):
+            return None
+        counts = self._counts
+        if self._has_penalties:
+            counts.add(position.sequence.token_ids[counts.num_tokens :])
+            if position.draft:
+                counts = counts.followed_by(position.draft)
+        return Adjustment(*self._penalties, counts, self._biased, self._bias, array("q", banned))
 
 
 class _Entries:
@@ -27,49 +73,43 @@ class _Entries:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self.places: list[Array] = []
+        self._places: list[Array] = []
         self._numbers: list[Array] = []
 
-    def add(self, row: int, token_ids: Sequence[int] | Array, numbers: float | Sequence[float] | Array = 0.0) -> None:
+    def add(self, row: int, token_ids: Array | array[int], numbers: float | Array | array[float] = 0.0) -> None:
         """Add distinct tokens of a row, with a number each or one for all."""
         places = np.asarray(token_ids, np.int64) + row * self._vocab_size
-        self.places.append(places)
+        self._places.append(places)
         self._numbers.append(np.broadcast_to(np.asarray(numbers, np.float32), places.shape))
 
     def arrays(self) -> tuple[Array, Array]:
         """Return all indices and all numbers."""
-        return (np.concatenate(self.places), np.concatenate(self._numbers)) if self.places else _NOTHING
+        return (np.concatenate(self._places), np.concatenate(self._numbers)) if self._places else _NOTHING
 
 
-def adjusted(raw: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int]) -> Tensor:
-    """Return the logits [rows, vocab] after penalties, bias and masks; `raw` itself if no row needs any."""
-    entries = [_Entries(raw.shape[1]) for _ in range(5)]
-    seen, counted, biased, allowed, banned = entries
-    limited: list[int] = []
-    for row, position in enumerate(positions):
-        params = position.request.params
-        if params.repetition_penalty != 1.0:
-            seen.add(row, np.unique(position.tokens_from(0)), params.repetition_penalty)
-        if params.frequency_penalty or params.presence_penalty:
-            generated = np.array(position.tokens_from(position.sequence.num_prompt_tokens), np.int64)
-            unique, counts = np.unique(generated, return_counts=True)
-            counted.add(row, unique, params.frequency_penalty * counts + params.presence_penalty)
-        if params.logit_bias:
-            biased.add(row, list(params.logit_bias), list(params.logit_bias.values()))
-        if params.allowed_token_ids:
-            limited.append(row)
-            allowed.add(row, params.allowed_token_ids)
-        if banned_ids := _banned_ids(position, eos_token_ids):
-            banned.add(row, banned_ids)
-    if not any(its_entries.places for its_entries in entries):
+def adjusted(raw: Tensor, adjustments: Sequence[Adjustment | None]) -> Tensor:
+    """Return the logits [rows, vocab] after the changes of each row; `raw` itself if no row has any."""
+    if all(adjustment is None for adjustment in adjustments):
         return raw
+    entries = [_Entries(raw.shape[1]) for _ in range(4)]
+    seen, counted, biased, banned = entries
+    for row, adjustment in enumerate(adjustments):
+        if adjustment is None:
+            continue
+        token_ids, counts = np.array(adjustment.counts.token_ids), np.array(adjustment.counts.counts)
+        if adjustment.repetition != 1.0:
+            seen.add(row, token_ids, adjustment.repetition)
+        generated, counts = token_ids[counts > 0], counts[counts > 0]
+        counted.add(row, generated, adjustment.frequency * counts + adjustment.presence)
+        biased.add(row, adjustment.biased, adjustment.bias)
+        banned.add(row, adjustment.banned)
     arrays = [array for its_entries in entries for array in its_entries.arrays()]
-    return _apply(raw.clone(), *to_device(raw.device, np.array(limited, np.int64), *arrays))
+    return _apply(raw.clone(), *to_device(raw.device, *arrays))
 
 
-def _apply(scores: Tensor, limited: Tensor, *entries: Tensor) -> Tensor:
-    """Change the scores in place and return them. `limited` are the rows with allowed tokens."""
-    seen, penalty, counted, penalties, biased, bias, allowed, _, banned, _ = entries
+def _apply(scores: Tensor, *entries: Tensor) -> Tensor:
+    """Change the scores in place and return them."""
+    seen, penalty, counted, penalties, biased, bias, banned, _ = entries
     flat = scores.view(-1)
     if len(seen):
         values = flat[seen]
@@ -78,14 +118,15 @@ def _apply(scores: Tensor, limited: Tensor, *entries: Tensor) -> Tensor:
         flat[counted] -= penalties
     if len(biased):
         flat[biased] += bias
-    # To subtract infinity leaves a NaN what it is, so that it shows.
-    if len(limited):
-        kept = flat[allowed]
-        scores[limited] -= torch.inf
-        flat[allowed] = kept
     if len(banned):
-        flat[banned] -= torch.inf
+        flat[banned] -= torch.inf  # leaves a NaN what it is, so that it shows
     return scores
+
+
+def _packed(token_ids: Sequence[int], vocab_size: int) -> Mask:
+    is_allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
+    is_allowed[list(token_ids)] = True
+    return np.packbits(is_allowed, bitorder="little").view(np.uint32)
 
 
 def _banned_ids(position: SamplingPosition, eos_token_ids: Sequence[int]) -> list[int]:

@@ -1,4 +1,5 @@
-"""Masks of grammars on scores, in torch. On a CPU native/draw.cpp does the same without a copy of the scores."""
+"""Masks of grammars and of allowed_token_ids on scores, in torch. On a CPU native/draw.cpp does the same to its copy of
+a row."""
 
 from __future__ import annotations
 

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.grammar.matcher import Mask
+from gptserve.engine.sampling.adjustments import Adjustment
 
 
 class Choice(NamedTuple):
     """How to choose the token of a row: by noise in [0, 1), or greedily where temperature is 0.
 
-    top_k 0, top_p 1 and min_p 0 are off. Only `allowed` tokens are chosen, if there is such a mask.
+    top_k 0, top_p 1 and min_p 0 are off. Only `allowed` tokens are chosen, if there is such a mask. The adjustment
+    comes before all else.
     """
 
     noise: float = 0.0
@@ -28,13 +30,25 @@ class Choice(NamedTuple):
     min_p: float = 0.0
     top_k: int = 0
     allowed: Mask | None = None
+    adjustment: Adjustment | None = None
+
+
+class _Adjustment(Structure):
+    """Adjustment of draw.cpp."""
+
+    _fields_ = native.members(
+        (c_double, "frequency presence"),
+        (c_float, "repetition"),
+        (c_int64, "num_tokens num_biased num_banned"),
+        (c_void_p, "token_ids counts biased bias banned"),
+    )
 
 
 class _Row(Structure):
     """Row of draw.cpp."""
 
     _fields_ = native.members(
-        (c_double, "noise top_p"), (c_float, "temperature min_p"), (c_int64, "top_k"), (c_void_p, "allowed")
+        (c_double, "noise top_p"), (c_float, "temperature min_p"), (c_int64, "top_k"), (c_void_p, "allowed adjustment")
     )
 
 
@@ -49,16 +63,17 @@ class _Draw(Structure):
     )
 
 
-def choose(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Return a token id (int64 [rows]) per row of fp32 scores [rows, vocab]; -1 for a row that is not finite."""
-    num_rows, vocab_size = scores.shape
-    assert scores.dtype is torch.float32 and scores.stride(1) == 1
+def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Return a token id (int64 [rows]) per row of fp32 logits [rows, vocab]; -1 for a row that is not finite."""
+    num_rows, vocab_size = logits.shape
+    assert logits.dtype is torch.float32 and logits.stride(1) == 1
     library, num_threads = native.library(), native.num_threads()
-    rows = (_Row * num_rows)(*map(_row, choices))
+    adjustments = [_adjustment(choice.adjustment) for choice in choices]  # the rows hold their addresses
+    rows = (_Row * num_rows)(*map(_row, choices, adjustments))
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     scratch = torch.empty(num_threads, library.native_draw_scratch(vocab_size))
     draw = _Draw(
-        *(scores.data_ptr(), scores.stride(0), vocab_size, num_rows),
+        *(logits.data_ptr(), logits.stride(0), vocab_size, num_rows),
         *(addressof(rows), token_ids.data_ptr()),
         *(scratch.data_ptr(), scratch.stride(0), num_threads),
     )
@@ -66,6 +81,19 @@ def choose(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     return token_ids
 
 
-def _row(choice: Choice) -> _Row:
+def _adjustment(of: Adjustment | None) -> _Adjustment | None:
+    if of is None:
+        return None
+    arrays = of.counts.token_ids, of.counts.counts, of.biased, of.bias, of.banned
+    addresses = (values.buffer_info()[0] for values in arrays)
+    sizes = len(of.counts.token_ids), len(of.biased), len(of.banned)
+    return _Adjustment(of.frequency, of.presence, of.repetition, *sizes, *addresses)
+
+
+def _row(choice: Choice, adjustment: _Adjustment | None) -> _Row:
     allowed = choice.allowed
-    return _Row(*choice[:-1], None if allowed is None else allowed.ctypes.data)
+    return _Row(
+        *choice[:5],
+        None if allowed is None else allowed.ctypes.data,
+        None if adjustment is None else addressof(adjustment),
+    )

@@ -26,7 +26,7 @@ from gptserve.engine import native
 from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling import native_draw
-from gptserve.engine.sampling.adjustments import adjusted
+from gptserve.engine.sampling.adjustments import SequenceAdjustments, adjusted
 from gptserve.engine.sampling.grammar_masks import with_masks
 from gptserve.engine.sampling.logprobs import reported_logprobs
 from gptserve.engine.sampling.native_draw import Choice
@@ -78,7 +78,7 @@ class SampledTokens(NamedTuple):
 
 
 Choose = Callable[[Tensor, Sequence[Choice]], Tensor]
-"""From fp32 scores [rows, vocab] to a token id (int64 [rows]) per row; -1 for a row that is not finite."""
+"""From fp32 logits [rows, vocab] to a token id (int64 [rows]) per row; -1 for a row that is not finite."""
 
 
 def sample(
@@ -89,14 +89,13 @@ def sample(
 ) -> SampledTokens:
     """Choose the token at each position from fp32 logits [rows, vocab]; later rows are padding.
 
-    A row of which the masks leave nothing counts as one that is not finite. Mutates nothing. It waits for the device
-    once, and once more for logprobs.
+    A row of which the masks leave nothing counts as one that is not finite. The logits stay what they are. It waits
+    for the device once, and once more for logprobs.
     """
     raw = logits[: len(positions)]
-    scores = adjusted(raw, positions, eos_token_ids)
     if choose is None:
-        choose = native_draw.choose if scores.device.type == "cpu" and native.is_available() else choose_by_torch
-    chosen = choose(scores, list(map(_choice, positions)))
+        choose = native_draw.choose if raw.device.type == "cpu" and native.is_available() else choose_by_torch
+    chosen = choose(raw, [choice_at(position, raw.shape[1], eos_token_ids) for position in positions])
     logprobs = reported_logprobs(raw, chosen.clamp(min=0), positions)
     ids = chosen.tolist()  # a step waits for the device here
     return SampledTokens(
@@ -105,16 +104,24 @@ def sample(
     )
 
 
-def _choice(position: SamplingPosition) -> Choice:
-    params = position.request.params
+def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:
+    """Return how to choose the token at a position, and keep in its sequence what the next position asks for again."""
+    request, params, sequence = position.request, position.request.params, position.sequence
+    if sequence.adjustments is None:
+        sequence.adjustments = SequenceAdjustments(params, sequence.num_prompt_tokens, vocab_size)
+    allowed, also = position.allowed, sequence.adjustments.allowed
+    if also is not None:
+        allowed = also if allowed is None else allowed & also
+    adjustment = sequence.adjustments.at(position, eos_token_ids)
     if is_greedy(params):
-        return Choice(allowed=position.allowed)
-    noise = uniform(position.request.seed, position.request.choice_index, position.num_before)
-    return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k, position.allowed)
+        return Choice(allowed=allowed, adjustment=adjustment)
+    noise = uniform(request.seed, request.choice_index, position.num_before)
+    return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k, allowed, adjustment)
 
 
-def choose_by_torch(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Return a token id (int64 [rows]) per row of fp32 scores [rows, vocab]; -1 for a row that is not finite."""
+def choose_by_torch(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Return a token id (int64 [rows]) per row of fp32 logits [rows, vocab]; -1 for a row that is not finite."""
+    scores = adjusted(logits, [choice.adjustment for choice in choices])
     scores = with_masks(scores, [choice.allowed for choice in choices])
     best_scores, chosen = scores.max(-1)  # the lowest id among equals; a NaN anywhere in the row is its maximum
     drawing = [row for row, choice in enumerate(choices) if choice.temperature]

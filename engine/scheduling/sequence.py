@@ -13,6 +13,7 @@ from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
 if TYPE_CHECKING:
     from gptserve.engine.grammar.matcher import Matcher
+    from gptserve.engine.sampling.adjustments import SequenceAdjustments
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +26,7 @@ class SequenceState:
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
-    matcher follows the request's grammar, if it has one.
+    matcher follows the request's grammar, if it has one. The sampler keeps what it has counted in adjustments.
     """
 
     request: Request
@@ -41,6 +42,7 @@ class SequenceState:
     blame: Blame = NO_BLAME
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
+    adjustments: SequenceAdjustments | None = None
 
     @property
     def is_running(self) -> bool:

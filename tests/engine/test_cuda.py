@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from gptserve.engine.request import FinishReason
 from gptserve.engine.sampling.adjustments import adjusted
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
-from tests.engine.sampling.test_adjustments import EOS, VOCAB, random_position
+from tests.engine.sampling.test_adjustments import choices_at, random_batch
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 
@@ -164,9 +163,9 @@ def test_graphs_under_preemption_and_drafts_give_every_request_its_tokens(storyt
 
 @pytest.mark.parametrize("seed", range(5))
 def test_adjusted_logits_have_the_bits_that_they_have_on_a_cpu(seed: int) -> None:
-    positions = [random_position(random.Random(100 * seed + row)) for row in range(20)]
-    raw = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(seed)) * 10
-    assert torch.equal(adjusted(raw.to(DEVICE), positions, EOS).cpu(), adjusted(raw, positions, EOS))
+    raw, positions = random_batch(seed)
+    adjustments = [choice.adjustment for choice in choices_at(positions)]
+    assert torch.equal(adjusted(raw.to(DEVICE), adjustments).cpu(), adjusted(raw, adjustments))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,4 +1,4 @@
-"""Adjusted logits against the formulas, row by row, and what goes to the device for them."""
+"""Adjusted logits against the formulas, by torch and by the compiled library, and what goes to the device for them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptserve.engine import staging
+from gptserve.engine import native, staging
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.adjustments import adjusted
-from gptserve.engine.sampling.sampler import SamplingPosition
+from gptserve.engine.sampling.grammar_masks import with_masks
+from gptserve.engine.sampling.native_draw import Choice, choose
+from gptserve.engine.sampling.sampler import SamplingPosition, choice_at
 from gptserve.engine.scheduling.sequence import SequenceState
 from tests.engine.host_copies import DEVICE, Copies, Lists
 
@@ -39,6 +41,16 @@ def random_position(rng: random.Random) -> SamplingPosition:
     return SamplingPosition(sequence, tuple(draft[: rng.choice([0, 3])]))
 
 
+def random_batch(seed: int) -> tuple[Tensor, list[SamplingPosition]]:
+    rng = random.Random(seed)
+    positions = [random_position(rng) for _ in range(rng.randint(1, 12))]
+    return torch.randn(len(positions), VOCAB, generator=torch.Generator().manual_seed(seed)) * 10, positions
+
+
+def choices_at(positions: list[SamplingPosition], vocab_size: int = VOCAB) -> list[Choice]:
+    return [choice_at(position, vocab_size, EOS) for position in positions]
+
+
 def by_formula(raw_V: Tensor, position: SamplingPosition) -> list[np.float32]:
     """Return the adjusted logits of a row, token by token, in fp32."""
     params, num_prompt = position.request.params, position.sequence.num_prompt_tokens
@@ -62,19 +74,57 @@ def by_formula(raw_V: Tensor, position: SamplingPosition) -> list[np.float32]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_row_of_a_batch_has_the_bits_of_the_formulas(seed: int) -> None:
-    rng = random.Random(seed)
-    positions = [random_position(rng) for _ in range(rng.randint(1, 12))]
-    raw = torch.randn(len(positions), VOCAB, generator=torch.Generator().manual_seed(seed)) * 10
+    raw, positions = random_batch(seed)
     before = raw.clone()
     expected = [by_formula(raw_V, position) for raw_V, position in zip(raw, positions, strict=True)]
-    assert adjusted(raw, positions, EOS).tolist() == np.array(expected).tolist()
+    choices = choices_at(positions)
+    scores = adjusted(raw, [choice.adjustment for choice in choices])
+    assert with_masks(scores, [choice.allowed for choice in choices]).tolist() == np.array(expected).tolist()
     assert torch.equal(raw, before)
+
+
+@pytest.mark.skipif(not native.is_available(), reason="the library is not built")
+@pytest.mark.parametrize("seed", range(20))
+def test_the_library_has_the_bits_of_torch(seed: int) -> None:
+    raw, positions = random_batch(seed)
+    adjustments = [choice.adjustment for choice in choices_at(positions, VOCAB + 1)]
+    # A token wins against a probe of the same score, which comes after it, and loses against one of the next float.
+    scores, probe, rows = adjusted(raw, adjustments), VOCAB, []
+    choices, expected = list[Choice](), list[int]()
+    for adjustment, raw_V, scores_V in zip(adjustments, raw, scores, strict=True):
+        for token, score in enumerate(scores_V):
+            pair = np.array([1 << token | 1 << probe], np.uint32)
+            for beside in (score, torch.nextafter(score, torch.tensor(torch.inf))):
+                rows.append(torch.cat([raw_V, beside[None]]))
+                choices.append(Choice(allowed=pair, adjustment=adjustment))
+            expected += [token if score.isfinite() else -1, probe]
+    logits = torch.stack(rows)
+    before = logits.clone()
+    assert choose(logits, choices).tolist() == expected
+    assert torch.equal(logits, before)
+
+
+def test_counts_are_kept_as_a_sequence_grows_and_drafts_leave_no_trace() -> None:
+    rng = random.Random(0)
+    position = random_position(rng)
+    while position.request.params.repetition_penalty == 1.0 or not position.request.params.frequency_penalty:
+        position = random_position(rng)
+    sequence = position.sequence
+    raw = torch.randn(1, VOCAB)
+    for num_new in (0, 1, 4, 1, 9):
+        sequence.token_ids += [rng.randrange(VOCAB) for _ in range(num_new)]
+        for num_drafted in (0, 1, 5):
+            later = SamplingPosition(sequence, tuple(rng.randrange(VOCAB) for _ in range(num_drafted)))
+            anew = SamplingPosition(SequenceState(sequence.request, 0, sequence.token_ids), later.draft)
+            kept, counted = (adjusted(raw, [choice_at(at, VOCAB, EOS).adjustment]) for at in (later, anew))
+            assert torch.equal(kept, counted)
+            assert not torch.equal(kept, raw)
 
 
 def test_rows_that_ask_for_nothing_are_not_copied() -> None:
     sequence = SequenceState(Request("r", (1,), SamplingParams(top_p=0.5), seed=0), 0, [1])
     raw = torch.randn(2, VOCAB)
-    assert adjusted(raw, [SamplingPosition(sequence)] * 2, EOS) is raw
+    assert adjusted(raw, [choice.adjustment for choice in choices_at([SamplingPosition(sequence)] * 2)]) is raw
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
@@ -83,7 +133,7 @@ def test_all_rows_take_one_copy_and_nothing_waits(num_rows: int, monkeypatch: py
     rng = random.Random(0)
     params = SamplingParams(
         **{"max_tokens": 9, "min_tokens": 9, "repetition_penalty": 1.1, "frequency_penalty": 1.0},
-        **{"logit_bias": {3: 1.0}, "allowed_token_ids": (4, 5)},
+        **{"logit_bias": {3: 1.0}},
     )
     positions = [
         SamplingPosition(SequenceState(Request("r", (1,), params, seed=0), 0, [1, rng.randrange(VOCAB)]))
@@ -91,5 +141,5 @@ def test_all_rows_take_one_copy_and_nothing_waits(num_rows: int, monkeypatch: py
     ]
     raw = torch.empty(num_rows, VOCAB, device=DEVICE)
     with Lists(), Copies() as copies:
-        assert adjusted(raw, positions, EOS).shape == raw.shape
+        assert adjusted(raw, [choice.adjustment for choice in choices_at(positions)]).shape == raw.shape
     assert copies.count == 1

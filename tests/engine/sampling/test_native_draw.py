@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptserve.engine import native
+from gptserve.engine.sampling.adjustments import Adjustment, adjusted
 from gptserve.engine.sampling.native_draw import Choice, choose
+from gptserve.engine.sampling.token_counts import TokenCounts
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 
@@ -91,6 +94,21 @@ def test_a_mask_is_minus_infinity_for_the_rest(vocab_size: int) -> None:
     tokens = choose(logits, [choice._replace(allowed=mask) for choice, mask in zip(chosen, masks, strict=True)])
     assert tokens.tolist() == choose(masked, chosen).tolist()
     assert tokens.tolist() != choose(logits, chosen).tolist()
+
+
+def test_adjusted_rows_have_the_tokens_of_their_scores() -> None:
+    rng = np.random.default_rng(2)
+    logits = 3 * torch.randn(6, 50_257, generator=torch.Generator().manual_seed(2))
+    kinds = [{"temperature": 1.0}, {}, {"temperature": 0.7, "top_p": 0.9}] * 2
+    chosen = [Choice(noise=i / 6, **kind) for i, kind in enumerate(kinds)]
+    counts = TokenCounts(num_prompt_tokens=300)
+    counts.add([*rng.choice(50_257, 900), *logits.argmax(-1).tolist()])
+    biased, banned = (array("q", rng.choice(50_257, 99, replace=False)) for _ in range(2))
+    adjustments = [Adjustment(1.3, 0.5, -0.2, counts, biased, array("f", rng.normal(size=99)), banned), None] * 3
+    adjusting = [choice._replace(adjustment=its) for choice, its in zip(chosen, adjustments, strict=True)]
+    expected = choose(adjusted(logits, adjustments), chosen).tolist()
+    assert choose(logits, adjusting).tolist() == expected
+    assert expected != choose(logits, chosen).tolist()
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

@@ -1,0 +1,42 @@
+"""How often each token stands in a sequence, which penalties ask for at every one of its tokens.
+
+Counting a context anew takes longer than drawing from the logits, so a sequence keeps its counts. Torch-free;
+adjustments.py calls it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+
+class TokenCounts:
+    """The distinct tokens of prompt and completion, and how often each was generated.
+
+    token_ids[i] was generated counts[i] times: 0 for a token of the prompt alone. Both are 64-bit integers.
+    """
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.token_ids = array("q")
+        self.counts = array("q")
+        self.num_tokens = 0
+        self._num_prompt_tokens = num_prompt_tokens
+        self._places: dict[int, int] = {}
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Count the tokens that follow those counted so far."""
+        for token_id in token_ids:
+            place = self._places.setdefault(token_id, len(self.token_ids))
+            if place == len(self.token_ids):
+                self.token_ids.append(token_id)
+                self.counts.append(0)
+            self.counts[place] += self.num_tokens >= self._num_prompt_tokens
+            self.num_tokens += 1
+
+    def followed_by(self, token_ids: Iterable[int]) -> TokenCounts:
+        """Return the counts after these tokens too, and leave this object as it is."""
+        after = TokenCounts(self._num_prompt_tokens)
+        after.token_ids, after.counts, after._places = self.token_ids[:], self.counts[:], self._places.copy()
+        after.num_tokens = self.num_tokens
+        after.add(token_ids)
+        return after
