@@ -128,7 +128,7 @@ def attend(
             key_ND = tl.load(key_cache + place_ND, is_in_ND, other=0.0)
             score_MN = dot(query_MD, tl.trans(key_ND), None) * scale
             if SOFTCAP:
-                score_MN = SOFTCAP * _tanh(score_MN / SOFTCAP)
+                score_MN = SOFTCAP * tanh(score_MN / SOFTCAP)
             distance_MN = key_N[None, :] - position_M[:, None]
             score_MN = (score_MN + slope_M[:, None] * distance_MN) * LOG2E
             is_seen_MN = distance_MN <= 0
@@ -255,6 +255,6 @@ def _finite(max_M):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """Return tanh(x); it is exact to 1e-7 of 1, and the exponential may overflow to infinity or vanish."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)

@@ -69,7 +69,7 @@ class TritonAttention:
             NUM_KV_HEADS=num_kv_heads,
             HEAD_SIZE=head_size,
             BLOCK_SIZE=block_size,
-            PADDED=_power_of_two(num_kv_heads * head_size),
+            PADDED=power_of_two(num_kv_heads * head_size),
         )
 
     def attend(
@@ -119,13 +119,13 @@ class TritonAttention:
 
 def _tiles(dtype: torch.dtype, head_size: int) -> tuple[int, int, int]:
     """Return rows and keys of a tile, and the head size padded to a power of two."""
-    padded = max(_MIN_TILE, _power_of_two(head_size))
+    padded = max(_MIN_TILE, power_of_two(head_size))
     # In fp32 rows are multiplied without tensor cores, where empty ones of a decoding sequence cost time.
     rows = _MIN_TILE if dtype is torch.float32 else min(64, max(_MIN_TILE, _ACCUMULATORS // padded))
     return rows, min(64, max(_MIN_TILE, _TILE_BYTES // (padded * dtype.itemsize))), padded
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least this."""
     return 1 << (number - 1).bit_length()
 

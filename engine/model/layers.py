@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.config import Quantization
-from gptserve.engine.model.activation import activate, gated
+from gptserve.engine.model.activation import activate
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.linear import Linear, make_linear
 from gptserve.engine.model.norm import Norm
@@ -118,7 +118,7 @@ class FeedForward:
     """act(x W_up) W_down; if gated, (act(x W_gate) * x W_up) W_down."""
 
     def __init__(self, config: ModelConfig, source: StreamedTensors, name: str) -> None:
-        self._activate = _activation(config) if config.gated_ffn else None
+        self._activate = _activation(config, source.operations) if config.gated_ffn else None
         fused = None if config.gated_ffn else config.activation
         self._up = take_linear(source, f"{name}.ffn_up", bias=config.ffn_bias, activation=fused)
         self._down = take_linear(source, f"{name}.ffn_down", bias=config.ffn_bias)
@@ -156,9 +156,9 @@ class Residual:
         h = x if self._before is None else self._before(x)
         if self._group is not None:
             total = self._group.sum(part(h, None))
-            y = base + (total if self._after is None else self._after(total))
+            y = base + total if self._after is None else self._after(total, base)
         elif self._after is not None:
-            return base + self._after(part(h, None))
+            return self._after(part(h, None), base)
         else:
             y = part(h, base)
         return y if self._of_sum is None else self._of_sum(y)
@@ -196,10 +196,10 @@ class Block:
         return self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
 
 
-def _activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+def _activation(config: ModelConfig, operations: Operations) -> Callable[[Tensor], Tensor]:
     """Return the function from outputs of ffn_up to inputs of ffn_down."""
     if config.gated_ffn:
-        return partial(gated, activation=config.activation, limit=config.ffn_limit)
+        return lambda x: operations.gate(x, config.activation, config.ffn_limit)
     return partial(activate, activation=config.activation)
 
 
@@ -212,10 +212,10 @@ def take_feed_forward(
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
     router = make_linear(weight, source.take(f"{name}.router.bias") if config.ffn_bias else None)
-    num, num_active = config.experts.num, config.experts.num_active
-    if source.operations.experts is not None:
+    num, num_active, operations = config.experts.num, config.experts.num_active, source.operations
+    if operations.experts is not None:
         weights = stack(source.take, name, num, config.ffn_bias)
-        return GroupedExperts(router, weights, num_active, _activation(config), source.operations.experts)
+        return GroupedExperts(router, weights, num_active, _activation(config, operations), operations.experts)
     return MixtureOfExperts(
         router, [FeedForward(config, source, f"{name}.experts.{e}") for e in range(num)], num_active
     )
@@ -227,7 +227,7 @@ def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
     bias = source.take(f"{name}.bias") if config.norm_bias else None
     if weight is not None and config.norm == "rmsnorm":
         weight = weight.float() + config.norm_weight_offset
-    norm = source.norms[name] = Norm(config.norm, weight, bias, config.norm_eps)
+    norm = source.norms[name] = Norm(config.norm, weight, bias, config.norm_eps, source.operations.normalize)
     return norm
 
 

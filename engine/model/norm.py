@@ -5,6 +5,7 @@ layers.py builds one `Norm` for each norm of the model; native_decoder.py reads 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from gptserve.weights import config
+
+
+def normalize_by_torch(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+    """Return the norm of x, added to residual if given."""
+    if norm.kind == "layernorm":
+        y = functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    else:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        y = (wide if norm.weight is None else wide * norm.weight).to(x.dtype)
+    return y if residual is None else residual + y
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +38,8 @@ class Norm:
     weight: Tensor | None
     bias: Tensor | None
     eps: float
+    normalize: Callable[[Tensor, Norm, Tensor | None], Tensor] = normalize_by_torch
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.kind == "layernorm":
-            return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        wide = x.float()
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (y if self.weight is None else y * self.weight).to(x.dtype)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the norm of x, added to residual if given."""
+        return self.normalize(x, self, residual)

@@ -5,15 +5,23 @@ layers.py is given them with the weights; operations_choice.py chooses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import ExpertProducts
+from gptserve.engine.model.norm import Norm, normalize_by_torch
+from gptserve.weights.config import Activation
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
     """What computes each operation; the defaults are torch's, which define it."""
 
+    normalize: Callable[[Tensor, Norm, Tensor | None], Tensor] = normalize_by_torch
+    gate: Callable[[Tensor, Activation, float | None], Tensor] = gated
     experts: ExpertProducts | None = None
     """None: the host starts the chosen experts one by one."""
     build: str = ""

@@ -10,19 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.layers import StreamedTensors, take_feed_forward
+from gptserve.engine.model.layers import StreamedTensors, take_feed_forward, take_norm
+from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.triton_operations import TritonOperations
 from gptserve.weights.config import Experts, ModelConfig
 
 logger = logging.getLogger(__name__)
 
-_ROWS = (2, 300)
+_ROWS = (2, 150)
 """A decoding step, and a prompt of which an expert has several tiles."""
 _IDLE_EXPERTS = 3
 """So many more experts are made than a row chooses: all of a large model's would take gigabytes."""
@@ -63,32 +63,61 @@ def _disagreement(out: Tensor, expected: Tensor) -> str | None:
 
 
 def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Compute]]:
-    """Yield the operations that the model has, by the name of their field, and what they compute of random numbers."""
+    """Yield the operations that the model has, by the name of their field, and what they make of random numbers."""
+    yield "normalize", lambda operations: _normalize(model, _Numbers(device, dtype), operations)
+    if model.gated_ffn:
+        yield "gate", lambda operations: _gate(model, _Numbers(device, dtype), operations)
     if model.experts is not None:
-        yield "experts", partial(_mix, model, model.experts, device, dtype)
+        few = replace(model.experts, num=min(model.experts.num, model.experts.num_active + _IDLE_EXPERTS))
+        yield "experts", lambda operations: _mix(model, few, _Numbers(device, dtype), operations)
 
 
-def _mix(model: ModelConfig, experts: Experts, device: torch.device, dtype: torch.dtype, with_: Operations) -> Tensor:
-    """Return the output of a mixture of random experts, as large as the model's."""
-    few = replace(experts, num=min(experts.num, experts.num_active + _IDLE_EXPERTS))
-    generator = torch.Generator(device).manual_seed(0)
+class _Numbers:
+    """Random numbers, the same for each computation."""
 
-    def numbers(*shape: int, scale: float = 1) -> Tensor:
-        return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._generator, self._dtype = torch.Generator(device).manual_seed(0), dtype
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        numbers = torch.randn(*shape, generator=self._generator, device=self._generator.device)
+        return (numbers * scale).to(self._dtype)
+
+
+def _normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    """Return rows with and without residuals and, if the model has such norms, heads: views of a projection."""
+
+    def norm_of(width: int) -> Norm:
+        tensors = ((f"norm.{kind}", numbers(width)) for kind in ("weight", "bias"))
+        return take_norm(model, StreamedTensors(tensors, operations=operations), "norm")
+
+    norm, x, residual = norm_of(model.hidden_size), *(numbers(_ROWS[0], model.hidden_size) for _ in range(2))
+    found = [norm(x + 1), norm(x, residual)]
+    if model.qk_norm is not None:
+        heads = numbers(_ROWS[0], model.num_heads + 1, model.head_size)[:, 1:]
+        x = heads if model.qk_norm == "head" else heads.flatten(1)
+        found.append(norm_of(x.shape[-1])(x))
+    return torch.cat([y.flatten() for y in found])
+
+
+def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    return operations.gate(numbers(_ROWS[0], 2 * model.ffn_size, scale=3), model.activation, model.ffn_limit)
+
+
+def _mix(model: ModelConfig, experts: Experts, numbers: _Numbers, operations: Operations) -> Tensor:
+    """Return the output of a mixture of random experts, each as large as the model's."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         hidden, ffn = model.hidden_size, model.ffn_size
-        linears = {"router": (few.num, hidden)}
-        for e in range(few.num):
+        linears = {"router": (experts.num, hidden)}
+        for e in range(experts.num):
             linears[f"experts.{e}.ffn_up"] = (ffn * (1 + model.gated_ffn), hidden)
             linears[f"experts.{e}.ffn_down"] = (hidden, ffn)
         for name, (num_out, num_in) in linears.items():
-            yield f"{name}.weight", numbers(num_out, num_in, scale=num_in**-0.5)
+            yield f"block.{name}.weight", numbers(num_out, num_in, scale=num_in**-0.5)
             if model.ffn_bias:
-                yield f"{name}.bias", numbers(num_out)
+                yield f"block.{name}.bias", numbers(num_out)
 
-    named = ((f"block.{name}", tensor) for name, tensor in tensors())
-    source = StreamedTensors(named, operations=with_)
-    mixture = take_feed_forward(replace(model, experts=few), source, "block")
+    source = StreamedTensors(tensors(), operations=operations)
+    mixture = take_feed_forward(replace(model, experts=experts), source, "block")
     rows = [(numbers(num, model.hidden_size), numbers(num, model.hidden_size)) for num in _ROWS]
     return torch.cat([mixture(x, residual) for x, residual in rows])

@@ -1,7 +1,7 @@
-"""The Triton kernels of triton_operations.py: products with the chosen experts, and their weighted sum.
+"""The Triton kernels of triton_operations.py: norms, gates, products with the chosen experts and their weighted sum.
 
 A row of a product is summed in one order, whatever the routing: its bits depend neither on the other rows nor on its
-place in a tile.
+place in a tile. The other kernels have a program for each row, or for columns of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gptserve.engine.attention.triton_kernels import dot
+from gptserve.engine.attention.triton_kernels import dot, tanh
+
+
+@triton.jit
+def normalize(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    row_stride,
+    vector_stride,
+    eps,
+    IS_LAYERNORM: tl.constexpr,
+    VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Normalize one of the VECTORS of a row, in fp32, and add the residual to what is rounded of it."""
+    vector = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    is_in = column < WIDTH
+    place = vector // VECTORS * row_stride + vector % VECTORS * vector_stride
+    wide = tl.load(x + place + column, is_in, other=0.0).to(tl.float32)
+    if IS_LAYERNORM:
+        wide = tl.where(is_in, wide - tl.sum(wide, 0) / WIDTH, 0.0)
+    y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    if weight is not None:
+        y *= tl.load(weight + column, is_in, other=0.0).to(tl.float32)
+    if bias is not None:
+        y += tl.load(bias + column, is_in, other=0.0).to(tl.float32)
+    y = y.to(out.dtype.element_ty)
+    if residual is not None:
+        added = tl.load(residual + vector * WIDTH + column, is_in, other=0.0)
+        y = (y.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + vector * WIDTH + column, y, is_in)
+
+
+@triton.jit
+def gate(x, out, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute gated(x) of activation.py for COLUMNS of a row, in fp32 and rounded once. LIMIT 0 is none."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_in = column < WIDTH
+    place = x + row * (2 * WIDTH) + column
+    left = tl.load(place, is_in, other=0.0).to(tl.float32)
+    up = tl.load(place + WIDTH, is_in, other=0.0).to(tl.float32)
+    if LIMIT:
+        left = tl.minimum(left, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
+    y = activate(left, ACTIVATION) * up
+    tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), is_in)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """Return the activation of this name, as activation.py defines it."""
+    if ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu_sigmoid":
+        y = x * tl.sigmoid(1.702 * x)
+    elif ACTIVATION == "relu":
+        y = relu(x)
+    elif ACTIVATION == "relu2":
+        y = relu(x) * relu(x)
+    elif ACTIVATION == "silu":
+        y = x * tl.sigmoid(x)
+    else:
+        tl.static_assert(ACTIVATION == "tanh")
+        y = tanh(x)
+    return y
+
+
+@triton.jit
+def relu(x):
+    return tl.where(x < 0.0, 0.0, x)  # NaN stays
 
 
 @triton.jit(do_not_specialize=("num_experts",))

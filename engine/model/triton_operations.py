@@ -9,14 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gptserve.engine.attention.triton_paged import power_of_two
 from gptserve.engine.model.experts import Routing
+from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import Operations
+from gptserve.weights.config import Activation
 
 _TILES = {4: (16, 64, 32), 2: (64, 64, 64)}
 """Rows, columns and depth of a tile of a product, by the bytes of a number. They do not depend on the step, and so the
 bits of a row do not either. In fp32 rows are multiplied without tensor cores, where empty ones cost time."""
 _COLUMNS = 1024
-"""Of a row that one program sums."""
+"""Of a row that one program computes."""
 
 
 class TritonOperations:
@@ -33,7 +36,34 @@ class TritonOperations:
 
     def operations(self) -> Operations:
         """Return all of them."""
-        return Operations(experts=self, build=self.build)
+        return Operations(normalize=self.normalize, gate=self.gate, experts=self, build=self.build)
+
+    def normalize(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """normalize_by_torch; x may be a strided view [rows, vectors, width] of one projection."""
+        num_vectors, width = x.shape[1:-1].numel(), x.shape[-1]
+        assert x.dim() in (2, 3) and x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        padded = power_of_two(width)
+        self._kernels.normalize[x.shape[:-1].numel(),](
+            *(x, norm.weight, norm.bias, residual, out, x.stride(0), x.stride(-2), norm.eps),
+            IS_LAYERNORM=norm.kind == "layernorm",
+            VECTORS=num_vectors,
+            WIDTH=width,
+            PADDED=padded,
+            num_warps=min(16, max(1, padded // 512)),
+        )
+        return out
+
+    def gate(self, x: Tensor, activation: Activation, limit: float | None) -> Tensor:
+        """activation.gated for [rows, 2 * width]."""
+        assert x.is_contiguous()
+        num_rows, width = len(x), x.shape[1] // 2
+        out = x.new_empty(num_rows, width)
+        columns = min(_COLUMNS, power_of_two(width))
+        self._kernels.gate[num_rows, -(-width // columns)](
+            *(x, out), ACTIVATION=activation, LIMIT=limit or 0.0, WIDTH=width, COLUMNS=columns
+        )
+        return out
 
     def multiply(
         self,
@@ -56,7 +86,7 @@ class TritonOperations:
             NUM_IN=num_in,
             NUM_OUT=num_out,
             PAIRS_PER_ROW=num_pairs // len(x),
-            EXPERTS=1 << (num_experts - 1).bit_length(),
+            EXPERTS=power_of_two(num_experts),
             ROWS=rows,
             COLUMNS=columns,
             DEPTH=depth,
@@ -69,10 +99,8 @@ class TritonOperations:
         (num_rows, num_active), width = weights_TK.shape, parts_PN.shape[1]
         assert weights_TK.is_contiguous() and (residual is None or residual.is_contiguous())
         out_TN = parts_PN.new_empty(num_rows, width, dtype=dtype)
-        self._kernels.sum_experts[num_rows, -(-width // _COLUMNS)](
-            *(parts_PN, weights_TK, residual, out_TN),
-            NUM_ACTIVE=num_active,
-            WIDTH=width,
-            COLUMNS=min(_COLUMNS, 1 << (width - 1).bit_length()),
+        columns = min(_COLUMNS, power_of_two(width))
+        self._kernels.sum_experts[num_rows, -(-width // columns)](
+            *(parts_PN, weights_TK, residual, out_TN), NUM_ACTIVE=num_active, WIDTH=width, COLUMNS=columns
         )
         return out_TN

@@ -6,10 +6,11 @@ tests/engine/attention/test_triton_paged.py starts.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,11 +18,15 @@ from torch import Tensor
 
 from gptserve.engine.attention.reference import ReferenceAttention
 from gptserve.engine.model import operations_choice
+from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import Routing, stack
 from gptserve.engine.model.layers import StreamedTensors
-from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.norm import Norm, normalize_by_torch
+from gptserve.engine.model.operations import TORCH
 from gptserve.engine.model.operations_choice import agreeing_kernels, choose_operations
 from gptserve.engine.model.triton_operations import TritonOperations
+from gptserve.weights.config import Activation
+from gptserve.weights.config import Norm as Kind
 from gptserve.weights.families import load_config
 from tests.engine.attention.test_triton_paged import DEVICE, by_dtype, interpreted, slow
 from tests.engine.runs import ragged_prompts
@@ -29,11 +34,15 @@ from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 from tests.parity.test_families import paged_logits
 
+NAMES = ("normalize", "gate", "experts")
+OTHERS = ("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window")
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-NUM_IN, NUM_OUT, NUM_EXPERTS = 70, 67, 5
+NUM_IN, NUM_OUT, NUM_EXPERTS = 40, 67, 5
 CHANGES: list[dict[str, Any]] = [{"ffn_bias": False, "ffn_limit": None}, {"gated_ffn": False}]
 CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 
 
 @pytest.fixture
@@ -53,7 +62,8 @@ class Products:
             return torch.randn(*shape, generator=generator).to(dtype)
 
         self.weight, self.bias = numbers(NUM_EXPERTS, NUM_OUT, NUM_IN) / 8, numbers(NUM_EXPERTS, NUM_OUT)
-        self.chosen = [(0, 1 + 2 * (i % 2)) for i in range(68)] + [(4, 0), (1, 4)]
+        num_rows = 34 if dtype is torch.float32 else 68  # several tiles of the first expert
+        self.chosen = [(0, 1 + 2 * (i % 2)) for i in range(num_rows)] + [(4, 0), (1, 4)]
         self.x, self.pairs = numbers(len(self.chosen), NUM_IN), numbers(2 * len(self.chosen), NUM_IN)
 
     def multiply(self, x: Tensor, rows: list[int], bias: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,8 +95,9 @@ def test_each_pair_is_multiplied_with_its_expert(dtype: torch.dtype) -> None:
 @by_dtype
 def test_the_bits_of_a_row_do_not_depend_on_what_others_chose(dtype: torch.dtype) -> None:
     data = Products(dtype)
-    whole = data.multiply(data.x, list(range(70)), bias=True).view(70, 2, NUM_OUT)
-    for rows in ([67], [69, 3, 68], [40, 40]):
+    num_rows = len(data.x)
+    whole = data.multiply(data.x, list(range(num_rows)), bias=True).view(num_rows, 2, NUM_OUT)
+    for rows in ([33], [num_rows - 1, 3, num_rows - 2], [20, 20]):
         assert torch.equal(data.multiply(data.x[rows], rows, bias=True).view(-1, 2, NUM_OUT), whole[rows])
 
 
@@ -105,15 +116,45 @@ def test_parts_are_summed_by_weight_and_added_to_the_residual(dtype: torch.dtype
 
 
 @interpreted
+@by_dtype
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms_of_rows_and_of_strided_heads_equal_those_of_torch(kind: Kind, dtype: torch.dtype) -> None:
+    projection, residual = (torch.randn(3, 5, 70) * 3 + 1).to(dtype), torch.randn(3, 2, 70).to(dtype)
+    weight, bias = torch.randn(70), torch.randn(70).to(dtype)
+    both = (weight, None) if kind == "rmsnorm" else (weight.to(dtype), bias)
+    for parameters in ((None, None), both):
+        for added in (None, residual):
+            expected = normalize_by_torch(projection[:, 1:3], Norm(kind, *parameters, 0.1), added)
+            its_parameters = (None if x is None else x.to(DEVICE) for x in parameters)
+            its_added = None if added is None else added.to(DEVICE)
+            heads = projection.to(DEVICE)[:, 1:3]
+            out = TritonOperations().normalize(heads, Norm(kind, *its_parameters, 0.1), its_added).cpu()
+            torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@interpreted
+@by_dtype
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_gates_equal_those_of_torch(limit: float | None, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 140) * 3).to(dtype)
+    x[0, 0], x[1, 100] = math.nan, math.nan
+    for activation in get_args(Activation):
+        expected = gated(x.float(), activation, limit).to(dtype)
+        out = TritonOperations().gate(x.to(DEVICE), activation, limit).cpu()
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance, equal_nan=True, msg=activation)
+
+
+@interpreted
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/engine/test_cuda.py has all families")
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", [WITH_EXPERTS[0], *(pytest.param(name, marks=slow) for name in OTHERS)])
 def test_a_model_has_the_logits_that_it_has_with_torch(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, *SHAPES[name])
-    prompts = ragged_prompts(2, 20, vocab_size=90)
+    prompts = ragged_prompts(2, 16, vocab_size=90)
     expected = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention()))
     kernels = TritonOperations().operations()
     logits = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention(), operations=kernels))
-    assert (logits - expected).abs().max() < 1e-5 < 1e-2 < (logits - expected.roll(1, 0)).abs().max()
+    assert (logits - expected).abs().max() < 1e-4 < 1e-2 < (logits - expected.roll(1, 0)).abs().max()
 
 
 @interpreted
@@ -124,8 +165,9 @@ def test_all_kernels_agree_with_torch(
 ) -> None:
     found = agreeing_kernels(replace(load_config(folder), **change), DEVICE, dtype)
     assert found.build.startswith("triton 3")
-    assert found.experts is not None
     assert not caplog.records
+    is_of_torch = {name for name in NAMES if getattr(found, name) == getattr(TORCH, name)}
+    assert is_of_torch == ({"gate"} if change.get("gated_ffn") is False else set())
 
 
 def test_on_a_cpu_all_operations_are_those_of_torch(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,13 +175,19 @@ def test_on_a_cpu_all_operations_are_those_of_torch(folder: Path, caplog: pytest
     assert not caplog.records
 
 
-class Wrong(TritonOperations):
-    """Kernels that leave out the biases."""
+class Kernels(TritonOperations):
+    """Stand-ins in torch, of which `wrong` is."""
 
-    build = "triton 0"
+    build, wrong = "triton 0", ""
 
     def __init__(self) -> None:
         pass
+
+    def normalize(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        return normalize_by_torch(x, norm, residual) + (self.wrong == "normalize")
+
+    def gate(self, x: Tensor, activation: Activation, limit: float | None) -> Tensor:
+        return gated(x, activation, limit) + (self.wrong == "gate")
 
     def multiply(
         self, x: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None, routing: Routing, out_dtype: Any = None
@@ -148,12 +196,13 @@ class Wrong(TritonOperations):
         experts = torch.arange(len(counts)).repeat_interleave(counts)
         rows = x[routing.pairs_P // (len(routing.pairs_P) // len(x))]
         out = torch.empty(len(rows), weight_ENI.shape[1], dtype=out_dtype or x.dtype)
-        out[routing.pairs_P] = (weight_ENI[experts] @ rows[:, :, None])[:, :, 0].to(out.dtype)
+        assert bias_EN is not None
+        out[routing.pairs_P] = ((weight_ENI[experts] @ rows[:, :, None])[:, :, 0] + bias_EN[experts]).to(out.dtype)
         return out
 
     def sum(self, parts_PN: Tensor, weights_TK: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-        parts = parts_PN.view(*weights_TK.shape, -1)
-        return (parts * weights_TK[:, :, None]).sum(1).to(dtype) + (0 if residual is None else residual)
+        total = (parts_PN.view(*weights_TK.shape, -1) * weights_TK[:, :, None]).sum(1) + (self.wrong == "experts")
+        return total.to(dtype) if residual is None else residual + total.to(dtype)
 
 
 class Missing(TritonOperations):
@@ -163,35 +212,38 @@ class Missing(TritonOperations):
         raise ModuleNotFoundError("No module named 'triton'")
 
 
-@pytest.mark.parametrize(
-    ("kernels", "reason"),
-    [
-        (Wrong, r"it differs from torch by \d\.\de[+-]\d\d"),
-        (Missing, "it failed with ModuleNotFoundError: No module named 'triton'"),
-    ],
-)
-def test_torch_takes_the_place_of_kernels_that_differ_or_fail(
-    kernels: type[TritonOperations],
-    reason: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_torch_takes_the_place_of_kernels_that_are_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(operations_choice, "TritonOperations", kernels)
+    monkeypatch.setattr(operations_choice, "TritonOperations", Missing)
     assert agreeing_kernels(load_config(folder), CPU, torch.float32) == TORCH
-    message = f"experts: torch, which is slower, is used instead of a Triton kernel: {reason}"
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    reason = "it failed with ModuleNotFoundError: No module named 'triton'"
+    assert caplog.messages == [
+        f"{name}: torch, which is slower, is used instead of a Triton kernel: {reason}" for name in NAMES
+    ]
+
+
+@pytest.mark.parametrize("wrong", NAMES)
+def test_torch_takes_the_place_of_the_kernel_that_differs(
+    wrong: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(operations_choice, "TritonOperations", type("", (Kernels,), {"wrong": wrong}))
+    found = agreeing_kernels(load_config(folder), CPU, torch.float32)
+    assert {name for name in NAMES if getattr(found, name) == getattr(TORCH, name)} == {wrong}
+    assert found.build == "triton 0"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
+    message = rf"{wrong}: torch, .+ instead of a Triton kernel: it differs from torch by \d\.\de[+-]\d\d"
     assert re.fullmatch(message, record.getMessage())
 
 
 def test_kernels_that_agree_are_taken_without_a_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(operations_choice, "TritonOperations", Wrong)
-    found = agreeing_kernels(replace(load_config(folder), ffn_bias=False), CPU, torch.float32)
-    assert isinstance(found.experts, Wrong)
-    assert found == Operations(experts=found.experts, build="triton 0")
+    monkeypatch.setattr(operations_choice, "TritonOperations", Kernels)
+    found = agreeing_kernels(load_config(folder), CPU, torch.float32)
+    assert all(getattr(found, name) != getattr(TORCH, name) for name in NAMES)
     assert not caplog.records
 
 
