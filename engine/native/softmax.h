@@ -15,7 +15,8 @@ constexpr int64_t BLOCK = 256;  // entries that share a sum
 // exp(x) for x <= 0, to 1e-7 of its value, 0 where that is below the normal numbers (Cephes, expf).
 INLINE float exp_of(float x) {
     const float clamped = x < -87.0f ? -87.0f : x;
-    const float n = clamped * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // rounds to a whole number
+    const float shifted = clamped * 1.44269504088896341f + 12582912.0f;  // n, rounded, is in the low bits
+    const float n = shifted - 12582912.0f;
     const float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float y = 1.9875691500e-4f;
     y = y * r + 1.3981999507e-3f;
@@ -24,7 +25,9 @@ INLINE float exp_of(float x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-    const int32_t bits = ((int32_t)n + 127) << 23;
+    uint32_t bits;  // of 2^n; if x is NaN, of something
+    memcpy(&bits, &shifted, 4);
+    bits = (bits + 127) << 23;
     float scale;
     memcpy(&scale, &bits, 4);
     y *= scale;
