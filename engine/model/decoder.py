@@ -45,10 +45,11 @@ class Layers:
         return [None if index is None else self._tables[index] for index in self._table_of]
 
     def __call__(self, x: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        term: Tensor | None = None
         rotations = [table[positions_T].unbind(1) for table in self._tables]
         for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
-            x = block(x, None if table is None else rotations[table], cache_2NGBD, metadata)
-        return x
+            x, term = block(x, term, None if table is None else rotations[table], cache_2NGBD, metadata)
+        return x if term is None else x + term
 
 
 class Decoder:

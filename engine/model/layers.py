@@ -141,6 +141,7 @@ class Residual:
     def __init__(self, config: ModelConfig, source: StreamedTensors, name: str, norm: Norm | None = None) -> None:
         """Take the norms of part `name` from the source; `norm`, if given, replaces the one called {name}_norm."""
         placement, self._group = config.norm_placement, source.group
+        self._add_normalize = source.operations.add_normalize
         if norm is None and placement != "output":
             norm = take_norm(config, source, f"{name}_norm")
         self.norm = norm
@@ -163,6 +164,15 @@ class Residual:
             y = part(h, base)
         return y if self._of_sum is None else self._of_sum(y)
 
+    def of_sum(
+        self, part: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, term: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return s = x + term and f(norm(s)), whose sum is "input" of the class: the next norm adds them."""
+        assert self.norm is not None and self._add_normalize is not None
+        total, h = (x, self.norm(x)) if term is None else self._add_normalize(x, term, self.norm)
+        y = part(h, None)
+        return total, y if self._group is None else self._group.sum(y)
+
 
 class Block:
     """One layer: attention and feed-forward, each with a residual connection.
@@ -178,6 +188,8 @@ class Block:
     ) -> None:
         name = f"blocks.{layer}"
         self._parallel = config.parallel_residual
+        is_plain = config.norm_placement == "input" and not config.parallel_residual
+        self._norms_add = is_plain and source.operations.add_normalize is not None
         self._attn_residual = Residual(config, source, f"{name}.attn")
         self._attention = Attention(config, layer, source, backend, device)
         shared = self._attn_residual.norm if config.shared_norm else None
@@ -185,15 +197,25 @@ class Block:
         self._ffn = take_feed_forward(config, source, name)
 
     def __call__(
-        self, x: Tensor, rotation: Rotation | None, cache_2NGBD: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Return the layer's output [T, hidden] and store the step's keys and values in the cache."""
+        self,
+        x: Tensor,
+        term: Tensor | None,
+        rotation: Rotation | None,
+        cache_2NGBD: Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output [T, hidden] and store the step's keys and values in the cache.
+
+        Input and output are each a sum of x and a term, if there is one, which the next norm adds.
+        """
 
         def attend(h: Tensor, residual: Tensor | None) -> Tensor:
             return self._attention(h, residual, rotation, cache_2NGBD, metadata)
 
+        if self._norms_add:
+            return self._ffn_residual.of_sum(self._ffn, *self._attn_residual.of_sum(attend, x, term))
         attended = self._attn_residual(attend, x, x)
-        return self._ffn_residual(self._ffn, x if self._parallel else attended, attended)
+        return self._ffn_residual(self._ffn, x if self._parallel else attended, attended), None
 
 
 def _activation(config: ModelConfig, operations: Operations) -> Callable[[Tensor], Tensor]:

@@ -21,11 +21,13 @@ class Operations:
     """What computes each operation; the defaults are torch's, which define it."""
 
     normalize: Callable[[Tensor, Norm, Tensor | None], Tensor] = normalize_by_torch
+    add_normalize: Callable[[Tensor, Tensor, Norm], tuple[Tensor, Tensor]] | None = None
+    """Returns x + term and the norm of this sum. None: a product adds its residual itself."""
     gate: Callable[[Tensor, Activation, float | None], Tensor] = gated
     experts: ExpertProducts | None = None
     """None: the host starts the chosen experts one by one."""
     build: str = ""
-    """What else decides the bits; empty if torch decides."""
+    """What decides the bits where it is not torch: Triton's version, and the names of its kernels."""
 
 
 TORCH = Operations()

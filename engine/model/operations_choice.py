@@ -48,7 +48,7 @@ def agreeing_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtyp
         except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none
             found = f"it failed with {type(error).__name__}: {error}"
         if found is None:
-            chosen = replace(chosen, **{name: kernel}, build=kernels.build)
+            chosen = replace(chosen, **{name: kernel}, build=f"{chosen.build or kernels.build} {name}")
         else:
             logger.warning("%s: torch, which is slower, is used instead of a Triton kernel: %s", name, found)
     return chosen
@@ -65,6 +65,8 @@ def _disagreement(out: Tensor, expected: Tensor) -> str | None:
 def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Compute]]:
     """Yield the operations that the model has, by the name of their field, and what they make of random numbers."""
     yield "normalize", lambda operations: _normalize(model, _Numbers(device, dtype), operations)
+    if model.norm_placement == "input" and not model.parallel_residual:
+        yield "add_normalize", lambda operations: _add_normalize(model, _Numbers(device, dtype), operations)
     if model.gated_ffn:
         yield "gate", lambda operations: _gate(model, _Numbers(device, dtype), operations)
     if model.experts is not None:
@@ -85,18 +87,27 @@ class _Numbers:
 
 def _normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
     """Return rows with and without residuals and, if the model has such norms, heads: views of a projection."""
-
-    def norm_of(width: int) -> Norm:
-        tensors = ((f"norm.{kind}", numbers(width)) for kind in ("weight", "bias"))
-        return take_norm(model, StreamedTensors(tensors, operations=operations), "norm")
-
-    norm, x, residual = norm_of(model.hidden_size), *(numbers(_ROWS[0], model.hidden_size) for _ in range(2))
+    norm = _norm(model, model.hidden_size, numbers, operations)
+    x, residual = (numbers(_ROWS[0], model.hidden_size) for _ in range(2))
     found = [norm(x + 1), norm(x, residual)]
     if model.qk_norm is not None:
         heads = numbers(_ROWS[0], model.num_heads + 1, model.head_size)[:, 1:]
         x = heads if model.qk_norm == "head" else heads.flatten(1)
-        found.append(norm_of(x.shape[-1])(x))
+        found.append(_norm(model, x.shape[-1], numbers, operations)(x))
     return torch.cat([y.flatten() for y in found])
+
+
+def _add_normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    norm = _norm(model, model.hidden_size, numbers, operations)
+    x, term = (numbers(_ROWS[0], model.hidden_size) for _ in range(2))
+    if operations.add_normalize is None:
+        return torch.cat([x + term, norm(x + term)])
+    return torch.cat(operations.add_normalize(x, term, norm))
+
+
+def _norm(model: ModelConfig, width: int, numbers: _Numbers, operations: Operations) -> Norm:
+    tensors = ((f"norm.{kind}", numbers(width)) for kind in ("weight", "bias"))
+    return take_norm(model, StreamedTensors(tensors, operations=operations), "norm")
 
 
 def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:

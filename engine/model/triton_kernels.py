@@ -15,6 +15,8 @@ from gptserve.engine.attention.triton_kernels import dot, tanh
 @triton.jit
 def normalize(
     x,
+    term,
+    total,
     weight,
     bias,
     residual,
@@ -27,12 +29,20 @@ def normalize(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Normalize one of the VECTORS of a row, in fp32, and add the residual to what is rounded of it."""
+    """Normalize one of the VECTORS of a row, in fp32, and add the residual to the rounded result.
+
+    With a term, x + term is stored in `total`, and normalized.
+    """
     vector = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     is_in = column < WIDTH
     place = vector // VECTORS * row_stride + vector % VECTORS * vector_stride
     wide = tl.load(x + place + column, is_in, other=0.0).to(tl.float32)
+    if term is not None:
+        added = tl.load(term + vector * WIDTH + column, is_in, other=0.0)
+        rounded = (wide + added.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + vector * WIDTH + column, rounded, is_in)
+        wide = rounded.to(tl.float32)
     if IS_LAYERNORM:
         wide = tl.where(is_in, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)

@@ -36,16 +36,27 @@ class TritonOperations:
 
     def operations(self) -> Operations:
         """Return all of them."""
-        return Operations(normalize=self.normalize, gate=self.gate, experts=self, build=self.build)
+        return Operations(self.normalize, self.add_normalize, self.gate, experts=self)
 
     def normalize(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """normalize_by_torch; x may be a strided view [rows, vectors, width] of one projection."""
+        return self._normalize(x, norm, residual, None, None)
+
+    def add_normalize(self, x: Tensor, term: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Operations.add_normalize for [rows, width]."""
+        assert x.is_contiguous() and term.is_contiguous() and x.shape == term.shape
+        total = torch.empty_like(x)
+        return total, self._normalize(x, norm, None, term, total)
+
+    def _normalize(
+        self, x: Tensor, norm: Norm, residual: Tensor | None, term: Tensor | None, total: Tensor | None
+    ) -> Tensor:
         num_vectors, width = x.shape[1:-1].numel(), x.shape[-1]
         assert x.dim() in (2, 3) and x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         padded = power_of_two(width)
         self._kernels.normalize[x.shape[:-1].numel(),](
-            *(x, norm.weight, norm.bias, residual, out, x.stride(0), x.stride(-2), norm.eps),
+            *(x, term, total, norm.weight, norm.bias, residual, out, x.stride(0), x.stride(-2), norm.eps),
             IS_LAYERNORM=norm.kind == "layernorm",
             VECTORS=num_vectors,
             WIDTH=width,

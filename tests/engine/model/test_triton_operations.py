@@ -34,7 +34,7 @@ from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 from tests.parity.test_families import paged_logits
 
-NAMES = ("normalize", "gate", "experts")
+NAMES = ("normalize", "add_normalize", "gate", "experts")
 OTHERS = ("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window")
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -134,6 +134,18 @@ def test_norms_of_rows_and_of_strided_heads_equal_those_of_torch(kind: Kind, dty
 
 @interpreted
 @by_dtype
+def test_a_sum_is_stored_as_torch_rounds_it_and_normalized(dtype: torch.dtype) -> None:
+    x, term, weight = torch.randn(3, 70).to(dtype), torch.randn(3, 70).to(dtype), torch.randn(70)
+    norm = Norm("rmsnorm", weight.to(DEVICE), None, 1e-5)
+    total, out = TritonOperations().add_normalize(x.to(DEVICE), term.to(DEVICE), norm)
+    tolerance = TOLERANCES[dtype]
+    assert total.dtype is dtype
+    torch.testing.assert_close(total.cpu(), x + term, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out, normalize_by_torch(total, norm), atol=tolerance, rtol=tolerance)
+
+
+@interpreted
+@by_dtype
 @pytest.mark.parametrize("limit", [None, 2.0])
 def test_gates_equal_those_of_torch(limit: float | None, dtype: torch.dtype) -> None:
     x = (torch.randn(3, 140) * 3).to(dtype)
@@ -186,6 +198,10 @@ class Kernels(TritonOperations):
     def normalize(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return normalize_by_torch(x, norm, residual) + (self.wrong == "normalize")
 
+    def add_normalize(self, x: Tensor, term: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        total = x + term
+        return total, normalize_by_torch(total, norm) + (self.wrong == "add_normalize")
+
     def gate(self, x: Tensor, activation: Activation, limit: float | None) -> Tensor:
         return gated(x, activation, limit) + (self.wrong == "gate")
 
@@ -203,6 +219,16 @@ class Kernels(TritonOperations):
     def sum(self, parts_PN: Tensor, weights_TK: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         total = (parts_PN.view(*weights_TK.shape, -1) * weights_TK[:, :, None]).sum(1) + (self.wrong == "experts")
         return total.to(dtype) if residual is None else residual + total.to(dtype)
+
+
+@pytest.mark.parametrize("name", [*WITH_EXPERTS, *OTHERS, "GPT-1", "GPT-J"])
+def test_a_model_that_hands_its_operations_on_computes_the_same(name: str, tmp_path: Path) -> None:
+    """Where sums wait for the next norm and experts are grouped; the kernels themselves are tested above."""
+    write_model(tmp_path, *SHAPES[name])
+    prompts = ragged_prompts(3, 30, vocab_size=90)
+    expected = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention()))
+    logits = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention(), operations=Kernels().operations()))
+    assert (logits - expected).abs().max() < 1e-4 < 1e-2 < (logits - expected.roll(1, 0)).abs().max()
 
 
 class Missing(TritonOperations):
@@ -231,7 +257,7 @@ def test_torch_takes_the_place_of_the_kernel_that_differs(
     monkeypatch.setattr(operations_choice, "TritonOperations", type("", (Kernels,), {"wrong": wrong}))
     found = agreeing_kernels(load_config(folder), CPU, torch.float32)
     assert {name for name in NAMES if getattr(found, name) == getattr(TORCH, name)} == {wrong}
-    assert found.build == "triton 0"
+    assert found.build == " ".join(["triton 0", *(name for name in NAMES if name != wrong)])
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     message = rf"{wrong}: torch, .+ instead of a Triton kernel: it differs from torch by \d\.\de[+-]\d\d"
