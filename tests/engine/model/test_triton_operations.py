@@ -158,8 +158,9 @@ def test_gates_equal_those_of_torch(limit: float | None, dtype: torch.dtype) -> 
 
 
 @interpreted
+@slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/engine/test_cuda.py has all families")
-@pytest.mark.parametrize("name", [WITH_EXPERTS[0], *(pytest.param(name, marks=slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*WITH_EXPERTS, *OTHERS])
 def test_a_model_has_the_logits_that_it_has_with_torch(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, *SHAPES[name])
     prompts = ragged_prompts(2, 16, vocab_size=90)
