@@ -61,8 +61,10 @@ gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure 
 		$(bin)/python -m bench.decode --device cuda --alone --shape $$shape --batch 1 8 32 128 256 \
 			--kv-cache-bytes 17179869184 --output bench/results/gpu-$$shape.json || exit 1; \
 	done
-	$(bin)/python -m bench.decode --device cuda --alone --enforce-eager --batch 1 8 32 128 256 \
-		--kv-cache-bytes 17179869184 --output bench/results/gpu-gpt2-eager.json
+	for option in enforce-eager batch-invariant; do \
+		$(bin)/python -m bench.decode --device cuda --alone --$$option --batch 1 8 32 128 256 \
+			--kv-cache-bytes 17179869184 --output bench/results/gpu-gpt2-$$option.json || exit 1; \
+	done
 
 image:  ## build the container image gptserve; TARGET=cuda for the one with the CUDA libraries
 	docker build --target $(TARGET) --tag gptserve --build-arg REVISION=$(shell git rev-parse HEAD) $(ARGS) .

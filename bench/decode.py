@@ -69,6 +69,7 @@ def main() -> None:
             max_num_batched_tokens=max(512, *args.batch),
             num_threads=args.threads,
             enforce_eager=args.enforce_eager,
+            batch_invariant=args.batch_invariant,
         )
         engines = {name: Engine(replace(config, **ENGINES[name])) for name in args.quantization}
         with ExitStack() as stack:
@@ -101,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="engines must fit side by side")
     parser.add_argument("--output", type=Path, help="a file for the line of JSON")
     parser.add_argument("--enforce-eager", action="store_true", help="decode without CUDA graphs")
+    parser.add_argument("--batch-invariant", action="store_true", help="keep a row's bits the same in any batch")
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
     parser.add_argument("--quantization", choices=ENGINES, nargs="+", default=["none"])
     parser.add_argument("--peers", choices=PEERS, nargs="+", default=[])

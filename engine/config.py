@@ -25,7 +25,8 @@ class EngineConfig:
 
     kv_cache_bytes are those of each of tensor_parallel_size processes; they share num_threads.
     speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off. enforce_eager
-    turns off the CUDA graphs of decoding steps.
+    turns off the CUDA graphs of decoding steps. batch_invariant asks for answers that do not depend on the batch; a CPU
+    gives such answers without it. An engine that cannot does not start.
     """
 
     model_dir: Path
@@ -36,6 +37,7 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    batch_invariant: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None

@@ -42,6 +42,7 @@ WITH_TORCH = {
     "gptserve.engine.cuda_graphs",
     "gptserve.engine.model.activation",
     "gptserve.engine.model.batch",
+    "gptserve.engine.model.batch_invariance",
     "gptserve.engine.model.decoder",
     "gptserve.engine.engine",
     "gptserve.engine.model.experts",

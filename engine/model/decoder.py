@@ -85,8 +85,8 @@ class Decoder:
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         if config.tied_head:
-            head = make_linear(self._embedding, None, out_dtype=torch.float32, quantization=quantization)
-            self._head = source.linears["head"] = head
+            self._head = make_linear(self._embedding, None, None, torch.float32, quantization, operations.call_rows)
+            source.linears["head"] = self._head
         else:
             self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)
 

@@ -16,6 +16,7 @@ import gptserve
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.config import Quantization
+from gptserve.engine.model.batch_invariance import Products
 from gptserve.engine.model.linear import build_of, product_of
 from gptserve.engine.model.operations import Operations
 from gptserve.weights.config import ModelConfig
@@ -29,6 +30,7 @@ def numeric_causes(
     quantization: Quantization | None,
     backend: AttentionBackend,
     operations: Operations,
+    products: Products,
     num_ranks: int,
     has_graphs: bool,
 ) -> dict[str, str]:
@@ -43,6 +45,7 @@ def numeric_causes(
         "operations": operations.build,
         "products": build_of(product_of(device, dtype)),
         "quantized products": "none" if quantization is None else build_of(product_of(device, dtype, quantization)),
+        "rows of products": repr(products),
         "ranks": str(num_ranks),
         "rows of decoding steps": "padded for graphs" if has_graphs else "as many as needed",
         "draws": native.digest() if device.type == "cpu" and native.is_available() else "torch",

@@ -233,7 +233,8 @@ def take_feed_forward(
         return FeedForward(config, source, name)
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
-    router = make_linear(weight, source.take(f"{name}.router.bias") if config.ffn_bias else None)
+    bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
+    router = make_linear(weight, bias, call_rows=source.operations.call_rows)
     num, num_active, operations = config.experts.num, config.experts.num_active, source.operations
     if operations.experts is not None:
         weights = stack(source.take, name, num, config.ffn_bias)
@@ -264,6 +265,6 @@ def take_linear(
     """Return the linear of this name."""
     weight = source.take(f"{name}.weight")
     its_bias = source.take(f"{name}.bias") if bias else None
-    linear = make_linear(weight, its_bias, activation, out_dtype, source.quantization)
+    linear = make_linear(weight, its_bias, activation, out_dtype, source.quantization, source.operations.call_rows)
     source.linears[name] = linear
     return linear

@@ -33,10 +33,6 @@ _AMX_ROWS = 32
 """Maximum rows of a call with AMX: in bf16 oneDNN sums more rows in another order. From 2 to 32 rows no bit differed in
 16 shapes up to 14336x4096, for any order of the rows and number of threads."""
 
-_PROBED_ROWS = (2, 9, 24, 33, 65, 160, 256)
-"""Row counts between which oneDNN with AMX was seen to change its order of summation, in ascending order."""
-_PROBED_COLUMNS = 8192  # enough for a large head: more columns take memory and show nothing new
-
 _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
     None: ("none", ""),
     "gelu": ("gelu", "none"),
@@ -86,44 +82,18 @@ def build_of(product: Product) -> str:
             return product
 
 
-def rows_are_independent(
-    shapes: Iterable[tuple[int, int]], dtype: torch.dtype, quantization: Quantization | None = None
-) -> bool:
-    """Return whether linears of these shapes (in, out) on a CPU give a row the same bits for any number of rows.
-
-    A probe, not a proof: it compares some row counts, on all threads, all but one, half of them and one.
-    """
-    generator, num_threads = torch.Generator().manual_seed(0), torch.get_num_threads()
-    widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
-    takes_one = product_of(torch.device("cpu"), dtype, quantization).startswith("native")
-    counts = ((1,) if takes_one else ()) + _PROBED_ROWS
-    try:
-        for num_in, num_out in shapes:
-            weight = torch.randn(min(num_out, _PROBED_COLUMNS), num_in, generator=generator).to(dtype)
-            x = torch.randn(_PROBED_ROWS[-1], num_in, generator=generator).to(dtype)
-            linear = make_linear(weight, None, quantization=quantization)
-            whole = linear(x)
-            for width in widths:
-                torch.set_num_threads(width)
-                native.set_num_threads(width)
-                if not all(torch.equal(linear(x[:num_rows]), whole[:num_rows]) for num_rows in counts):
-                    return False
-    finally:
-        torch.set_num_threads(num_threads)
-        native.set_num_threads(num_threads)
-    return True
-
-
 def make_linear(
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     quantization: Quantization | None = None,
+    call_rows: int | None = None,
 ) -> Linear:
     """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
 
-    `out_dtype` float32 spares a bf16 result its rounding where the product can give it; oneDNN's and torch's cannot.
+    `out_dtype` float32 spares a bf16 result its rounding where the product can give it; on a CPU oneDNN's and torch's
+    cannot. With `call_rows`, torch's multiplies so many rows a call.
     """
     match product_of(weight.device, weight.dtype, quantization):
         case "native":
@@ -135,18 +105,41 @@ def make_linear(
         case "onednn":
             return PackedLinear(weight, bias, activation)
         case "torch":
-            return DenseLinear(weight, bias, activation)
+            return DenseLinear(weight, bias, activation, out_dtype, call_rows)
 
 
 class DenseLinear:
-    """torch's linear: any device and dtype; the others are tested against it."""
+    """torch's linear: any device and dtype; the others are tested against it.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
-        self._weight, self._bias, self._activation = weight, bias, activation
+    cuBLAS chooses its kernel by the number of rows, so with `call_rows` each call has this many, the last ones zeros.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        out_dtype: torch.dtype | None = None,
+        call_rows: int | None = None,
+    ) -> None:
+        self._weight, self._bias, self._activation, self._call_rows = weight, bias, activation, call_rows
+        self._is_wide = out_dtype is torch.float32 is not weight.dtype and weight.device.type != "cpu"
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = activate(functional.linear(x, self._weight, self._bias), self._activation)
+        if self._call_rows is None:
+            y = self._multiply(x)
+        else:
+            padded = functional.pad(x, (0, 0, 0, -len(x) % self._call_rows))
+            pieces = padded.tensor_split(len(padded) // self._call_rows)
+            y = torch.cat([self._multiply(piece) for piece in pieces])[: len(x)]
+        y = activate(y, self._activation)
         return y if residual is None else y + residual
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if not self._is_wide:
+            return functional.linear(x, self._weight, self._bias)
+        y = torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+        return y if self._bias is None else y + self._bias
 
 
 class NativeLinear:

@@ -67,12 +67,15 @@ def weight_bytes(
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     """Return the shapes (in, out) of the model's matrix products."""
+    outer = model.embed_size or model.hidden_size
     return {
         (model.hidden_size, model.qkv_size),
         (model.num_heads * model.head_size, model.hidden_size),
         (model.hidden_size, model.ffn_size * (2 if model.gated_ffn else 1)),
         (model.ffn_size, model.hidden_size),
-        (model.embed_size or model.hidden_size, model.vocab_size),
+        (outer, model.vocab_size),
+        *([(model.hidden_size, model.experts.num)] if model.experts else []),
+        *([(outer, model.hidden_size), (model.hidden_size, outer)] if model.embed_size else []),
     }
 
 

@@ -26,6 +26,8 @@ class Operations:
     gate: Callable[[Tensor, Activation, float | None], Tensor] = gated
     experts: ExpertProducts | None = None
     """None: the host starts the chosen experts one by one."""
+    call_rows: int | None = None
+    """Rows of a call of a product with a weight, as batch_invariance.py chose; None: as many as there are."""
     build: str = ""
     """What decides the bits where it is not torch: Triton's version, and the names of its kernels."""
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,18 +21,18 @@ from torch.nn.functional import pad
 
 from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
-from gptserve.engine.config import EngineConfig, Quantization
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
 from gptserve.engine.model.batch import ModelInput, build_arrays, model_input
+from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
 from gptserve.engine.model.host_cpus import FreeCpus
 from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.layers import layer_specs
-from gptserve.engine.model.linear import MIN_ROWS, product_of, rows_are_independent
-from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.linear import MIN_ROWS, product_of
 from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.model.step_memory import LOGIT_ROWS, make_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
@@ -43,7 +43,6 @@ from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosi
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import to_device
 from gptserve.weights.checkpoint import Checkpoint
-from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
 from gptserve.weights.sharding import Share
 
@@ -76,6 +75,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         num_threads = set_num_threads(config)
         self.device = choose_device(config)
+        set_up_device(config, self.device)
         dtype, quantization = choose_dtype(config, self.device), config.quantization
         whole = load_config(config.model_dir)
         _check_max_model_len(config, whole.max_position)
@@ -87,11 +87,12 @@ class ModelRunner:
         operations = choose_operations(self._model, self.device, dtype)
         checkpoint = Checkpoint(config.model_dir, whole, share)
         # After the checkpoint has shown the sizes to be true: it multiplies matrices of them.
-        is_invariant = _is_batch_invariant(self._model, self.device, dtype, quantization)
+        products = choose_products(config, self._model, self.device, dtype, backend)
         self._ranks = Ranks(config, self.device) if share.size > 1 else None
         group = None if self._ranks is None else self._ranks.group
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
+            operations = replace(operations, call_rows=products.call_rows)
             self._decoder = Decoder(self._model, tensors, backend, quantization, group, operations)
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks
@@ -110,8 +111,13 @@ class ModelRunner:
         """A step with fewer rows is padded."""
         self.choose: Choose | None = None
         """What chooses the tokens; None: the fastest there is."""
-        sample = self._sample_numbers(min(_PROBE_TOKENS, max_model_len), config.block_size) if is_invariant else ""
-        numbers = (self.device, dtype, quantization, backend, operations, share.size, self.graphs is not None)
+        if products.are_invariant and self.device.type != "cpu":
+            check_model(
+                partial(self._logits_of, config.block_size), config, whole.vocab_size, num_blocks, max_model_len
+            )
+        num_probes = min(_PROBE_TOKENS, max_model_len)
+        sample = self._sample_numbers(num_probes, config.block_size) if products.are_invariant else ""
+        numbers = (self.device, dtype, quantization, backend, operations, products, share.size, self.graphs is not None)
         causes = numeric_causes(checkpoint.digest, whole, *numbers)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
@@ -127,7 +133,7 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
             fingerprint=fingerprint(causes, sample),
-            batch_invariant=is_invariant,
+            batch_invariant=products.are_invariant,
         )
         _log_model(self.info)
 
@@ -171,7 +177,6 @@ class ModelRunner:
             metadata = inputs.metadata
             return inputs, self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
 
-    @torch.inference_mode()
     def _sample_numbers(self, num_tokens: int, block_size: int) -> str:
         """Return the digest of the logits of a fixed prompt; call it before any sequence owns a block."""
         token_ids = [i % self._model.vocab_size for i in range(num_tokens)]
@@ -179,8 +184,13 @@ class ModelRunner:
         block_ids = list(range(-(-num_tokens // block_size)))
         sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
         batch = ScheduledBatch((ScheduledSequence(sequence, num_tokens),))
-        _, hidden = self._compute(batch, block_size, MIN_ROWS)
-        return digest_of(self._decoder.logits(hidden)[:num_tokens])
+        return digest_of(self._logits_of(block_size, batch, slice(num_tokens)))
+
+    @torch.inference_mode()
+    def _logits_of(self, block_size: int, batch: ScheduledBatch, rows: slice) -> Tensor:
+        """Return the logits of these rows of a step."""
+        hidden = self._compute(batch, block_size, MIN_ROWS)[1][rows]
+        return self._decoder.logits(pad(hidden, (0, 0, 0, max(0, MIN_ROWS - len(hidden)))))[: len(hidden)]
 
     def _sample(self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks) -> tuple[SampledTokens, ...]:
         positions: list[SamplingPosition] = []
@@ -209,26 +219,6 @@ class ModelRunner:
             (targets,) = to_device(self.device, np.array(sequence.token_ids[positions[0] : positions[-1] + 1]))
             entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
         return entries
-
-
-def _is_batch_invariant(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, quantization: Quantization | None
-) -> bool:
-    """Return whether a row's bits are the same in any batch; on a CPU, warn if they are not."""
-    if device.type != "cpu":
-        return False
-    if product_of(device, dtype, quantization) == "torch":
-        logger.warning(
-            "linear: this torch has no oneDNN; matrix products are slower and their bits depend on the batch"
-        )
-        return False
-    if not rows_are_independent(linear_shapes(model), dtype, quantization):
-        logger.warning(
-            "linear: with the CPU instructions that oneDNN uses here, the bits of its products depend on the batch; "
-            "set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 to turn off AMX"
-        )
-        return False
-    return True
 
 
 def _log_model(info: EngineInfo) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,39 @@ def test_every_request_gets_its_tokens_under_preemption(tiny_gpt2: Path, dtype: 
         assert outputs[request.request_id][-1].finish_reason is FinishReason.LENGTH
 
 
-def test_no_independence_of_the_batch_is_promised(tiny_gpt2: Path) -> None:
+def test_no_independence_of_the_batch_is_promised_unasked(tiny_gpt2: Path) -> None:
     info = make_engine(tiny_gpt2, device=DEVICE).info
     assert not info.batch_invariant
     assert info.fingerprint != make_engine(tiny_gpt2).info.fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", ["GPT-2", "Llama", "storyteller"])
+def test_batch_invariant_requests_have_the_bits_that_they_have_alone(
+    shape: str, dtype: str, storyteller: Path, tmp_path: Path
+) -> None:
+    """In a process of its own, as cuBLAS reads its variables once."""
+    folder = storyteller
+    if shape in SHAPES:
+        write_model(folder := tmp_path, *SHAPES[shape])
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        alone, together = process.submit(alone_and_together, folder, dtype).result()
+    assert alone == together
+
+
+def alone_and_together(folder: Path, dtype: str) -> list[dict[str, Any]]:
+    """Return tokens and logprobs of requests computed one by one, and of the same all at once in chunks."""
+    options: dict[str, Any] = {"max_num_batched_tokens": 96, "max_num_seqs": 40, "kv_cache_bytes": 2**27}
+    engine = make_engine(folder, device=DEVICE, dtype=dtype, batch_invariant=True, **options)
+    assert engine.info.batch_invariant
+    requests = [
+        make_request(str(i), p, seed=i, max_tokens=30, logprobs=3, temperature=0.5 * (i % 3))
+        for i, p in enumerate(ragged_prompts(40, 60, vocab_size=90))
+    ]
+    runs = [{k: v for request in requests for k, v in run(engine, [request]).items()}, run(engine, requests)]
+    return [
+        {k: [(output.token_ids, output.logprobs) for output in outputs] for k, outputs in its.items()} for its in runs
+    ]
 
 
 def test_the_storyteller_ends_its_story(storyteller: Path) -> None:

@@ -76,6 +76,7 @@ WRITTEN = {
     "speculative-ngram": "3",
     "tensor-parallel-size": "2",
     "enforce-eager": "true",
+    "batch-invariant": "true",
     "num-threads": "1",
 }
 """Every option but --config with a value that is not its default."""
@@ -89,6 +90,7 @@ SWITCHES = {
     "strict-fields": "--strict-fields",
     "log-prompts": "--log-prompts",
     "enforce-eager": "--enforce-eager",
+    "batch-invariant": "--batch-invariant",
 }
 COMPANIONS = {
     "ssl-keyfile": {"GPTSERVE_SSL_CERTFILE": __file__},

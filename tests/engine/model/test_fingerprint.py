@@ -19,6 +19,7 @@ import gptserve.engine.model.fingerprint
 from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.model.batch_invariance import Products
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
 from gptserve.engine.model.linear import has_onednn
@@ -31,7 +32,8 @@ CPU = torch.device("cpu")
 
 def causes(folder: Path, **changed: Any) -> dict[str, str]:
     given = {"weights_digest": "w", "model": load_config(folder), "device": CPU, "dtype": torch.float32}
-    given |= {"quantization": None, "operations": TORCH, "num_ranks": 1, "has_graphs": False}
+    given |= {"quantization": None, "operations": TORCH, "products": Products(True), "num_ranks": 1}
+    given |= {"has_graphs": False}
     return numeric_causes(**{**given, "backend": ReferenceAttention(), **changed})
 
 

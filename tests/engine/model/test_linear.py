@@ -20,7 +20,6 @@ from gptserve.engine.model.linear import (
     build_of,
     make_linear,
     product_of,
-    rows_are_independent,
 )
 from gptserve.weights.config import Activation
 
@@ -91,25 +90,6 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_library_bf16_gets_onednn() -> None:
     assert isinstance(make_linear(torch.randn(8, 8).bfloat16(), None), PackedLinear)
     assert build_of(product_of(CPU, torch.bfloat16)) == "onednn"
-
-
-SHAPES = [(768, 2304), (3072, 768), (768, 768), (2048, 8192), (1024, 256)]
-
-
-def test_whatever_the_cpu_rows_are_independent_in_bf16() -> None:
-    assert rows_are_independent(SHAPES, torch.bfloat16)
-
-
-@pytest.mark.usefixtures("without_native")
-def test_whatever_the_cpu_onednns_rows_are_independent_in_bf16() -> None:
-    assert rows_are_independent(SHAPES, torch.bfloat16)
-
-
-@pytest.mark.usefixtures("without_native")
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
-def test_calls_of_any_number_of_rows_would_depend_on_it_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.engine.model.linear._AMX_ROWS", 1000)
-    assert not rows_are_independent(SHAPES, torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_rows", [2, 32, 33, 65, 100])
@@ -252,14 +232,3 @@ def test_the_fingerprint_knows_the_variant(monkeypatch: pytest.MonkeyPatch) -> N
     assert best.startswith("native amx ")
     monkeypatch.setattr(native, "supported_variants", lambda: native.VARIANTS[:1])
     assert build_of(product_of(CPU, torch.bfloat16)).startswith("native avx512_bf16 ")
-
-
-def test_a_product_whose_rows_depend_on_their_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = PackedLinear.__call__
-
-    def depending(self: PackedLinear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return compute(self, x, residual) * (1.0 if len(x) != 33 else 1.01)
-
-    assert rows_are_independent([(64, 32)], torch.float32)
-    monkeypatch.setattr(PackedLinear, "__call__", depending)
-    assert not rows_are_independent([(64, 32)], torch.float32)

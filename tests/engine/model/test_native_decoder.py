@@ -11,7 +11,7 @@ import torch
 
 from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.model import decoder, linear, runner
+from gptserve.engine.model import batch_invariance, decoder, linear, runner
 from tests.engine.runs import make_engine, make_request, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -50,7 +50,7 @@ def test_what_no_program_can_compute_is_told(case: str, tmp_path: Path, caplog: 
 def test_other_products_leave_a_model_to_torch(
     tiny_gpt2: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (linear, runner):
+    for module in (linear, runner, batch_invariance):
         monkeypatch.setattr(module, "product_of", lambda *choice: "onednn")
     assert obstacle(tiny_gpt2, caplog) == "its products are not those of engine/native"
 

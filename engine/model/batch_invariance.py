@@ -1,0 +1,197 @@
+"""Whether a row has the same bits in any batch: found out at each start, on the device and in the model's own shapes.
+
+On a CPU the products are made to be so. On a GPU cuBLAS chooses the order of its sums by the number of rows. If
+EngineConfig.batch_invariant asks for it, `set_up_device` forbids split sums, and where rows still differ, products are
+computed in calls of one size. attention/check.py compares attention. ModelRunner calls this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from os import putenv
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gptserve.engine import native
+from gptserve.engine.attention import AttentionBackend
+from gptserve.engine.config import EngineConfig, Quantization
+from gptserve.engine.cuda_graphs import batch_sizes
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.linear import MIN_ROWS, Linear, make_linear, product_of
+from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.weights.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+PROBED_ROWS = (1, 2, 3, 8, 9, 24, 33, 64, 65, 160, 256)
+"""Row counts, ascending: small ones, and those between which oneDNN with AMX was seen to change its order of sums."""
+_PROBED_COLUMNS = 8192  # of a weight on a CPU: more take memory and show nothing new; cuBLAS chooses by their number
+
+CALL_ROWS = 64
+"""Rows of a product's call, where calls need one size. Up to here a GPU takes as long as it reads the weights."""
+
+_PROMPT_TOKENS = 8
+_BESIDE = (1, 2, 7, 63)
+"""How many others a sequence is computed beside, to be compared with itself alone; and as many as a step can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Whether rows have the same bits in any batch, and how many a call computes (None: as many as there are)."""
+
+    are_invariant: bool
+    call_rows: int | None = None
+
+
+def set_up_device(config: EngineConfig, device: torch.device) -> None:
+    """Make cuBLAS sum each element in one piece. Call it before the device computes anything.
+
+    Without a workspace there is no place for the parts of a split sum; both variables are read once a process. The
+    flags forbid such sums in bf16 and fp16, which only cuBLASLt heeds, and parts that are rounded to 16 bits.
+    """
+    if config.batch_invariant and device.type == "cuda":
+        putenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        putenv("CUBLASLT_WORKSPACE_SIZE", "1")
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+
+
+def choose_products(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
+) -> Products:
+    """Return how products are computed; on a CPU, warn if their bits depend on the batch.
+
+    Raises InvalidConfigurationError if they do and config.batch_invariant is set.
+    """
+    if device.type == "cpu":
+        found = _on_cpu(config, model, device, dtype)
+    elif config.batch_invariant:
+        found = _on_gpu(config, model, device, dtype, backend)
+    else:
+        found = Products(are_invariant=False)
+    if isinstance(found, Products):
+        return found
+    if config.batch_invariant:
+        _refuse(found)
+    logger.warning("linear: the bits of answers depend on the batch: %s", found)
+    return Products(are_invariant=False)
+
+
+def _on_cpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Products | str:
+    """Return the products, or why they depend on the batch."""
+    if product_of(device, dtype, config.quantization) == "torch":
+        return "this torch has no oneDNN, whose products are also faster"
+    found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, config.quantization)
+    if found is None:
+        return Products(are_invariant=True)
+    return f"{found}; if this CPU has AMX, ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment turns it off"
+
+
+def _on_gpu(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
+) -> Products | str:
+    """Return the products, in calls of one size if need be, or why rows depend on the batch even so."""
+    if config.tensor_parallel_size > 1:
+        return "NCCL sums the terms of ranks in an order that depends on the number of rows"
+    if backend.name == "reference":
+        return "attention is 'reference', whose sums on a GPU depend on the lengths of sequences"
+    counts = sorted({*PROBED_ROWS, *batch_sizes(config.max_num_seqs), config.max_num_batched_tokens})
+    for call_rows in (None, CALL_ROWS):
+        try:
+            found = first_difference(linear_shapes(model), counts, device, dtype, call_rows=call_rows)
+        except RuntimeError as error:  # of a library or a GPU that no test has seen
+            found = f"products failed with {error}"
+        if found is None:
+            return Products(are_invariant=True, call_rows=call_rows)
+    assert found is not None
+    return found
+
+
+def first_difference(
+    shapes: Iterable[tuple[int, int]],
+    counts: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    call_rows: int | None = None,
+) -> str | None:
+    """Return which product (in, out) has other bits for some count of rows than for the last count, or None.
+
+    A probe, not a proof: it compares these counts, and on a CPU with all threads, all but one, half of them and one.
+    """
+    generator, num_threads = torch.Generator(device).manual_seed(0), torch.get_num_threads()
+    widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
+    min_rows = 1 if product_of(device, dtype, quantization).startswith("native") else MIN_ROWS
+
+    def rows(num_rows: int, num_columns: int) -> Tensor:
+        return torch.randn(num_rows, num_columns, generator=generator, dtype=dtype, device=device)
+
+    def depends(linear: Linear, x: Tensor, whole: Tensor, num_rows: int) -> bool:
+        last = pad(x[-num_rows:], (0, 0, 0, max(0, min_rows - num_rows)))  # the last, as these get other places, too
+        return not torch.equal(linear(last)[:num_rows], whole[-num_rows:])
+
+    try:
+        for num_in, num_out in shapes:
+            weight = rows(min(num_out, _PROBED_COLUMNS) if device.type == "cpu" else num_out, num_in)
+            bias, x = rows(1, len(weight))[0], rows(counts[-1], num_in)
+            # On a GPU a bias and a wide result are other kernels.
+            kinds = [(None, dtype)] if device.type == "cpu" else [(None, dtype), (bias, dtype), (None, torch.float32)]
+            for linear in (make_linear(weight, b, None, out, quantization, call_rows) for b, out in kinds):
+                whole = linear(x)
+                for width in widths if device.type == "cpu" else (num_threads,):
+                    torch.set_num_threads(width)
+                    native.set_num_threads(width)
+                    if found := next((count for count in counts if depends(linear, x, whole, count)), None):
+                        shape = f"{num_in} inputs, {num_out} outputs"
+                        return f"a row of a product ({shape}) has other bits among {found} rows than among {counts[-1]}"
+    finally:
+        torch.set_num_threads(num_threads)
+        native.set_num_threads(num_threads)
+    return None
+
+
+def check_model(
+    logits_of: Callable[[ScheduledBatch, slice], Tensor],
+    config: EngineConfig,
+    vocab_size: int,
+    num_blocks: int,
+    max_model_len: int,
+) -> None:
+    """Raise InvalidConfigurationError if a sequence has other logits in some step of the loaded model than alone.
+
+    `logits_of(batch, rows)` are those of rows of a step. Call it before any sequence owns a block.
+    """
+    length = min(_PROMPT_TOKENS, config.block_size, config.max_num_batched_tokens, max_model_len)
+    most = min(config.max_num_seqs, config.max_num_batched_tokens // length, num_blocks)
+    target, *others = (_sequence(index, length, vocab_size) for index in range(most))
+
+    def logits_beside(others: Sequence[SequenceState]) -> Tensor:
+        items = [ScheduledSequence(sequence, length - sequence.num_computed) for sequence in (*others, target)]
+        num_rows = sum(item.num_tokens for item in items)
+        return logits_of(ScheduledBatch(tuple(items)), slice(num_rows - 1, num_rows))
+
+    alone = logits_beside(())
+    for num_others in sorted({min(count, len(others)) for count in (*_BESIDE, len(others))}):
+        if not torch.equal(logits_beside(others[:num_others]), alone):
+            _refuse(f"a sequence has other logits beside {num_others} others than alone")
+    target.num_computed = length - 1
+    if not torch.equal(logits_beside(()), alone):
+        _refuse("a token has other logits in a step of its own than in that of its prompt")
+
+
+def _sequence(index: int, length: int, vocab_size: int) -> SequenceState:
+    """Return a sequence whose keys lie in the block of this index."""
+    token_ids = [(7 * index + 3 * i + 1) % vocab_size for i in range(length)]
+    return SequenceState(Request("probe", tuple(token_ids), SamplingParams(), seed=0), 0, token_ids, block_ids=[index])
+
+
+def _refuse(found: str) -> NoReturn:
+    raise InvalidConfigurationError(f"batch_invariant cannot be kept: {found}")

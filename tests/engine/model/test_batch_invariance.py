@@ -1,0 +1,249 @@
+"""The self-test of batch invariance passes where rows are independent, and sees each way in which they may not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptserve.engine import native
+from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model import batch_invariance
+from gptserve.engine.model.batch_invariance import (
+    CALL_ROWS,
+    PROBED_ROWS,
+    Products,
+    check_model,
+    choose_products,
+    first_difference,
+    set_up_device,
+)
+from gptserve.engine.model.linear import DenseLinear, PackedLinear
+from gptserve.engine.scheduling.sequence import ScheduledBatch
+from gptserve.weights.families import load_config
+from tests.engine.runs import make_config, make_engine
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPES = [(768, 2304), (3072, 768), (768, 768), (2048, 8192), (1024, 256)]
+
+
+def test_whatever_the_cpu_rows_are_independent_in_bf16() -> None:
+    assert first_difference(SHAPES, PROBED_ROWS, CPU, torch.bfloat16) is None
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without AVX512-BF16, or an installation without a compiler."""
+    monkeypatch.setattr(native, "supported_variants", lambda: ())
+
+
+@pytest.mark.usefixtures("without_native")
+def test_whatever_the_cpu_onednns_rows_are_independent_in_bf16() -> None:
+    assert first_difference(SHAPES, PROBED_ROWS, CPU, torch.bfloat16) is None
+
+
+@pytest.mark.usefixtures("without_native")
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
+def test_calls_of_any_number_of_rows_would_depend_on_it_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptserve.engine.model.linear._AMX_ROWS", 1000)
+    assert first_difference(SHAPES, PROBED_ROWS, CPU, torch.bfloat16) is not None
+
+
+def test_a_product_whose_rows_depend_on_their_number_is_seen(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute = PackedLinear.__call__
+
+    def depending(self: PackedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return compute(self, x, residual) * (1.0 if len(x) != 33 else 1.01)
+
+    assert first_difference([(64, 32)], PROBED_ROWS, CPU, torch.float32) is None
+    assert make_engine(tiny_gpt2, batch_invariant=True).info.batch_invariant
+    monkeypatch.setattr(PackedLinear, "__call__", depending)
+    found = "a row of a product (64 inputs, 32 outputs) has other bits among 33 rows than among 256"
+    assert first_difference([(64, 32)], PROBED_ROWS, CPU, torch.float32) == found
+    caplog.clear()
+    assert not make_engine(tiny_gpt2).info.batch_invariant
+    assert caplog.messages[0].startswith("linear: the bits of answers depend on the batch: a row of a product (")
+    with pytest.raises(InvalidConfigurationError, match=r"^batch_invariant cannot be kept: a row of .* among 33 rows"):
+        make_engine(tiny_gpt2, batch_invariant=True)
+
+
+def test_what_a_cpu_is_asked_for_does_not_change_its_numbers(tiny_gpt2: Path) -> None:
+    asked, plain = make_engine(tiny_gpt2, batch_invariant=True).info, make_engine(tiny_gpt2).info
+    assert asked == plain
+    assert plain.batch_invariant
+
+
+class Calls:
+    """Stands in for the products of a GPU, computed on a CPU: `multiply` gets x [rows, in] and the weight."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.rows = set[int]()
+
+        def noting(linear: DenseLinear, x: Tensor) -> Tensor:
+            self.rows.add(len(x))
+            y = multiply(x, linear._weight)
+            return y if linear._bias is None else y + linear._bias
+
+        monkeypatch.setattr(DenseLinear, "_multiply", noting)
+        monkeypatch.setattr(batch_invariance, "product_of", lambda *_: "torch")
+        monkeypatch.setattr(
+            batch_invariance, "make_linear", lambda w, b, a, out, q, rows: DenseLinear(w, b, a, call_rows=rows)
+        )
+        monkeypatch.setattr(torch, "Generator", lambda device: GENERATOR(CPU))
+        randn = torch.randn
+        monkeypatch.setattr(torch, "randn", lambda *sizes, device=CPU, **options: randn(*sizes, **options))
+
+
+GENERATOR = torch.Generator
+BACKEND = ReferenceAttention()
+BACKEND.name = "triton"
+
+
+def exact(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack([weight @ row.clone() for row in x])
+
+
+def by_number(x: Tensor, weight: Tensor) -> Tensor:
+    """Sums in another order in a small call, as a kernel that splits the sum among more programs does."""
+    return exact(x, weight) if len(x) >= CALL_ROWS else exact(x[:, :9], weight[:, :9]) + exact(x[:, 9:], weight[:, 9:])
+
+
+def by_place(x: Tensor, weight: Tensor) -> Tensor:
+    """Sums in another order in all rows after the first eight, whatever their number."""
+    return torch.cat([exact(x[:8], weight), exact(x[8:].flip(1), weight.flip(1))])
+
+
+def chosen_on_gpu(folder: Path, backend: Any = BACKEND, **options: Any) -> Products:
+    config = make_config(folder, **{"device": "cuda", "batch_invariant": True, "max_num_seqs": 4, **options})
+    return choose_products(config, replace(load_config(folder), vocab_size=9), CUDA, torch.float32, backend)
+
+
+def test_independent_products_of_a_gpu_are_called_with_the_rows_there_are(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch, exact)
+    assert chosen_on_gpu(tiny_gpt2, max_num_batched_tokens=300) == Products(are_invariant=True)
+    assert calls.rows == {2, 3, 4, 8, 9, 24, 33, 64, 65, 160, 256, 300}
+
+
+def test_products_of_a_gpu_that_depend_on_the_number_of_rows_get_calls_of_one_size(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch, by_number)
+    assert chosen_on_gpu(tiny_gpt2) == Products(are_invariant=True, call_rows=CALL_ROWS)
+    calls.rows.clear()
+    linear, x = DenseLinear(torch.randn(5, 16), torch.randn(5), call_rows=CALL_ROWS), torch.randn(150, 16)
+    assert torch.equal(linear(x)[148:], linear(x[148:]))
+    assert calls.rows == {CALL_ROWS}
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, r"a row of a product \(\d+ inputs, \d+ outputs\) has other bits among 1 rows than among 512"),
+        ({"tensor_parallel_size": 2}, "NCCL sums the terms of ranks in an order that depends on the number of rows"),
+        (
+            {"backend": ReferenceAttention()},
+            "attention is 'reference', whose sums on a GPU depend on the lengths of sequences",
+        ),
+    ],
+)
+def test_a_gpu_whose_rows_depend_on_the_batch_even_so_is_refused(
+    options: dict[str, Any], found: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Calls(monkeypatch, by_place)
+    with pytest.raises(InvalidConfigurationError, match=f"^batch_invariant cannot be kept: {found}$"):
+        chosen_on_gpu(tiny_gpt2, **options)
+
+
+def test_products_that_fail_on_a_gpu_are_told(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: Tensor, weight: Tensor) -> Tensor:
+        raise RuntimeError("requires the cuBLASLt backend")
+
+    Calls(monkeypatch, fail)
+    with pytest.raises(InvalidConfigurationError, match=r"kept: products failed with requires the cuBLASLt backend$"):
+        chosen_on_gpu(tiny_gpt2)
+
+
+def test_a_gpu_promises_nothing_unasked_and_is_not_set_up(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen_on_gpu(tiny_gpt2, batch_invariant=False) == Products(are_invariant=False)
+    monkeypatch.setattr(batch_invariance, "putenv", lambda name, value: pytest.fail(name))
+    set_up_device(make_config(tiny_gpt2, device="cuda"), CUDA)
+    set_up_device(make_config(tiny_gpt2, batch_invariant=True), CPU)
+
+
+def test_cublas_is_told_to_split_no_sums(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, told = torch.backends.cuda.matmul, dict[str, str]()
+    before = (
+        (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k),
+        (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k),
+    )
+    monkeypatch.setattr(batch_invariance, "putenv", told.__setitem__)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda name: told.update(library=name))
+    try:
+        set_up_device(make_config(tiny_gpt2, device="cuda", batch_invariant=True), CUDA)
+        assert told == {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1", "library": "cublaslt"}
+        for dtype in ("bf16", "fp16"):
+            name = f"allow_{dtype}_reduced_precision_reduction"
+            assert (getattr(matmul, name), getattr(matmul, name + "_split_k")) == (False, False)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize(
+    ("depends", "found"),
+    [
+        (lambda num_seqs, num_rows: num_seqs == 3, "a sequence has other logits beside 2 others than alone"),
+        (lambda num_seqs, num_rows: num_seqs == 5, "a sequence has other logits beside 4 others than alone"),
+        (lambda num_seqs, num_rows: num_rows == 1, "a token has other logits in a step of its own than in that of its"),
+    ],
+)
+def test_a_loaded_model_of_which_a_step_has_other_bits_is_refused(
+    depends: Callable[[int, int], bool], found: str, tiny_gpt2: Path
+) -> None:
+    runner = make_engine(tiny_gpt2)._runner
+    config = make_config(tiny_gpt2, batch_invariant=True, max_num_seqs=5)
+    sizes = config, runner.info.vocab_size, runner.info.num_blocks, runner.info.max_model_len
+
+    def logits_of(batch: ScheduledBatch, rows: slice) -> Tensor:
+        return runner._logits_of(config.block_size, batch, rows)
+
+    def depending(batch: ScheduledBatch, rows: slice) -> Tensor:
+        num_rows = sum(item.num_tokens for item in batch.items)
+        return logits_of(batch, rows) * (1.01 if depends(len(batch.items), num_rows) else 1.0)
+
+    check_model(logits_of, *sizes)
+    with pytest.raises(InvalidConfigurationError, match=f"^batch_invariant cannot be kept: {found}"):
+        check_model(depending, *sizes)
+
+
+@pytest.mark.parametrize(
+    "options", [{"block_size": 1}, {"max_num_seqs": 1, "max_num_batched_tokens": 3}, {"num_blocks": 1}]
+)
+def test_a_model_is_compared_in_the_smallest_steps_too(tiny_gpt2: Path, options: dict[str, Any]) -> None:
+    engine = make_engine(tiny_gpt2, **options)
+    runner, config, batches = engine._runner, make_config(tiny_gpt2, **options), list[ScheduledBatch]()
+
+    def logits_of(batch: ScheduledBatch, rows: slice) -> Tensor:
+        batches.append(batch)
+        return runner._logits_of(config.block_size, batch, rows)
+
+    check_model(logits_of, config, runner.info.vocab_size, runner.info.num_blocks, runner.info.max_model_len)
+    assert max(sum(item.num_tokens for item in batch.items) for batch in batches) <= config.max_num_batched_tokens
+
+
+def test_the_head_of_a_gpu_gives_fp32() -> None:
+    """On torch's meta device, which has shapes and types alone; the product itself exists on CUDA only."""
+    weight, x = (torch.empty(rows, 8, dtype=torch.bfloat16, device="meta") for rows in (20, 3))
+    for bias in (None, weight[:, 0]):
+        wide = DenseLinear(weight, bias, out_dtype=torch.float32)(x)
+        assert (wide.shape, wide.dtype) == ((3, 20), torch.float32)
+        assert DenseLinear(weight, bias)(x).dtype is torch.bfloat16
