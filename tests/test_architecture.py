@@ -73,6 +73,7 @@ WITH_TORCH = {
     "gptserve.engine.staging",
     "gptserve.weights.checkpoint",
     "gptserve.weights.mxfp4",
+    "gptserve.weights.pinned_ring",
     "gptserve.weights.storyteller.recipe.evaluate",
     "gptserve.weights.storyteller.recipe.evaluate_chat",
     "gptserve.weights.storyteller.recipe.train",

@@ -25,6 +25,7 @@ from gptserve.weights.errors import InvalidCheckpointError, foreign_code, shown
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import Family, Source
 from gptserve.weights.json_file import read_json_object
+from gptserve.weights.pinned_ring import copier
 from gptserve.weights.sharding import WHOLE, Share
 from gptserve.weights.source import require_safetensors
 
@@ -75,17 +76,19 @@ class Checkpoint:
         caller keeps, the one being made, and the part of a file it is made from.
         """
         num_bytes_read = 0
+        copies = copier(torch.device(device))
         for name, source in self._sources.items():
             make = torch.zeros if source.is_zero else torch.empty
             tensor = make(source.shape, dtype=dtype, device=device)
             if not source.is_zero:
-                self._fill(tensor, source)
+                self._fill(tensor, source, copies.copy)
+                copies.join()
             num_bytes_read += self._num_bytes(source)
             if progress is not None:
                 progress(num_bytes_read, self.num_bytes)
             yield name, tensor
 
-    def _fill(self, tensor: Tensor, source: Source) -> None:
+    def _fill(self, tensor: Tensor, source: Source, copy: Callable[[Tensor, Tensor], object]) -> None:
         """Copy the rows and columns of a source. What is not copied is not read: parts lie in mapped files."""
         order, row = None if source.row_order is None else torch.tensor(source.row_order), 0
         for part, _ in source.parts:
@@ -94,10 +97,12 @@ class Checkpoint:
             values = values if source.columns is None else values[:, slice(*source.columns)]
             end = row + len(values)
             if order is None:
-                tensor[row:end].copy_(values)
+                copy(tensor[row:end], values)
             else:
                 (places,) = torch.where((order >= row) & (order < end))
-                tensor[places.to(tensor.device)] = values[order[places] - row].to(tensor)
+                for run in places.tensor_split(torch.where(places.diff() > 1)[0] + 1):
+                    if len(run):
+                        copy(tensor[run[0] : run[-1] + 1], values[order[run] - row])
             row = end
             del values
 
