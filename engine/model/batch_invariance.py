@@ -104,7 +104,12 @@ def _on_gpu(
     if backend.name == "reference":
         return "attention is 'reference', whose sums on a GPU depend on the lengths of sequences"
     counts = sorted({*PROBED_ROWS, *batch_sizes(config.max_num_seqs), config.max_num_batched_tokens})
+    found = None
     for call_rows in (None, CALL_ROWS):
+        if found is not None:
+            logger.warning(
+                "linear: calls of %d rows, which are slower, are used instead of larger: %s", call_rows, found
+            )
         try:
             found = first_difference(linear_shapes(model), counts, device, dtype, call_rows=call_rows)
         except RuntimeError as error:  # of a library or a GPU that no test has seen

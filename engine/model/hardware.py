@@ -6,6 +6,7 @@ ModelRunner calls it.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,9 @@ from gptserve.engine.model.host_cpus import usable_cpus
 from gptserve.engine.model.linear import has_onednn
 
 logger = logging.getLogger(__name__)
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Linux has it while the driver is loaded; in containers, too, whether or not they were given a GPU."""
 
 _DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,8 +39,17 @@ def set_num_threads(config: EngineConfig) -> int:
 
 
 def choose_device(config: EngineConfig) -> torch.device:
+    """Return the device; for "auto" a GPU if torch sees one. Warn if the machine has one that torch does not see."""
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if _NVIDIA_DRIVER.exists():
+            logger.warning(
+                "device: 'cpu', which is slower, is used instead of 'cuda': this machine has NVIDIA's driver, but "
+                "torch %s sees no CUDA device",
+                torch.__version__,
+            )
+        return torch.device("cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidConfigurationError("device is 'cuda', but torch sees no CUDA device")
     return torch.device(config.device)

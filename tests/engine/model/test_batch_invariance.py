@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -135,10 +136,13 @@ def test_independent_products_of_a_gpu_are_called_with_the_rows_there_are(
 
 
 def test_products_of_a_gpu_that_depend_on_the_number_of_rows_get_calls_of_one_size(
-    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = Calls(monkeypatch, by_number)
     assert chosen_on_gpu(tiny_gpt2) == Products(are_invariant=True, call_rows=CALL_ROWS)
+    (message,) = caplog.messages
+    why = r"a row of a product \(\d+ inputs, \d+ outputs\) has other bits among 1 rows than among 512"
+    assert re.fullmatch(f"linear: calls of 64 rows, which are slower, are used instead of larger: {why}", message)
     calls.rows.clear()
     linear, x = DenseLinear(torch.randn(5, 16), torch.randn(5), call_rows=CALL_ROWS), torch.randn(150, 16)
     assert torch.equal(linear(x)[148:], linear(x[148:]))

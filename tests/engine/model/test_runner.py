@@ -16,6 +16,7 @@ from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model import hardware
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.model.memory import kv_bytes_per_token
@@ -188,6 +189,22 @@ def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(
     assert "missing or stale" in caplog.text
     with pytest.raises(InvalidConfigurationError, match="attention_backend 'cpu' cannot be used: its library"):
         make_engine(tiny_gpt2, attention_backend="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine on which torch sees no GPU")
+def test_a_gpu_that_torch_does_not_see_is_told(
+    tiny_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hardware, "_NVIDIA_DRIVER", tmp_path / "version")
+    for driver, device, num_warnings in ((False, "auto", 0), (True, "cpu", 0), (True, "auto", 1)):
+        if driver:
+            (tmp_path / "version").touch()
+        assert hardware.choose_device(EngineConfig(model_dir=tiny_gpt2, device=device)).type == "cpu"
+        assert len(caplog.messages) == num_warnings
+    assert caplog.messages == [
+        "device: 'cpu', which is slower, is used instead of 'cuda': this machine has NVIDIA's driver, but "
+        f"torch {torch.__version__} sees no CUDA device"
+    ]
 
 
 def test_without_onednn_the_loss_of_exactness_is_told(
