@@ -84,9 +84,9 @@ class ModelRunner:
         self._model = share.of_config(whole)
         specs = layer_specs(self._model, self.device)
         backend = choose_backend(config.attention_backend, self.device, dtype, specs, config.block_size)
-        operations = choose_operations(self._model, self.device, dtype)
         checkpoint = Checkpoint(config.model_dir, whole, share)
-        # After the checkpoint has shown the sizes to be true: it multiplies matrices of them.
+        # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
+        operations = choose_operations(self._model, self.device, dtype)
         products = choose_products(config, self._model, self.device, dtype, backend)
         self._ranks = Ranks(config, self.device) if share.size > 1 else None
         group = None if self._ranks is None else self._ranks.group
