@@ -10,7 +10,15 @@
 namespace {
 
 constexpr double REACHED = 1 - 2e-7;  // a mass short of top_p by the rounding of fp32 weights has reached it
-constexpr int LEVEL_BITS[] = {11, 11, 10};  // digits by which weights are selected, highest first: together a float
+constexpr uint32_t ONE = 0x3f800000;           // the bits of 1, the largest weight
+constexpr uint32_t SPARE = 64;
+
+// Weights are selected digit by digit, the highest first: `num` digits of so many bits.
+struct Digits {
+    int shift;
+    uint32_t num;
+};
+constexpr Digits LEVELS[] = {{17, ONE >> 17}, {8, 1 << 9}, {0, 1 << 8}};
 
 struct Adjustment {
     double frequency, presence;  // 0 is off
@@ -111,59 +119,95 @@ uint32_t bits_of(float weight) {
     return bits;
 }
 
-struct Selected {
-    float weight;      // the smallest that is kept
-    double mass;       // of the `count` largest
-};
-
-// Return the largest weight v for which the weights of at least v have this count, or this mass if count is 0; and the
-// mass of the `count` largest. Digit by digit: weights are not negative, so their bits ascend with them.
-Selected select(const float* weights, int64_t n, int64_t count, double mass, float* candidates) {
-    const float* left = weights;
-    int64_t num_left = n, num_above = 0;
-    double mass_above = 0;
-    uint32_t prefix = 0;
-    int shift = 32;
-    for (int bits : LEVEL_BITS) {
-        constexpr int MAX_DIGITS = 1 << 11;
-        int64_t counts[MAX_DIGITS] = {};
-        double masses[MAX_DIGITS] = {};
-        shift -= bits;
-        const uint32_t mask = (1u << bits) - 1;
-        for (int64_t i = 0; i < num_left; i++) {
-            const uint32_t digit = bits_of(left[i]) >> shift & mask;
-            counts[digit]++;
-            masses[digit] += left[i];
+// Add the weights up by the digit of their depth, or count them. The depth is how far the bits of a weight lie below
+// those of 1; it ascends as weights, none of which is negative or above 1, descend. `start` is the depth of digit 0.
+// Weights outside of the digits, such as the many zeros, go to spare places: in one place each would wait for the last.
+template <bool COUNTS>
+INLINE void add_by_digit(const float* weights, int64_t n, uint32_t start, Digits digits, double* sums) {
+    for (int64_t first = 0; first < n; first += SPARE) {
+        uint16_t places[SPARE];
+        for (uint32_t i = 0; i < SPARE; i++) {
+            const uint32_t digit = (ONE - bits_of(weights[first + i]) - start) >> digits.shift;
+            places[i] = digit < digits.num ? digit : digits.num + i;
         }
-        int digit = mask;
-        for (; digit > 0; digit--) {
-            const bool is_crossed = count ? num_above + counts[digit] >= count : mass_above + masses[digit] >= mass;
-            if (is_crossed && counts[digit]) break;
-            num_above += counts[digit];
-            mass_above += masses[digit];
-        }
-        prefix |= (uint32_t)digit << shift;
-        int64_t num = 0;
-        for (int64_t i = 0; i < num_left; i++)
-            if ((bits_of(left[i]) >> shift & mask) == (uint32_t)digit) candidates[num++] = left[i];
-        left = candidates;
-        num_left = num;
+        for (int64_t i = 0; i < SPARE; i++) sums[places[i]] += COUNTS ? 1.0 : weights[first + i];
     }
-    float weight;
-    memcpy(&weight, &prefix, 4);
-    return {weight, mass_above + (double)(count - num_above) * weight};
 }
 
-float floor_of(const Row& row, const float* weights, int64_t n, double total, float* candidates) {
+// Write the weights whose digit is 0, and zeros up to a multiple of SPARE; return how many these are together. It may
+// write where it has read.
+INLINE int64_t collect(const float* weights, int64_t n, uint32_t start, int shift, float* collected) {
+    int64_t num = 0;
+    constexpr int64_t GROUP = 2 * LANES;  // few weights have the digit, so most groups are passed over at once
+    for (int64_t first = 0; first < n; first += GROUP) {
+        int32_t is_here = 0;
+        for (int64_t i = 0; i < GROUP; i++) is_here |= (ONE - bits_of(weights[first + i]) - start) >> shift == 0;
+        if (!is_here) continue;
+        for (int64_t i = 0; i < GROUP; i++) {
+            const float weight = weights[first + i];
+            if ((ONE - bits_of(weight) - start) >> shift == 0) collected[num++] = weight;
+        }
+    }
+    for (; num % SPARE; num++) collected[num] = 0;
+    return num;
+}
+
+// Return the largest weight v for which the weights of at least v are as many as `enough`, or weigh as much; if all are
+// less, the smallest above 0. n is a multiple of SPARE.
+template <bool COUNTS>
+INLINE float select(const float* weights, int64_t n, double enough, float* candidates) {
+    const float* left = weights;
+    double above = 0;
+    uint32_t start = 0;
+    for (Digits digits : LEVELS) {
+        double sums[LEVELS[0].num + SPARE];
+        memset(sums, 0, (digits.num + SPARE) * sizeof(double));
+        add_by_digit<COUNTS>(left, n, start, digits, sums);
+        uint32_t last = 0;  // the digit that reaches enough, or the last one that occurs
+        double reached = above;
+        for (uint32_t digit = 0; digit < digits.num && reached < enough; digit++) {
+            if (sums[digit] == 0) continue;
+            last = digit;
+            above = reached;
+            reached += sums[digit];
+        }
+        start += last << digits.shift;
+        n = collect(left, n, start, digits.shift, candidates);
+        left = candidates;
+    }
+    const uint32_t bits = ONE - start;
+    float weight;
+    memcpy(&weight, &bits, 4);
+    return weight;
+}
+
+// Return the mass of the k largest weights, of which v is the smallest.
+INLINE double mass_of_largest(const float* weights, int64_t num_blocks, int64_t k, float v) {
+    double mass = 0;
+    int64_t num = 0;
+    for (int64_t block = 0; block < num_blocks; block++) {
+        const float* in = weights + block * BLOCK;
+        float kept[BLOCK];
+        int32_t num_kept = 0;
+        for (int64_t i = 0; i < BLOCK; i++) kept[i] = in[i] < v ? 0.0f : in[i];
+        for (int64_t i = 0; i < BLOCK; i++) num_kept += in[i] >= v;
+        mass += sum_of(kept);
+        num += num_kept;
+    }
+    return num > k ? mass - (double)(num - k) * v : mass;
+}
+
+INLINE float floor_of(const Row& row, const float* weights, int64_t n, double total, float* candidates) {
+    const int64_t num_blocks = blocks_of(n);
     float floor = row.min_p;  // the largest weight is 1
     if (row.top_k && row.top_k < n) {
-        const Selected kept = select(weights, n, row.top_k, 0, candidates);
-        floor = kept.weight > floor ? kept.weight : floor;
-        total = kept.mass;
+        const float kept = select<true>(weights, num_blocks * BLOCK, (double)row.top_k, candidates);
+        floor = kept > floor ? kept : floor;
+        if (row.top_p < 1.0) total = mass_of_largest(weights, num_blocks, row.top_k, kept);
     }
     if (row.top_p < 1.0) {
-        const Selected kept = select(weights, n, 0, REACHED * row.top_p * total, candidates);
-        floor = kept.weight > floor ? kept.weight : floor;
+        const float kept = select<false>(weights, num_blocks * BLOCK, REACHED * row.top_p * total, candidates);
+        floor = kept > floor ? kept : floor;
     }
     return floor;
 }

@@ -161,6 +161,16 @@ def test_the_ends_of_all_equal_rows_are_reached() -> None:
     assert choose(logits, filtered).tolist() == [0, 4999], "equals of the last one that is kept are kept"
 
 
+def test_filters_that_ask_for_more_tokens_than_there_are_keep_them_all() -> None:
+    logits = torch.full((64, 700), -math.inf)
+    logits[:, 100:700:100] = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    chosen = [Choice(noise=i / 64, temperature=2.0, top_k=40, top_p=0.9999) for i in range(64)]
+    tokens = choose(logits, chosen).tolist()
+    for row, choice, token in zip(logits, chosen, tokens, strict=True):
+        assert_drawn(row, choice, token)
+    assert set(tokens) == set(range(100, 700, 100))
+
+
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3])
 def test_a_tiny_temperature_takes_the_largest(temperature: float) -> None:
     logits = torch.tensor([[-300.0, 200.0, 199.0, -math.inf]])
