@@ -62,10 +62,8 @@ def has_onednn() -> bool:
 def product_of(device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None) -> Product:
     """Return what multiplies rows of this dtype on this device with weights of this dtype, or quantized so."""
     if quantization is not None:
-        has_kernel = device.type == "cpu" and native.supported_int8_variants()
-        # The kernel rounds to bf16 by an instruction of its own.
-        fits = dtype is torch.float32 or (dtype is torch.bfloat16 and native.supported_variants())
-        return "native_int8" if has_kernel and fits else "torch_int8"
+        fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        return "native_int8" if fits and native.supported_int8_variants() else "torch_int8"
     if device.type == "cpu" and dtype is torch.bfloat16 and native.supported_variants():
         return "native"
     return "onednn" if device.type == "cpu" and has_onednn() and dtype != torch.float16 else "torch"

@@ -1,10 +1,24 @@
-// Activations of 16 floats, elementwise, with AVX-512: the formulas of `activate` in engine/model/activation.py.
+// 16 floats with AVX-512: made of bf16 and made bf16, and the activations of `activate` in engine/model/activation.py.
 //
 // Sources include this file where they have chosen the instructions.
 
 #pragma once
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
+
+static inline __m512 widened(__m256i narrow) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+// Round to the nearest bf16, ties to even; NaN stays NaN. AVX512-BF16 has an instruction for it, AVX-512 has not.
+static inline __m256i narrowed(__m512 v) {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i all = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(all, 16));
+}
 
 // Return e^x within 2 ulp: x = n ln(2) + r with |r| < 0.35, and the Taylor series of e^r, whose first term left out is
 // below 6e-9. Beyond the range of fp32 it is 0 or infinity; NaN stays NaN.

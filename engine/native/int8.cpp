@@ -18,10 +18,10 @@
 #if defined(__x86_64__)
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,prefer-vector-width=512")
 #endif
 
 #define MULTIPLY_TILES "tdpbsud"
@@ -59,8 +59,7 @@ static inline __m512 load(const void* x, const float* factors, int64_t k) {
     if (WIDE) {
         y = _mm512_loadu_ps((const float*)x + k);
     } else {
-        const __m256i narrow = _mm256_loadu_si256((const __m256i*)((const bf16*)x + k));
-        y = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+        y = widened(_mm256_loadu_si256((const __m256i*)((const bf16*)x + k)));
     }
     return factors ? _mm512_mul_ps(y, _mm512_loadu_ps(factors + k)) : y;
 }
@@ -124,7 +123,7 @@ static void quantize(const void* x, const float* factors, int64_t size, int64_t 
 }
 
 void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    (p.linear.variant == AMX ? compute_tiles<Int8> : compute_vectors<Int8>)(p, from, to, panel, last);
+    (p.linear.variant == INT8_AMX ? compute_tiles<Int8> : compute_vectors<Int8>)(p, from, to, panel, last);
 }
 
 #ifdef __clang__
@@ -137,8 +136,8 @@ int best_int8_variant(bool has_amx) {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
         !__builtin_cpu_supports("avx512vnni"))
-        return NONE;
-    return has_amx ? AMX : VECTORS;
+        return 0;
+    return has_amx ? INT8_AMX : INT8_VNNI;
 }
 
 namespace {
@@ -197,6 +196,6 @@ void quantize_rows(Product& p, const void* x, bool wide) {
 
 void compute_int8(const Product&, int64_t, int64_t, int64_t, int64_t) {}
 void quantize_rows(Product&, const void*, bool) {}
-int best_int8_variant(bool) { return NONE; }
+int best_int8_variant(bool) { return 0; }
 
 #endif

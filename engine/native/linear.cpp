@@ -1,8 +1,9 @@
 // Products with packed weights, y = act(x W^T + b) + residual: a C ABI for __init__.py, and those in bf16 themselves.
 //
-// It knows no torch; the caller passes pointers. The instructions are chosen at run time: AVX512-BF16, or AMX on top.
-// A sum in bf16 starts at 0. In each piece of 32 elements AVX512-BF16 adds pair after pair, and AMX sums the piece from 0
-// before it adds it, so the two may differ in bits; both take denormals as 0. linear_kernel.h has the loops around them.
+// It knows no torch; the caller passes pointers. The instructions are chosen at run time: AVX-512 in fp32, AVX512-BF16,
+// or AMX. A sum in bf16 starts at 0. AVX-512 adds element after element, AVX512-BF16 pair after pair, and AMX sums each
+// piece of 32 elements from 0 before it adds it, so they may differ in bits; the last two take denormals as 0.
+// linear_kernel.h has the loops around them.
 //
 // Call nothing from std between the pragmas: the linker might keep the copy of an inline function that was compiled
 // here, with wide instructions, for all callers.
@@ -34,6 +35,16 @@ constexpr int64_t CHUNK_NS = 20000;
 #define MULTIPLY_TILES "tdpbf16ps"
 #include "linear_kernel.h"
 
+struct Bf16ByFma {
+    static __m512i dot(__m512i sum, __m512i x, __m512i weights) {
+        const __m512 even = _mm512_fmadd_ps(first(x), first(weights), (__m512)sum);
+        return (__m512i)_mm512_fmadd_ps(second(x), second(weights), even);
+    }
+    static __m512 first(__m512i pairs) { return (__m512)_mm512_slli_epi32(pairs, 16); }
+    static __m512 second(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)); }
+    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
+};
+
 struct Bf16 {
     static __m512i dot(__m512i sum, __m512i x, __m512i weights) {
         return (__m512i)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
@@ -42,7 +53,10 @@ struct Bf16 {
 };
 
 static void compute_bf16(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    (p.linear.variant == AMX ? compute_tiles<Bf16> : compute_vectors<Bf16>)(p, from, to, panel, last);
+    const int variant = p.linear.variant;
+    (variant == BF16_AMX   ? compute_tiles<Bf16>
+     : variant == BF16_DOT ? compute_vectors<Bf16>
+                           : compute_vectors<Bf16ByFma>)(p, from, to, panel, last);
 }
 
 #ifdef __clang__
@@ -66,16 +80,15 @@ static bool has_amx() {
 
 static int best_bf16_variant() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512bf16"))
-        return NONE;
-    return has_amx() ? AMX : VECTORS;
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("fma"))
+        return 0;
+    return !__builtin_cpu_supports("avx512bf16") ? BF16_FMA : has_amx() ? BF16_AMX : BF16_DOT;
 }
 
 #else
 
 static bool has_amx() { return false; }
-static int best_bf16_variant() { return NONE; }
+static int best_bf16_variant() { return 0; }
 static void compute_bf16(const Product&, int64_t, int64_t, int64_t, int64_t) {}
 
 #endif
@@ -87,13 +100,15 @@ static void compute_chunk(void* job, int64_t i) {
                                                 min_of(panel + p.panels_a_chunk, p.panels));
 }
 
+static bool uses_tiles(const Product& p) { return p.linear.variant == (p.quantized ? (int)INT8_AMX : (int)BF16_AMX); }
+
 // Cut a product into chunks that take some CHUNK_NS, or less so that each thread has several. All panels of the first
 // rows come first, then those of the next rows.
 static int64_t cut(Product& p) {
     p.rows_a_chunk = min_of(p.rows, max_of(32, ROW_BYTES / p.row_bytes / 32 * 32));
     const int64_t passes = (p.rows + p.rows_a_chunk - 1) / p.rows_a_chunk;
     const int64_t bytes = p.row_bytes * COLUMNS;  // two of them take as long as one multiplication in bf16
-    const int64_t panel_ns = bytes / 10 + bytes * p.rows_a_chunk / (p.linear.variant == AMX ? 1000 : 150);
+    const int64_t panel_ns = bytes / 10 + bytes * p.rows_a_chunk / (uses_tiles(p) ? 1000 : 150);
     const int64_t few = max_of(1, p.panels * passes / (4 * num_threads()));
     p.panels_a_chunk = max_of(p.panels * passes / MAX_CHUNKS + 1, min_of(few, CHUNK_NS / (panel_ns + 1)));
     p.chunks_a_pass = (p.panels + p.panels_a_chunk - 1) / p.panels_a_chunk;
@@ -126,7 +141,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 6; }
+EXPORT int native_abi() { return 7; }
 
 // The best variant of products in bf16, of which an element has 2 bytes, or in int8.
 EXPORT int native_best_variant(int64_t element_bytes) {

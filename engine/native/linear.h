@@ -17,7 +17,9 @@ constexpr int TILE = 16 * LINE;
 constexpr int STEP = 2 * TILE;            // bytes of a panel for LINE bytes of a row
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
-enum Variant { NONE = 0, VECTORS = 1, AMX = 2 };
+// 0: the CPU has none. One that has a variant has those before.
+enum Bf16Variant { BF16_FMA = 1, BF16_DOT = 2, BF16_AMX = 3 };
+enum Int8Variant { INT8_VNNI = 1, INT8_AMX = 2 };
 
 // A packed weight with what belongs to it; mirrored by __init__.py.
 struct Linear {
@@ -64,7 +66,7 @@ void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int
 // are valid until the calling thread quantizes others.
 void quantize_rows(Product& p, const void* x, bool wide);
 
-// int8.cpp's best Variant, given whether AMX may be used.
+// The best Int8Variant, given whether AMX may be used.
 int best_int8_variant(bool has_amx);
 
 extern "C" void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,

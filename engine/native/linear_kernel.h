@@ -27,11 +27,10 @@ static void finish(const Product& p, int64_t row, int rows, int64_t panel, const
             if (p.residual && p.wide_residual) {
                 y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, (const float*)p.residual + at));
             } else if (p.residual) {
-                const __m256i narrow = _mm256_maskz_loadu_epi16(mask, (const bf16*)p.residual + at);
-                y = _mm512_add_ps(y, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16)));
+                y = _mm512_add_ps(y, widened(_mm256_maskz_loadu_epi16(mask, (const bf16*)p.residual + at)));
             }
             if (p.wide) _mm512_mask_storeu_ps((float*)p.out + at, mask, y);
-            else _mm256_mask_storeu_epi16((bf16*)p.out + at, mask, (__m256i)_mm512_cvtneps_pbh(y));
+            else _mm256_mask_storeu_epi16((bf16*)p.out + at, mask, narrowed(y));
         }
     }
 }

@@ -11,10 +11,10 @@
 #if defined(__x86_64__)
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 #endif
 
 #include "activation.h"
@@ -24,16 +24,14 @@ constexpr int64_t LANES = 16;
 static inline __mmask16 mask_of(int64_t left) { return left < LANES ? (1 << left) - 1 : 0xffff; }
 
 static inline __m512 load(__mmask16 mask, const bf16* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+    return widened(_mm256_maskz_loadu_epi16(mask, p));
 }
 
 static inline void store(bf16* p, __mmask16 mask, __m512 v) {
-    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(v));
+    _mm256_mask_storeu_epi16(p, mask, narrowed(v));
 }
 
-static inline __m512 rounded(__m512 v) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16));
-}
+static inline __m512 rounded(__m512 v) { return widened(narrowed(v)); }
 
 // Call visit(i, mask) for each 16 elements of a vector; the mask has those that there are.
 template <class Visit>
