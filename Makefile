@@ -25,7 +25,7 @@ inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/*/*.cpp engi
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all clients check format bench image gpu help
+.PHONY: serve test test-all sanitize clients check format bench image gpu help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -35,6 +35,9 @@ test: $(venv)/developing  ## run the tests but the slow ones, or ARGS="tests/eng
 
 test-all: $(venv)/developing  ## run all tests that need no CUDA device
 	$(pytest) -m 'not gpu and not triton and not clients' $(ARGS)
+
+sanitize: $(venv)/developing  ## run the tests of the C++ under sanitizers; needs GCC
+	tests/sanitize.sh
 
 clients: $(venv)/developing  ## try the clients of other projects, each installed into build/clients; needs npm, too
 	$(bin)/python -m tests.clients.environments
