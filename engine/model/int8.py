@@ -36,6 +36,8 @@ _FAR_SHARE = 128
 """One element of a row in this many may lie beyond _STEP: 20 times the rest are 0.5 % of GPT-2's channels."""
 _LEVEL_BITS, _LEVELS = 20, 48
 """A row's scale is a power of two times 8/8 to 15/8. Its bound is at most 6 octaves below its largest element."""
+_EXACT_SHARE, _EXACT_SCALE, _LANES = 128, 4, 32
+"""One output in this many, if its scale is this many times the median one, is not quantized; its sums have 16 lanes."""
 _MIN_BOUND = 1e-30
 """In fp32, _STEP divided by less is infinite."""
 _INFINITY_BITS = 0x7F800000
@@ -105,6 +107,33 @@ def quantize_weight(weight: Tensor, factors: Tensor | None) -> Iterator[tuple[Te
         yield torch.where(is_finite[:, None], multiples, 0.0).to(torch.int8), scales
 
 
+def exact_outputs(scales: Tensor) -> Tensor:
+    """Return which outputs are not quantized, in ascending order, int64; `scales` is quantize_weight's, of all outputs.
+
+    Where a product is added to the residual stream, these are its outlier channels. They are most of the stream, so
+    their errors are most of its error.
+    """
+    finite = scales.nan_to_num(0.0)
+    largest = finite.sort(descending=True, stable=True).indices[: -(-len(scales) // _EXACT_SHARE)]
+    return largest[finite[largest] > _EXACT_SCALE * finite.median()].sort().values
+
+
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the fp32 products [rows, out] of fp32 rows [rows, in] and weights [out, in].
+
+    There are _LANES sums, in ascending order, and then the sums of their halves until one is left.
+    """
+    padding = (0, -x.shape[1] % _LANES)
+    pieces = (torch.split(functional.pad(t, padding), _LANES, dim=1) for t in (x, weight))
+    sums = torch.zeros(len(x), len(weight), _LANES, device=x.device)
+    for some, its_weights in zip(*pieces, strict=True):
+        sums += some[:, None] * its_weights
+    while sums.shape[2] > 1:
+        left, right = sums.chunk(2, dim=2)
+        sums = left + right
+    return sums[:, :, 0]
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return near and far multiples [rows, in] and scales [rows, 1] of fp32 rows: x is scale * (near + 128 * far).
 
@@ -157,6 +186,8 @@ class DenseInt8Linear:
         self._factors = column_factors(weight)
         pieces = zip(*quantize_weight(weight, self._factors), strict=True)
         self._values, self._scales = map(torch.cat, pieces)
+        self._exact = exact_outputs(self._scales)
+        self._exact_weight = weight[self._exact].float()
         self._bias, self._activation = None if bias is None else bias.float(), activation
         self._out_dtype = out_dtype or weight.dtype
 
@@ -165,5 +196,8 @@ class DenseInt8Linear:
         near, far, row_scales = quantize_rows(wide)
         sums = integer_product(near, self._values) + 128 * integer_product(far, self._values)
         y = sums * row_scales * self._scales
+        if len(self._exact):
+            exact = exact_product(x.float(), self._exact_weight)
+            y[:, self._exact] = torch.where(row_scales.isnan(), torch.nan, exact)
         y = activate(y if self._bias is None else y + self._bias, self._activation)
         return (y if residual is None else y + residual.float()).to(self._out_dtype)

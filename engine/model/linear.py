@@ -19,7 +19,7 @@ from torch.nn import functional
 from gptserve.engine import native
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.int8 import DenseInt8Linear, column_factors, quantize_weight
+from gptserve.engine.model.int8 import DenseInt8Linear, column_factors, exact_outputs, quantize_weight
 from gptserve.weights.config import Activation
 
 Product = Literal["native", "onednn", "torch", "native_int8", "torch_int8"]
@@ -163,9 +163,11 @@ class NativeLinear:
         self._kept: list[Tensor] = []
         known, supported = self._variants()
         self.weight = native.PackedWeight(
-            *self._pack(weight, bias),
-            *(self._num_in, self._num_out, native.ACTIVATIONS.index(activation)),
-            known.index(variant or supported[-1]) + 1,
+            num_in=self._num_in,
+            num_out=self._num_out,
+            activation=native.ACTIVATIONS.index(activation),
+            variant=known.index(variant or supported[-1]) + 1,
+            **self._pack(weight, bias),
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -186,16 +188,15 @@ class NativeLinear:
         """Return the library's variants and those that are supported."""
         return native.VARIANTS, native.supported_variants()
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> tuple[int | None, ...]:
-        """Return the addresses of weight, bias, scales and factors; the tensors are in _kept."""
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
+        """Return the members of PackedWeight that depend on the weight's dtype; addresses are of tensors in _kept."""
         assert weight.dtype is torch.bfloat16
-        return self._pack_rows([weight], weight.itemsize), self._pad_outputs(bias), None, None
+        return {"weight": self._pack_rows([weight], weight.itemsize), "bias": self._pad_outputs(bias)}
 
     def _pack_rows(self, pieces: Iterable[Tensor], itemsize: int) -> int:
         """Keep pieces [rows, in] of a weight, all but the last of whole panels, in the library's layout; return it."""
         sizes = self._num_in, self._num_out, itemsize
-        self._kept.append(torch.empty(self._library.native_packed_size(*sizes), dtype=torch.uint8))
-        start = address = self._kept[-1].data_ptr()
+        start = address = self._keep(torch.empty(self._library.native_packed_size(*sizes), dtype=torch.uint8))
         for piece in pieces:
             rows, (num_rows, num_in) = piece.contiguous(), piece.shape
             self._library.native_pack(rows.data_ptr(), num_in, num_rows, itemsize, address)
@@ -206,8 +207,13 @@ class NativeLinear:
         """Keep one number an output in fp32, padded with zeros, as the library reads whole vectors of them."""
         if values is None:
             return None
-        self._kept.append(functional.pad(values.float(), (0, -self._num_out % native.COLUMNS)))
-        return self._kept[-1].data_ptr()
+        return self._keep(functional.pad(values.float(), (0, -self._num_out % native.COLUMNS)))
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Keep a tensor that the library reads; return its address."""
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
 
 
 class NativeInt8Linear(NativeLinear):
@@ -217,7 +223,7 @@ class NativeInt8Linear(NativeLinear):
     def _variants() -> tuple[tuple[native.Variant, ...], tuple[native.Variant, ...]]:
         return native.INT8_VARIANTS, native.supported_int8_variants()
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> tuple[int | None, ...]:
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
         factors = column_factors(weight)
         scales: list[Tensor] = []
@@ -228,10 +234,17 @@ class NativeInt8Linear(NativeLinear):
                 yield piece
 
         packed = self._pack_rows(values(), torch.int8.itemsize)
-        if factors is not None:
-            self._kept.append(functional.pad(factors, (0, self._padding), value=1.0))
-        last = None if factors is None else self._kept[-1].data_ptr()
-        return packed, self._pad_outputs(bias), self._pad_outputs(torch.cat(scales)), last
+        all_scales = torch.cat(scales)
+        exact = exact_outputs(all_scales)
+        return {
+            "weight": packed,
+            "bias": self._pad_outputs(bias),
+            "scales": self._pad_outputs(all_scales),
+            "factors": None if factors is None else self._keep(functional.pad(factors, (0, self._padding), value=1.0)),
+            "exact": self._keep(functional.pad(weight[exact].float(), (0, self._padding))),
+            "exact_outputs": self._keep(exact.to(torch.int32)),
+            "num_exact": len(exact),
+        }
 
 
 class PackedLinear:

@@ -48,7 +48,9 @@ class PackedWeight(Structure):
     """Linear of linear.h."""
 
     _fields_ = members(
-        (c_void_p, "weight bias scales factors"), (c_int64, "num_in num_out"), (c_int32, "activation variant")
+        (c_void_p, "weight bias scales factors exact exact_outputs"),
+        (c_int64, "num_in num_out num_exact"),
+        (c_int32, "activation variant"),
     )
 
 

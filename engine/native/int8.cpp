@@ -3,10 +3,12 @@
 // The weights of an output are whole multiples, -127 to 127, of its scale. The elements of a row are multiples of a scale
 // of the row: its quantization depends on that row alone. Most multiples are -127 to 127. Up to one element in 128 may lie
 // beyond, so that few outliers do not make the rest coarse: it is 128 times a far part plus a near part. The words of 4
-// elements that have a far part are multiplied once more.
+// elements that have a far part are multiplied once more. Few outputs, those with by far the largest weights, are
+// products of numbers that are not quantized.
 //
 // Integer sums are exact, so that all variants and engine/model/int8.py, which says the same in torch, give the same bits:
 //   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; the rest as in bf16.
+// So does exact_product, by its order of sums.
 // AVX512-VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is subtracted with the
 // sums of the rows. A row with an element that is not finite gives NaN.
 
@@ -48,6 +50,11 @@ struct Int8 {
                 const __m512 scales = _mm512_loadu_ps(p.linear.scales + panel * COLUMNS + half * 16);
                 _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_set1_ps(q.scale)), scales));
             }
+        }
+        for (int64_t i = 0; i < p.linear.num_exact; i++) {
+            const int64_t column = p.linear.exact_outputs[i] - panel * COLUMNS;
+            if (column < 0 || column >= COLUMNS) continue;
+            for (int r = 0; r < rows; r++) sums[r * COLUMNS + column] = p.quantized[row + r].exact[i];
         }
     }
 };
@@ -122,6 +129,21 @@ static void quantize(const void* x, const float* factors, int64_t size, int64_t 
     row.far_sum = _mm512_reduce_add_epi32(far_sum);
 }
 
+// Return the product of a row and weights: 32 sums in ascending order, then the sum of their halves until one is left.
+template <bool WIDE>
+static float exact_product(const void* x, const float* weights, int64_t size) {
+    __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
+    for (int64_t k = 0; k < size; k += 32) {
+        low = _mm512_add_ps(low, _mm512_mul_ps(load<WIDE>(x, nullptr, k), _mm512_loadu_ps(weights + k)));
+        high = _mm512_add_ps(high, _mm512_mul_ps(load<WIDE>(x, nullptr, k + 16), _mm512_loadu_ps(weights + k + 16)));
+    }
+    float sums[16];
+    _mm512_storeu_ps(sums, _mm512_add_ps(low, high));
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
+}
+
 void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
     (p.linear.variant == INT8_AMX ? compute_tiles<Int8> : compute_vectors<Int8>)(p, from, to, panel, last);
 }
@@ -157,17 +179,24 @@ struct Quantization {
     bool wide;
     QuantizedRow* quantized;
     QuantizedRow::Far* far;
+    float* exact;
     uint8_t* near;
 };
 
 void quantize_chunk(void* job, int64_t chunk) {
     const Quantization& q = *(const Quantization*)job;
     for (int64_t i = chunk * q.rows_a_chunk; i < min_of(q.rows, (chunk + 1) * q.rows_a_chunk); i++) {
-        q.quantized[i].far = q.far + i * q.max_far;
+        QuantizedRow& row = q.quantized[i];
+        row.far = q.far + i * q.max_far;
+        row.exact = q.exact + i * q.linear.num_exact;
+        const uint8_t* x = q.x + i * q.x_bytes;
         int8_t* near = (int8_t*)q.near + i * q.row_bytes;
         __builtin_memset(near + q.size, 0, q.row_bytes - q.size);
-        (q.wide ? quantize<true> : quantize<false>)(q.x + i * q.x_bytes, q.linear.factors, q.size, q.max_far, near,
-                                                     q.quantized[i]);
+        (q.wide ? quantize<true> : quantize<false>)(x, q.linear.factors, q.size, q.max_far, near, row);
+        for (int64_t e = 0; e < q.linear.num_exact; e++) {
+            const float y = (q.wide ? exact_product<true> : exact_product<false>)(x, q.linear.exact + e * q.size, q.size);
+            row.exact[e] = row.scale == row.scale ? y : row.scale;  // NaN, if an element is not finite
+        }
     }
 }
 
@@ -175,7 +204,9 @@ void quantize_chunk(void* job, int64_t chunk) {
 
 void quantize_rows(Product& p, const void* x, bool wide) {
     const int64_t size = padded(p.linear.num_in, 32), max_far = (p.linear.num_in + 127) / 128;
-    const int64_t each = p.row_bytes + sizeof(QuantizedRow) + max_far * sizeof(QuantizedRow::Far);
+    const int64_t num_exact = p.linear.num_exact;
+    const int64_t each =
+        p.row_bytes + sizeof(QuantizedRow) + max_far * sizeof(QuantizedRow::Far) + num_exact * sizeof(float);
     if (memory.size < p.rows * each) {
         free(memory.data);
         memory.size = p.rows * each;
@@ -184,9 +215,10 @@ void quantize_rows(Product& p, const void* x, bool wide) {
     auto* near = (uint8_t*)memory.data;
     auto* quantized = (QuantizedRow*)(near + p.rows * p.row_bytes);
     auto* far = (QuantizedRow::Far*)(quantized + p.rows);
-    const int64_t rows_a_chunk = max_of(max_of(1, 32768 / size), p.rows / MAX_CHUNKS + 1);  // some 10 us
+    auto* exact = (float*)(far + p.rows * max_far);
+    const int64_t rows_a_chunk = max_of(max_of(1, 32768 / size / (1 + num_exact)), p.rows / MAX_CHUNKS + 1);  // some 10 us
     Quantization q = {p.linear, (const uint8_t*)x, size, size * (wide ? 4 : 2), max_far, p.row_bytes, p.rows, rows_a_chunk,
-                      wide, quantized, far, near};
+                      wide, quantized, far, exact, near};
     run_chunks(quantize_chunk, &q, (p.rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
     p.x = near;
     p.quantized = quantized;

@@ -27,7 +27,9 @@ struct Linear {
     const float* bias;      // [outputs, padded to whole panels], or null
     const float* scales;    // int8: what each output is multiplied by, padded alike; null in bf16
     const float* factors;   // int8: what each element of a row is multiplied by first, padded with 1; null for ones
-    int64_t num_in, num_out;
+    const float* exact;     // int8: the weights [num_exact][num_in, padded to 32] of outputs that are not quantized
+    const int32_t* exact_outputs;  // int8: which these are
+    int64_t num_in, num_out, num_exact;
     int32_t activation, variant;
 };
 
@@ -39,6 +41,7 @@ struct QuantizedRow {
     struct Far {
         int32_t word, bytes;   // its index in the row, and its four elements
     }* far;
+    float* exact;              // [num_exact] products with the weights that are not quantized
 };
 
 // One call of a Linear.

@@ -14,6 +14,8 @@ from gptserve.engine import native
 from gptserve.engine.model.int8 import (
     DenseInt8Linear,
     column_factors,
+    exact_outputs,
+    exact_product,
     integer_product,
     quantize_rows,
     quantize_weight,
@@ -52,6 +54,11 @@ def rows_of_all_kinds(num_in: int, dtype: torch.dtype) -> Tensor:
     x[7, 1:] = 0
     x[8] = torch.randn(num_in).exp() ** 4
     return x.to(dtype)
+
+
+def with_large_outputs(weight: Tensor) -> Tensor:
+    """Return a weight with one output in 200 twenty times as large."""
+    return with_outliers(weight.T).T.contiguous()
 
 
 @pytest.mark.parametrize("num_in", [1, 2, 127, 129, 1025, 3000])
@@ -106,6 +113,26 @@ def test_large_outputs_do_not_make_the_others_coarse() -> None:
     assert column_factors(weight) is None
 
 
+def test_by_far_the_largest_outputs_are_not_quantized() -> None:
+    """They write to the few large channels of the residual stream, as in GPT-2."""
+    weight, x = torch.randn(768, 300), torch.randn(8, 300)
+    weight[torch.tensor([700, 5, 37])] *= 20
+    weight[9] *= 3
+    weight[10] = torch.nan
+    linear = DenseInt8Linear(weight, None)
+    errors = (linear(x) - x @ weight.T).abs().amax(0)
+    assert (errors < 1e-3).nonzero().flatten().tolist() == [5, 37, 700]
+    weight[:20] *= 20
+    assert exact_outputs(weight.nan_to_num().abs().amax(1)).numel() == 6
+    assert exact_outputs(torch.zeros(3)).numel() == 0
+
+
+@pytest.mark.parametrize("num_in", [1, 31, 65])
+def test_exact_products_are_those_of_fp32(num_in: int) -> None:
+    x, weight = torch.randn(5, num_in), torch.randn(3, num_in)
+    torch.testing.assert_close(exact_product(x, weight), x @ weight.T, atol=1e-5, rtol=1e-5)
+
+
 def test_int8_is_near_the_product() -> None:
     weight, bias, x, residual = torch.randn(96, 768), torch.randn(96), torch.randn(8, 768), torch.randn(8, 96)
     for w, rows in ((weight, x), (with_outliers(weight), x), (weight, with_outliers(x))):
@@ -122,7 +149,7 @@ def test_int8_is_near_the_product() -> None:
 def test_the_kernel_has_the_bits_of_the_definition(
     variant: native.Variant, dtype: torch.dtype, num_in: int, num_out: int
 ) -> None:
-    weight = with_outliers(torch.randn(num_out, num_in)).to(dtype)
+    weight = with_large_outputs(with_outliers(torch.randn(num_out, num_in))).to(dtype)
     weight[num_out // 2] = 0
     bias, residual = torch.randn(num_out).to(dtype), torch.randn(40, num_out).to(dtype)
     x = rows_of_all_kinds(num_in, dtype)
@@ -143,6 +170,7 @@ def test_the_kernel_has_the_bits_of_the_definition_whatever_the_shape(variant: n
     dtype = draw.choice(DTYPES)
     x = (torch.randn(num_rows, num_in) * torch.randn(num_in).exp() ** draw.choice((0, 1, 3))).to(dtype)
     weight = (torch.randn(num_out, num_in) * torch.randn(num_in).exp() ** draw.choice((0, 1, 3))).to(dtype)
+    weight *= torch.randn(num_out, 1).exp() ** draw.choice((0, 1))
     native.set_num_threads(draw.randint(1, 4))
     y = NativeInt8Linear(weight, None, None, torch.float32, variant)(x)
     assert torch.equal(y, DenseInt8Linear(weight, None, None, torch.float32)(x))
@@ -161,6 +189,7 @@ def test_the_kernel_activates(variant: native.Variant, activation: Activation | 
 def test_what_is_not_finite_never_becomes_a_number(variant: native.Variant, dtype: torch.dtype, bad: float) -> None:
     """Neither in a row of x nor in a weight, and it stays in its row."""
     weight, x = torch.randn(40, 100).to(dtype), torch.randn(20, 100).to(dtype)
+    weight[2] *= 20
     before = NativeInt8Linear(weight, None, variant=variant)(x)
     spoilt = x.clone()
     spoilt[3, 99] = bad
@@ -178,8 +207,8 @@ def test_what_is_not_finite_never_becomes_a_number(variant: native.Variant, dtyp
 def test_a_row_of_the_kernel_has_the_same_bits_among_any_others(variant: native.Variant, seed: int) -> None:
     draw = random.Random(seed)
     num_in, num_out = draw.choice([7, 64, 300, 768, 3072]), draw.choice([5, 96, 250, 1000])
-    weight, activation = torch.randn(num_out, num_in).bfloat16(), draw.choice(native.ACTIVATIONS)
-    linear = NativeInt8Linear(weight, torch.randn(num_out), activation, variant=variant)
+    weight, activation = with_large_outputs(torch.randn(num_out, num_in)), draw.choice(native.ACTIVATIONS)
+    linear = NativeInt8Linear(weight.bfloat16(), torch.randn(num_out), activation, variant=variant)
     x, residual = with_outliers(torch.randn(300, num_in)).bfloat16(), torch.randn(300, num_out).bfloat16()
     plain, added = linear(x), linear(x, residual)
     for num_threads in (1, 2, 3, 7):
