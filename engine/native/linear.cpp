@@ -141,7 +141,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 7; }
+EXPORT int native_abi() { return 8; }
 
 // The best variant of products in bf16, of which an element has 2 bytes, or in int8.
 EXPORT int native_best_variant(int64_t element_bytes) {
