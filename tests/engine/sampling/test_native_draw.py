@@ -163,8 +163,8 @@ def test_the_ends_of_all_equal_rows_are_reached() -> None:
 
 def test_filters_that_ask_for_more_tokens_than_there_are_keep_them_all() -> None:
     logits = torch.full((64, 700), -math.inf)
-    logits[:, 100:700:100] = torch.randn(6, generator=torch.Generator().manual_seed(0))
-    chosen = [Choice(noise=i / 64, temperature=2.0, top_k=40, top_p=0.9999) for i in range(64)]
+    logits[:, 100:700:100] = 1e-3 * torch.arange(6)  # so close that their weights differ in the last digits alone
+    chosen = [Choice(noise=i / 64, temperature=1.0, top_k=7, top_p=0.9999) for i in range(64)]
     tokens = choose(logits, chosen).tolist()
     for row, choice, token in zip(logits, chosen, tokens, strict=True):
         assert_drawn(row, choice, token)
