@@ -16,6 +16,7 @@ all sequences decode. Prints a table and one JSON line.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -80,8 +81,7 @@ def main() -> None:
                 theirs = reference.to(device, getattr(torch, args.dtype))
                 others["transformers"] = partial(time_transformers, theirs)
             turns = Turns(engines, others, model, args)
-            rows = [row for batch in args.batch for kind in args.kinds for row in turns.measure(batch, kind)]
-    show(rows, [*others])
+            rows = measure_all(turns, args, [*others])
     result = json.dumps({"benchmark": "decode", **describe(next(iter(engines.values())), device, args), "rows": rows})
     print(result)
     if args.output is not None:
@@ -173,15 +173,16 @@ def time_transformers(model: Any, work: Work) -> float:
     return time.perf_counter() - start
 
 
-def show(rows: list[Row], others: list[str]) -> None:
-    """Print the rows; of the others tokens per second."""
-    columns = ["tokens_per_s", *others, "step_ms", "floor_ms", "of_floor"]
+def measure_all(turns: Turns, args: argparse.Namespace, others: list[str]) -> list[Row]:
+    """Print and return the rows; of the others tokens per second."""
+    columns, rows = ["tokens_per_s", *others, "step_ms", "floor_ms", "of_floor"], []
     print(f"{'batch':>5} {'kind':12} {'quantization':14}" + "".join(f"{name:>15}" for name in columns))
-    for row in rows:
-        print(
-            f"{row['batch']:>5} {row['kind']:12} {row['quantization']:14}"
-            + "".join(f"{row[c]:>15.2f}" for c in columns)
-        )
+    for batch, kind in itertools.product(args.batch, args.kinds):
+        for row in turns.measure(batch, kind):
+            rows.append(row)
+            figures = "".join(f"{row[column]:>15.2f}" for column in columns)
+            print(f"{row['batch']:>5} {row['kind']:12} {row['quantization']:14}{figures}", flush=True)
+    return rows
 
 
 def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
