@@ -82,7 +82,7 @@ def main() -> None:
                 others["transformers"] = partial(time_transformers, theirs)
             turns = Turns(engines, others, model, args)
             rows = measure_all(turns, args, [*others])
-    result = json.dumps({"benchmark": "decode", **describe(next(iter(engines.values())), device, args), "rows": rows})
+    result = json.dumps({"benchmark": "decode", **describe(engines, device, args), "rows": rows})
     print(result)
     if args.output is not None:
         args.output.write_text(result + "\n", encoding="utf-8")
@@ -185,15 +185,16 @@ def measure_all(turns: Turns, args: argparse.Namespace, others: list[str]) -> li
     return rows
 
 
-def describe(engine: Engine, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+def describe(engines: dict[str, Engine], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    info = next(iter(engines.values())).info
     return {
         **{name: value for name, value in vars(args).items() if name not in ("output", "peer_python")},
-        "dtype": engine.info.dtype,
-        "attention_backend": engine.info.attention_backend,
-        "product": engine.info.product,
+        "dtype": info.dtype,
+        "attention_backend": info.attention_backend,
+        "products": {name: engine.info.product for name, engine in engines.items()},
         "transformers": transformers.__version__,
         **versions(),
         "device": name,

@@ -1,6 +1,6 @@
 """Other engines with the same weights, each in a process and a Python environment of its own.
 
-    python -m bench.decode --peers ~/peers/bin/python --kinds greedy temperature
+    python -m bench.decode --peers openvino llama.cpp --peer-python ~/peers/bin/python
 
 `PEERS` names them. The environment needs, beside torch: openvino-genai and optimum-intel, llama-cpp-python and gguf.
 This file runs there as a script and imports nothing of gptserve: it converts the weights, says "ready" and then takes a

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests of the compiled libraries under sanitizers: `make sanitize`. Takes a few minutes, GCC and 1 GB of disk.
+# Run the tests of the compiled libraries under sanitizers: `make sanitize`.
 #
 # Each run has a copy of the tree in build/sanitize, with libraries compiled for it; Python finds the copy first. No
 # leaks are looked for: Python and torch have their own. ThreadSanitizer cannot see how libgomp orders torch's threads,

@@ -36,8 +36,10 @@ _FAR_SHARE = 128
 """One element of a row in this many may lie beyond _STEP: 20 times the rest are 0.5 % of GPT-2's channels."""
 _LEVEL_BITS, _LEVELS = 20, 48
 """A row's scale is a power of two times 8/8 to 15/8. Its bound is at most 6 octaves below its largest element."""
-_EXACT_SHARE, _EXACT_SCALE, _LANES = 128, 4, 32
-"""One output in this many, if its scale is this many times the median one, is not quantized; its sums have 16 lanes."""
+_EXACT_SHARE, _EXACT_SCALE = 128, 4
+"""One output in this many, if its scale is this many times the median one, is not quantized."""
+_LANES = 32
+"""A sum of products that are not quantized is made of as many sums."""
 _MIN_BOUND = 1e-30
 """In fp32, _STEP divided by less is infinite."""
 _INFINITY_BITS = 0x7F800000

@@ -131,4 +131,5 @@ def _mix(model: ModelConfig, experts: Experts, numbers: _Numbers, operations: Op
     source = StreamedTensors(tensors(), operations=operations)
     mixture = take_feed_forward(replace(model, experts=experts), source, "block")
     rows = [(numbers(num, model.hidden_size), numbers(num, model.hidden_size)) for num in _ROWS]
-    return torch.cat([mixture(x, residual) for x, residual in rows])
+    alone = mixture(rows[0][0])  # as where the next norm adds the residual
+    return torch.cat([alone, *(mixture(x, residual) for x, residual in rows)])

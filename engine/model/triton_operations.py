@@ -20,6 +20,8 @@ _TILES = {4: (16, 64, 32), 2: (64, 64, 64)}
 bits of a row do not either. In fp32 rows are multiplied without tensor cores, where empty ones cost time."""
 _COLUMNS = 1024
 """Of a row that one program computes."""
+_MIN_EXPERTS = 128
+"""A kernel has room for as many at least, so that one that computes with few is the one that computes with all."""
 
 
 class TritonOperations:
@@ -97,7 +99,7 @@ class TritonOperations:
             NUM_IN=num_in,
             NUM_OUT=num_out,
             PAIRS_PER_ROW=num_pairs // len(x),
-            EXPERTS=power_of_two(num_experts),
+            EXPERTS=max(_MIN_EXPERTS, power_of_two(num_experts)),
             ROWS=rows,
             COLUMNS=columns,
             DEPTH=depth,

@@ -1,4 +1,4 @@
-// 16 floats with AVX-512: made of bf16 and made bf16, and the activations of `activate` in engine/model/activation.py.
+// 16 floats with AVX-512: conversions from and to bf16, and the activations of `activate` in engine/model/activation.py.
 //
 // Sources include this file where they have chosen the instructions.
 

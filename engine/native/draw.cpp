@@ -238,7 +238,7 @@ INLINE int64_t token_of(const Draw& draw, int64_t index, float* scratch) {
     float* weights = scratch + 2 * num_blocks;
     float* candidates = weights + num_blocks * BLOCK;
     if (row.adjustment || row.allowed) {
-        // The copy stays in the cache of this core: reading its source in order is faster than here and there.
+        // The copy stays in the cache of this core: reading its source in order is faster than at scattered places.
         float* own = candidates + num_blocks * BLOCK;
         memcpy(own, logits, n * sizeof(float));
         if (row.adjustment) adjust(own, *row.adjustment);

@@ -8,7 +8,7 @@
 //
 // Integer sums are exact, so that all variants and engine/model/int8.py, which says the same in torch, give the same bits:
 //   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; the rest as in bf16.
-// So does exact_product, by its order of sums.
+// Products that are not quantized have the same bits everywhere, too: exact_product sums in one order.
 // AVX512-VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is subtracted with the
 // sums of the rows. A row with an element that is not finite gives NaN.
 
@@ -51,11 +51,15 @@ struct Int8 {
                 _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_set1_ps(q.scale)), scales));
             }
         }
-        for (int64_t i = 0; i < p.linear.num_exact; i++) {
-            const int64_t column = p.linear.exact_outputs[i] - panel * COLUMNS;
-            if (column < 0 || column >= COLUMNS) continue;
-            for (int r = 0; r < rows; r++) sums[r * COLUMNS + column] = p.quantized[row + r].exact[i];
+        int64_t i = 0, end = p.linear.num_exact;  // of the exact outputs, which ascend, find the panel's first one
+        while (i < end) {
+            const int64_t middle = (i + end) / 2;
+            if (p.linear.exact_outputs[middle] < panel * COLUMNS) i = middle + 1;
+            else end = middle;
         }
+        for (; i < p.linear.num_exact && p.linear.exact_outputs[i] < (panel + 1) * COLUMNS; i++)
+            for (int r = 0; r < rows; r++)
+                sums[r * COLUMNS + p.linear.exact_outputs[i] - panel * COLUMNS] = p.quantized[row + r].exact[i];
     }
 };
 

@@ -1,4 +1,4 @@
-"""How often each token stands in a sequence, which penalties ask for at every one of its tokens.
+"""How often each token stands in a sequence. Penalties ask for it at each new token.
 
 Counting a context anew takes longer than drawing from the logits, so a sequence keeps its counts. Torch-free;
 adjustments.py calls it.

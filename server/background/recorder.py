@@ -32,7 +32,7 @@ class Recorder:
 
     A job that starts took up in vain may be what ended those servers. Such suspects are submitted first, one at a time:
     the next one, and all that are no suspects, when it has made an output or has ended. So the innocent are cleared. Of
-    resumed jobs the engine gets no more than it computes at once: whoever only waits is not to blame.
+    resumed jobs the engine gets no more than it has seats for: whoever only waits for one is not to blame.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Recorder:
         if resumption is not None and resumption.requests:
             await self._submit(running, resumption)
         remaining_s = None if running.deadline is None else running.deadline - self._clock()
+        num_live = running.stream.num_live
         with expiring(running.stream, remaining_s):
             async for outputs in running.stream:
                 num_applied = 0
@@ -108,6 +109,9 @@ class Recorder:
                 finally:  # show the outputs before the one that failed
                     if num_applied:
                         await self._show(job, running, outputs[:num_applied])
+                if running.stream.num_live < num_live:
+                    num_live = running.stream.num_live
+                    self._room.set()
 
     async def _submit(self, running: RunningJob, resumption: Resumption) -> None:
         """Submit the requests when it is their turn and the engine's queue has room.
@@ -152,8 +156,6 @@ class Recorder:
         running.batches.append(outputs)
         job.status = "in_progress"
         self._clear(running)
-        if any(output.finish_reason is not None for output in outputs):
-            self._room.set()
         running.wake_readers()
 
     async def _finish(self, job: BackgroundJob, running: RunningJob, error: ServiceError | None) -> None:

@@ -89,7 +89,9 @@ def _kernels(build: Mapping[str, str], cpuinfo: Path) -> Finding:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     if not flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
         why = "the CPU has no AVX-512"
-    elif build["dtype"] != "bfloat16":
+    elif build["product"] == "torch_int8" and "avx512_vnni" not in flags:
+        why = "the CPU has no AVX512-VNNI"
+    elif build["product"] == "onednn" and build["dtype"] != "bfloat16":
         why = f"they compute in bfloat16, and --dtype is {build['dtype']}"
     else:
         why = "their library is missing: the installation compiles it where there is a C++ compiler"

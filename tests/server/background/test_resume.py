@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, Request
+from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, Request, TokenOutput
 from gptserve.server.background.job import READ_LIMIT, BackgroundRequest
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.background.records import OutputBatch
@@ -18,7 +19,7 @@ from gptserve.server.background.resumption import MAX_ATTEMPTS, SUSPECT_AFTER
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.errors import ServiceError
 from tests.server.background.server import Server, find, run, started
-from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient
+from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
 
 
 def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
@@ -168,10 +169,11 @@ def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path
 
 
 async def _all_submitted(server: Server, number: int) -> list[Request]:
-    """Return what the engine was given, once that are so many, and nobody has more to give."""
+    """Return what the engine was given once it has so many requests, and whoever noted an attempt has submitted."""
     await asyncio.to_thread(server.engine.wait_for, lambda: len(server.engine.submitted) >= number)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # whose turn it is has an attempt under way to the journal, which writes in turn
+    await server.journal.forget(["nobody's"])
+    await asyncio.sleep(0)
     return server.engine.submitted
 
 
@@ -240,6 +242,25 @@ def test_one_that_only_waited_while_servers_ended_is_not_blamed(tmp_path: Path) 
             assert waiting not in {request.prompt_token_ids[0] for request in await _all_submitted(server, 8)}
             await server.finish(last := find(server, jobs[waiting]))
             assert last.status == "completed"
+
+    run(test())
+
+
+def test_the_seats_of_choices_that_stop_early_are_taken_at_once(tmp_path: Path) -> None:
+    """Seven of eight choices end by a stop string, of which the engine knows nothing, while the last goes on."""
+
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        return say("a" if request.choice_index == 0 else "z")(request)
+
+    async def test() -> None:
+        async with started(Server(tmp_path)) as first:
+            jobs = {ord("a"): await first.begin(prompt="a", n=8, stop="z", max_tokens=50)}
+            jobs[ord("b")] = await first.begin(prompt="b", n=8, stop="z", max_tokens=50)
+        async with started(Server(tmp_path, engine=FakeEngineClient(reply, auto=False))) as second:
+            begun = (await _all_submitted(second, 8))[0].prompt_token_ids[0]
+            assert len(second.engine.submitted) == 8, "negative control: the other waits"
+            await second.advance(find(second, jobs[begun]), 1)
+            assert len(await _all_submitted(second, 16)) == 16
 
     run(test())
 

@@ -42,6 +42,8 @@ AVX512 = "avx512f avx512bw avx512dq avx512vl"
         ("onednn", "float32", "sse avx2 avx512f", "warn", "the CPU has no AVX-512"),
         ("onednn", "float32", AVX512, "warn", "they compute in bfloat16, and --dtype is float32"),
         ("onednn", "bfloat16", AVX512, "warn", "their library is missing"),
+        ("torch_int8", "bfloat16", AVX512, "warn", "the CPU has no AVX512-VNNI"),
+        ("torch_int8", "float32", f"{AVX512} avx512_vnni", "warn", "their library is missing"),
     ],
 )
 def test_slower_products_are_explained(
