@@ -35,7 +35,7 @@ PROBED_ROWS = (1, 2, 3, 8, 9, 24, 33, 64, 65, 160, 256)
 _PROBED_COLUMNS = 8192  # of a weight on a CPU: more take memory and show nothing new; cuBLAS chooses by their number
 
 CALL_ROWS = 64
-"""Rows of a product's call, where calls need one size. Up to here a GPU takes as long as it reads the weights."""
+"""Rows of a product's call, where calls need one size: so few that a GPU should still wait for the weights."""
 
 _PROMPT_TOKENS = 8
 _BESIDE = (1, 2, 7, 63)
