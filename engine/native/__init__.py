@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["avx512", "avx512_bf16", "avx512_vnni", "amx"]
 
-ABI = 8
+ABI = 9
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: tuple[Variant, ...] = ("avx512", "avx512_bf16", "amx")
 """Of products in bf16. The library's number of a variant is its index plus 1; a CPU that has one has those before."""
@@ -57,7 +57,8 @@ class PackedWeight(Structure):
 Functions = Mapping[str, tuple[Any, ...]]
 """By name, the type of a function's result (None: void), then those of its arguments."""
 FUNCTIONS: Functions = {
-    "native_best_variant": (c_int, c_int64),
+    "native_last_variant": (c_int, c_int64),
+    "native_fastest_variant": (c_int, c_int64),
     "native_packed_size": (c_int64, c_int64, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
@@ -79,16 +80,14 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def supported_variants() -> tuple[Variant, ...]:
-    """Return the variants of products in bf16 that are built and that this CPU has, the best last."""
-    found = _load()
-    return VARIANTS[: found.native_best_variant(2)] if found is not None else ()
+    """Return the variants of products in bf16 that are built and that this CPU has, the fastest last."""
+    return _supported(VARIANTS, 2)
 
 
 @functools.cache
 def supported_int8_variants() -> tuple[Variant, ...]:
     """Return those of products in int8."""
-    found = _load()
-    return INT8_VARIANTS[: found.native_best_variant(1)] if found is not None else ()
+    return _supported(INT8_VARIANTS, 1)
 
 
 @functools.cache
@@ -141,6 +140,14 @@ def open_library(module: str, abi_function: str, abi: int, functions: Functions)
         logger.warning("the compiled library %s is not used: %s", spec.origin, error)
         return None
     return found
+
+
+def _supported(variants: tuple[Variant, ...], element_bytes: int) -> tuple[Variant, ...]:
+    found = _load()
+    if found is None or not found.native_last_variant(element_bytes):
+        return ()
+    fastest = variants[found.native_fastest_variant(element_bytes) - 1]
+    return tuple(sorted(variants[: found.native_last_variant(element_bytes)], key=fastest.__eq__))
 
 
 def _load() -> ctypes.CDLL | None:

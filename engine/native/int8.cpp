@@ -30,7 +30,10 @@
 #include "linear_kernel.h"
 
 struct Int8 {
+    static constexpr int MAX_ROWS = 8;
     static __m512i dot(__m512i sum, __m512i x, __m512i weights) { return _mm512_dpbusd_epi32(sum, weights, x); }
+    template <int R>
+    static constexpr auto sum = sum_words<Int8, R>;
 
     static void finish_sums(const Product& p, int64_t row, int rows, int64_t panel, float* sums) {
         const uint8_t* weights = p.linear.weight + panel * p.row_bytes * COLUMNS;
@@ -158,7 +161,7 @@ void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int
 #pragma GCC pop_options
 #endif
 
-int best_int8_variant(bool has_amx) {
+int last_int8_variant(bool has_amx) {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
         !__builtin_cpu_supports("avx512vnni"))
@@ -232,6 +235,6 @@ void quantize_rows(Product& p, const void* x, bool wide) {
 
 void compute_int8(const Product&, int64_t, int64_t, int64_t, int64_t) {}
 void quantize_rows(Product&, const void*, bool) {}
-int best_int8_variant(bool) { return 0; }
+int last_int8_variant(bool) { return 0; }
 
 #endif

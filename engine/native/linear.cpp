@@ -1,7 +1,7 @@
 // Products with packed weights, y = act(x W^T + b) + residual: a C ABI for __init__.py, and those in bf16 themselves.
 //
 // It knows no torch; the caller passes pointers. The instructions are chosen at run time: AVX-512 in fp32, AVX512-BF16,
-// or AMX. A sum in bf16 starts at 0. AVX-512 adds element after element, AVX512-BF16 pair after pair, and AMX sums each
+// or AMX. Intel's CPUs multiply in fp32 as fast as AVX512-BF16 does, or twice as fast, so they take that before it. A sum in bf16 starts at 0. AVX-512 adds element after element, AVX512-BF16 pair after pair, and AMX sums each
 // piece of 32 elements from 0 before it adds it, so they may differ in bits; the last two take denormals as 0.
 // linear_kernel.h has the loops around them.
 //
@@ -35,20 +35,53 @@ constexpr int64_t CHUNK_NS = 20000;
 #define MULTIPLY_TILES "tdpbf16ps"
 #include "linear_kernel.h"
 
+// In fp32. Elements are widened once for all their products: two of a row or of a weight lie in a word, the first in
+// its lower half.
 struct Bf16ByFma {
-    static __m512i dot(__m512i sum, __m512i x, __m512i weights) {
-        const __m512 even = _mm512_fmadd_ps(first(x), first(weights), (__m512)sum);
-        return (__m512i)_mm512_fmadd_ps(second(x), second(weights), even);
-    }
+    static constexpr int MAX_ROWS = 12;
     static __m512 first(__m512i pairs) { return (__m512)_mm512_slli_epi32(pairs, 16); }
     static __m512 second(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)); }
+
+    template <int R>
+    static void sum(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, uint8_t* sums) {
+        __m512 sum[R][2];
+        float wide[2][R][16];
+        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+        for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
+            UNROLL for (int r = 0; r < R; r++) {
+                const __m512i pairs = _mm512_loadu_si512(x + r * row_bytes + k);
+                _mm512_storeu_ps(wide[0][r], first(pairs));
+                _mm512_storeu_ps(wide[1][r], second(pairs));
+            }
+            for (int line = 0; line < 16; line++) {
+                prefetch_lines(panel + line * LINE);
+                const __m512i left = _mm512_loadu_si512(panel + line * LINE);
+                const __m512i right = _mm512_loadu_si512(panel + TILE + line * LINE);
+                const __m512 weights[2][2] = {{first(left), first(right)}, {second(left), second(right)}};
+                UNROLL for (int i = 0; i < 2; i++) {
+                    UNROLL for (int r = 0; r < R; r++) {
+                        const __m512 all = _mm512_set1_ps(wide[i][r][line]);
+                        sum[r][0] = _mm512_fmadd_ps(all, weights[i][0], sum[r][0]);
+                        sum[r][1] = _mm512_fmadd_ps(all, weights[i][1], sum[r][1]);
+                    }
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            _mm512_storeu_ps(sums + r * 2 * LINE, sum[r][0]);
+            _mm512_storeu_ps(sums + r * 2 * LINE + LINE, sum[r][1]);
+        }
+    }
     static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
 };
 
 struct Bf16 {
+    static constexpr int MAX_ROWS = 8;
     static __m512i dot(__m512i sum, __m512i x, __m512i weights) {
         return (__m512i)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
     }
+    template <int R>
+    static constexpr auto sum = sum_words<Bf16, R>;
     static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
 };
 
@@ -78,17 +111,22 @@ static bool has_amx() {
 #endif
 }
 
-static int best_bf16_variant() {
+static int last_bf16_variant() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("fma"))
         return 0;
     return !__builtin_cpu_supports("avx512bf16") ? BF16_FMA : has_amx() ? BF16_AMX : BF16_DOT;
 }
 
+static int fastest_bf16_variant() {
+    const int last = last_bf16_variant();
+    return last == BF16_DOT && __builtin_cpu_is("intel") ? (int)BF16_FMA : last;
+}
+
 #else
 
 static bool has_amx() { return false; }
-static int best_bf16_variant() { return 0; }
+static int last_bf16_variant() { return 0; }
 static void compute_bf16(const Product&, int64_t, int64_t, int64_t, int64_t) {}
 
 #endif
@@ -141,11 +179,15 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 8; }
+EXPORT int native_abi() { return 9; }
 
-// The best variant of products in bf16, of which an element has 2 bytes, or in int8.
-EXPORT int native_best_variant(int64_t element_bytes) {
-    return element_bytes == 1 ? best_int8_variant(has_amx()) : best_bf16_variant();
+// The last variant that the CPU has of products in bf16, of which an element has 2 bytes, or in int8.
+EXPORT int native_last_variant(int64_t element_bytes) {
+    return element_bytes == 1 ? last_int8_variant(has_amx()) : last_bf16_variant();
+}
+
+EXPORT int native_fastest_variant(int64_t element_bytes) {
+    return element_bytes == 1 ? last_int8_variant(has_amx()) : fastest_bf16_variant();
 }
 
 // Bytes that a weight [num_out][num_in] takes packed.

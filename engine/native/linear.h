@@ -69,8 +69,8 @@ void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int
 // are valid until the calling thread quantizes others.
 void quantize_rows(Product& p, const void* x, bool wide);
 
-// The best Int8Variant, given whether AMX may be used.
-int best_int8_variant(bool has_amx);
+// The last Int8Variant that the CPU has, given whether AMX may be used.
+int last_int8_variant(bool has_amx);
 
 extern "C" void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                                 int width);

@@ -30,13 +30,17 @@ def info(folder: Path, **options: Any) -> EngineInfo:
     return make_engine(folder, **options).info
 
 
-def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it(
-    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model_dir=Path(), dtype="auto")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    for supported, dtype in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
-        assert info(tiny_gpt2, dtype="auto").dtype == dtype
+    for has_instruction, variants, dtype in (
+        (True, (), torch.bfloat16),
+        (False, ("avx512",), torch.bfloat16),
+        (False, (), torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=has_instruction: supported)
+        monkeypatch.setattr(native, "supported_variants", lambda variants=variants: variants)
+        assert hardware.choose_dtype(config, torch.device("cpu")) is dtype
 
 
 @pytest.mark.parametrize(
