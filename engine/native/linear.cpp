@@ -43,7 +43,7 @@ struct Bf16ByFma {
     static __m512 second(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)); }
 
     template <int R>
-    static void sum(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, uint8_t* sums) {
+    static void sum(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
         __m512 sum[R][2];
         float wide[2][R][16];
         UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
@@ -53,8 +53,9 @@ struct Bf16ByFma {
                 _mm512_storeu_ps(wide[0][r], first(pairs));
                 _mm512_storeu_ps(wide[1][r], second(pairs));
             }
+            const uint8_t* ahead = soon(panel, end);
             for (int line = 0; line < 16; line++) {
-                prefetch_lines(panel + line * LINE);
+                prefetch_lines(ahead + line * LINE);
                 const __m512i left = _mm512_loadu_si512(panel + line * LINE);
                 const __m512i right = _mm512_loadu_si512(panel + TILE + line * LINE);
                 const __m512 weights[2][2] = {{first(left), first(right)}, {second(left), second(right)}};

@@ -41,21 +41,27 @@ typedef void (*Finish)(const Product&, int64_t row, int rows, int64_t panel, con
 static const Finish FINISH[NUM_ACTIVATIONS] = {finish<IDENTITY>, finish<GELU>, finish<GELU_TANH>, finish<GELU_SIGMOID>,
                                                finish<RELU>,     finish<RELU2>, finish<SILU>,     finish<TANH>};
 
-// Fetch the lines of 32 outputs that lie this far ahead, some 400 ns at 20 GB/s, into the second cache.
-constexpr int AHEAD = 4 * STEP;
+// Return where the weights lie that will be due soon, some 400 ns at 20 GB/s, or `at` if they lie beyond `end`.
+static inline const uint8_t* soon(const uint8_t* at, const uint8_t* end) {
+    constexpr int AHEAD = 4 * STEP;
+    return end - at > AHEAD ? at + AHEAD : at;
+}
+
+// Fetch lines of 32 outputs into the second cache.
 static inline void prefetch_lines(const uint8_t* at) {
-    _mm_prefetch((const char*)(at + AHEAD), _MM_HINT_T1);
-    _mm_prefetch((const char*)(at + AHEAD + TILE), _MM_HINT_T1);
+    _mm_prefetch((const char*)at, _MM_HINT_T1);
+    _mm_prefetch((const char*)(at + TILE), _MM_HINT_T1);
 }
 
 // Sum R rows of x times a panel, word after word of 4 bytes.
 template <class Numbers, int R>
-static void sum_words(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, uint8_t* sums) {
+static void sum_words(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
     __m512i sum[R][2];
     UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
     for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
+        const uint8_t* ahead = soon(panel, end);
         UNROLL for (int line = 0; line < 16; line++) {
-            prefetch_lines(panel + line * LINE);
+            prefetch_lines(ahead + line * LINE);
             const __m512i left = _mm512_loadu_si512(panel + line * LINE);
             const __m512i right = _mm512_loadu_si512(panel + TILE + line * LINE);
             UNROLL for (int r = 0; r < R; r++) {
@@ -75,19 +81,21 @@ static void sum_words(const uint8_t* x, int64_t row_bytes, const uint8_t* panel,
 
 // Sum up to R rows of x times a panel.
 template <class Numbers, int R>
-static void sum_rows(int rows, const uint8_t* x, int64_t row_bytes, const uint8_t* panel, uint8_t* sums) {
-    if (rows == R) Numbers::template sum<R>(x, row_bytes, panel, sums);
-    else if constexpr (R > 1) sum_rows<Numbers, R - 1>(rows, x, row_bytes, panel, sums);
+static void sum_rows(int rows, const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end,
+                     uint8_t* sums) {
+    if (rows == R) Numbers::template sum<R>(x, row_bytes, panel, end, sums);
+    else if constexpr (R > 1) sum_rows<Numbers, R - 1>(rows, x, row_bytes, panel, end, sums);
 }
 
 template <class Numbers>
 static void compute_vectors(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
+    const uint8_t* end = p.linear.weight + last * p.row_bytes * COLUMNS;
     float sums[Numbers::MAX_ROWS * COLUMNS];
     for (; panel < last; panel++) {
         for (int64_t row = from; row < to; row += Numbers::MAX_ROWS) {
             const int rows = min_of(Numbers::MAX_ROWS, to - row);
             const uint8_t* weights = p.linear.weight + panel * p.row_bytes * COLUMNS;
-            sum_rows<Numbers, Numbers::MAX_ROWS>(rows, p.x + row * p.row_bytes, p.row_bytes, weights, (uint8_t*)sums);
+            sum_rows<Numbers, Numbers::MAX_ROWS>(rows, p.x + row * p.row_bytes, p.row_bytes, weights, end, (uint8_t*)sums);
             Numbers::finish_sums(p, row, rows, panel, sums);
             FINISH[p.linear.activation](p, row, rows, panel, sums);
         }
@@ -122,12 +130,6 @@ static void configure_tiles(int rows) {
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
 
-// Fetch a step of the weights that lies ahead, up to `end`.
-static inline void prefetch_step(const uint8_t* at, const uint8_t* end) {
-    if (end - at <= AHEAD) return;
-    UNROLL for (int i = 0; i < STEP; i += LINE) _mm_prefetch((const char*)(at + AHEAD + i), _MM_HINT_T0);
-}
-
 // Sum up to 16 rows of x, if TWO up to 32, times a panel.
 template <bool TWO>
 static void sum_tiles(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
@@ -138,7 +140,8 @@ static void sum_tiles(const uint8_t* x, int64_t row_bytes, const uint8_t* panel,
         TILE_ZERO(3);
     }
     for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
-        prefetch_step(panel, end);
+        const uint8_t* ahead = soon(panel, end);
+        UNROLL for (int i = 0; i < STEP; i += LINE) _mm_prefetch((const char*)(ahead + i), _MM_HINT_T0);
         TILE_LOAD(6, panel, LINE);
         TILE_LOAD(4, x + k, row_bytes);
         TILE_MULTIPLY(0, 4, 6);
