@@ -83,45 +83,28 @@ struct Attend {
 #include "cpu_paged_kernel.h"
 
 #if defined(__x86_64__)
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
+BEGIN_INSTRUCTIONS(WITH_AVX2)
 #define ISA avx2
 #define LANES 8
 #define ROWS 2
 #define FMA(a, b, c) ((Vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #include "cpu_paged_kernel.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
-#endif
+END_INSTRUCTIONS
+BEGIN_INSTRUCTIONS(WITH_AVX512)
 #define ISA avx512
 #define LANES 16
 #define ROWS 4
 #define FMA(a, b, c) ((Vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #include "cpu_paged_kernel.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_INSTRUCTIONS
 #endif
 
 enum Instructions { GENERIC = 0, AVX2 = 1, AVX512 = 2 };
 
 static int best_instructions() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+    if (has_avx512()) return AVX512;
+    if (has_avx2()) return AVX2;
 #endif
     return GENERIC;
 }

@@ -6,6 +6,7 @@
 
 #include "softmax.h"
 #include "team.h"
+#include "vectors.h"
 
 namespace {
 
@@ -267,8 +268,8 @@ int64_t token_generic(const Draw& d, int64_t i, float* s) { return token_of(d, i
 
 int64_t token_by_best(const Draw& draw, int64_t index, float* scratch) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return token_avx512(draw, index, scratch);
-    if (__builtin_cpu_supports("avx2")) return token_avx2(draw, index, scratch);
+    if (has_avx512()) return token_avx512(draw, index, scratch);
+    if (has_avx2()) return token_avx2(draw, index, scratch);
 #endif
     return token_generic(draw, index, scratch);
 }

@@ -19,12 +19,8 @@
 
 #if defined(__x86_64__)
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,prefer-vector-width=512")
-#endif
+#define WITH_VNNI WITH_AVX512 ",avx512vnni"
+BEGIN_INSTRUCTIONS(WITH_VNNI)
 
 #define MULTIPLY_TILES "tdpbsud"
 #include "linear_kernel.h"
@@ -155,17 +151,10 @@ void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int
     (p.linear.variant == INT8_AMX ? compute_tiles<Int8> : compute_vectors<Int8>)(p, from, to, panel, last);
 }
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_INSTRUCTIONS
 
 int last_int8_variant(bool has_amx) {
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512vnni"))
-        return 0;
+    if (!has_avx512() || !__builtin_cpu_supports("avx512vnni")) return 0;
     return has_amx ? INT8_AMX : INT8_VNNI;
 }
 

@@ -4,9 +4,6 @@
 // or AMX. Intel's CPUs multiply in fp32 as fast as AVX512-BF16 does, or twice as fast, so they take that before it. A sum in bf16 starts at 0. AVX-512 adds element after element, AVX512-BF16 pair after pair, and AMX sums each
 // piece of 32 elements from 0 before it adds it, so they may differ in bits; the last two take denormals as 0.
 // linear_kernel.h has the loops around them.
-//
-// Call nothing from std between the pragmas: the linker might keep the copy of an inline function that was compiled
-// here, with wide instructions, for all callers.
 
 #include "linear.h"
 
@@ -25,12 +22,8 @@ constexpr int64_t CHUNK_NS = 20000;
 
 #if defined(__x86_64__)
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
-#endif
+#define WITH_BF16 WITH_AVX512 ",avx512bf16"
+BEGIN_INSTRUCTIONS(WITH_BF16)
 
 #define MULTIPLY_TILES "tdpbf16ps"
 #include "linear_kernel.h"
@@ -93,11 +86,7 @@ static void compute_bf16(const Product& p, int64_t from, int64_t to, int64_t pan
                            : compute_vectors<Bf16ByFma>)(p, from, to, panel, last);
 }
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_INSTRUCTIONS
 
 // Return whether the CPU multiplies tiles and the system lets this process use them.
 static bool has_amx() {
@@ -113,9 +102,7 @@ static bool has_amx() {
 }
 
 static int last_bf16_variant() {
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("fma"))
-        return 0;
+    if (!has_avx512()) return 0;
     return !__builtin_cpu_supports("avx512bf16") ? BF16_FMA : has_amx() ? BF16_AMX : BF16_DOT;
 }
 

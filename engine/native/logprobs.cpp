@@ -5,6 +5,7 @@
 
 #include "softmax.h"
 #include "team.h"
+#include "vectors.h"
 
 namespace {
 
@@ -76,8 +77,8 @@ __attribute__((target("avx2"))) void score_avx2(const Scores& s, int64_t index) 
 void score_by_best(void* scores, int64_t index) {
     const Scores& s = *(const Scores*)scores;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return score_avx512(s, index);
-    if (__builtin_cpu_supports("avx2")) return score_avx2(s, index);
+    if (has_avx512()) return score_avx512(s, index);
+    if (has_avx2()) return score_avx2(s, index);
 #endif
     score_row(s, index);
 }

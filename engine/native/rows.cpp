@@ -2,20 +2,12 @@
 //
 // Each computes in fp32 and rounds to bf16 where engine/model/layers.py does, so that the two differ only by the order
 // of sums: here lane j sums every 16th element in ascending order, and the lanes are folded in halves.
-//
-// Call nothing from std between the pragmas: the linker might keep the copy of an inline function that was compiled
-// here, with wide instructions, for all callers.
 
 #include "program.h"
 
 #if defined(__x86_64__)
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
-#endif
+BEGIN_INSTRUCTIONS(WITH_AVX512)
 
 #include "activation.h"
 
@@ -143,11 +135,7 @@ static void gate(const Operation& op, const Program& program, const Step&, int64
                                         program.buffers[op.out].width);
 }
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END_INSTRUCTIONS
 
 const RowOperation ROW_OPERATIONS[NUM_KINDS] = {nullptr, nullptr, embed, add_position, norm, clamp, rotate, gate, add};
 

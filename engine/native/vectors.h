@@ -1,4 +1,4 @@
-// What code for vector registers begins with: the CPU's intrinsics, UNROLL and bf16.
+// What code for vector registers begins with: the CPU's intrinsics, the choice of instructions, UNROLL and bf16.
 
 #pragma once
 
@@ -17,6 +17,28 @@
 #endif
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#endif
+
+// Functions between BEGIN_INSTRUCTIONS and END_INSTRUCTIONS may use these; callers have asked has_... before. There,
+// call nothing from std: the linker might keep the copy of an inline function that was compiled there for all callers.
+#define PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define BEGIN_INSTRUCTIONS(names) PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
+#define END_INSTRUCTIONS PRAGMA(clang attribute pop)
+#define WITH_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,fma"
+#else
+#define BEGIN_INSTRUCTIONS(names) PRAGMA(GCC push_options) PRAGMA(GCC target(names))
+#define END_INSTRUCTIONS PRAGMA(GCC pop_options)
+#define WITH_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"
+#endif
+#define WITH_AVX2 "avx2,fma"
+
+#if defined(__x86_64__)
+static inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+static inline bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
 #endif
 
 // Sums stay in registers only if the loops over them are unrolled before the compiler assigns storage.
