@@ -37,7 +37,10 @@ setup(
             [f"engine/native/{name}.cpp" for name in ("draw", "int8", "linear", "logprobs", "program", "rows", "team")],
             [
                 f"engine/native/{name}.h"
-                for name in ("activation", "linear", "linear_kernel", "program", "softmax", "team", "vectors")
+                for name in (
+                    *("activation", "bf16_avx2", "floats_avx2", "floats_avx512", "linear", "linear_kernel"),
+                    *("linear_vectors", "program", "rows_kernel", "softmax", "team", "vectors"),
+                )
             ],
         ),
     ]

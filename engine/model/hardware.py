@@ -14,7 +14,7 @@ from gptserve.engine import native
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.host_cpus import usable_cpus
-from gptserve.engine.model.linear import has_onednn
+from gptserve.engine.model.linear import product_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         if config.dtype == "float16" and device.type == "cpu":
             raise InvalidConfigurationError("dtype 'float16' is not supported on the CPU; use 'bfloat16' or 'float32'")
-        is_packed = device.type == "cpu" and has_onednn()
-        if config.dtype == "bfloat16" and is_packed and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        by_onednn = product_of(device, torch.bfloat16) == "onednn"
+        if config.dtype == "bfloat16" and by_onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             raise InvalidConfigurationError("dtype 'bfloat16' is not supported by this CPU; use 'float32'")
         return _DTYPES[config.dtype]
     if device.type == "cuda":

@@ -1,7 +1,7 @@
 """The compiled parts of a step on a CPU: products in bf16 and int8, draws, logprobs, and the team of threads for them.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
-it, or on a CPU without AVX-512 (in int8 AVX512-VNNI), the supported variants are none and callers use what torch has.
+it, or on a CPU without AVX2 (in int8 AVX512-VNNI), the supported variants are none and callers use what torch has.
 Torch-free: callers pass addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
 """
 
@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["avx512", "avx512_bf16", "avx512_vnni", "amx"]
+Variant = Literal["avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"]
 
-ABI = 9
+ABI = 10
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
-VARIANTS: tuple[Variant, ...] = ("avx512", "avx512_bf16", "amx")
+VARIANTS: tuple[Variant, ...] = ("avx2", "avx512", "avx512_bf16", "amx")
 """Of products in bf16. The library's number of a variant is its index plus 1; a CPU that has one has those before."""
 INT8_VARIANTS: tuple[Variant, ...] = ("avx512_vnni", "amx")
 """Those of products in int8, of which all give the same bits."""

@@ -64,14 +64,9 @@ struct Int8 {
 
 // Return elements k to k + 15 of a row, times their factors.
 template <bool WIDE>
-static inline __m512 load(const void* x, const float* factors, int64_t k) {
-    __m512 y;
-    if (WIDE) {
-        y = _mm512_loadu_ps((const float*)x + k);
-    } else {
-        y = widened(_mm256_loadu_si256((const __m256i*)((const bf16*)x + k)));
-    }
-    return factors ? _mm512_mul_ps(y, _mm512_loadu_ps(factors + k)) : y;
+static inline Floats load(const void* x, const float* factors, int64_t k) {
+    const Floats y = WIDE ? load((const float*)x + k, 16) : load((const bf16*)x + k, 16);
+    return factors ? y * load(factors + k, 16) : y;
 }
 
 constexpr int LEVEL = 20;    // the bits of a float from here on, without its sign: an eighth of an octave

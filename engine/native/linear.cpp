@@ -1,9 +1,10 @@
 // Products with packed weights, y = act(x W^T + b) + residual: a C ABI for __init__.py, and those in bf16 themselves.
 //
-// It knows no torch; the caller passes pointers. The instructions are chosen at run time: AVX-512 in fp32, AVX512-BF16,
-// or AMX. Intel's CPUs multiply in fp32 as fast as AVX512-BF16 does, or twice as fast, so they take that before it. A sum in bf16 starts at 0. AVX-512 adds element after element, AVX512-BF16 pair after pair, and AMX sums each
-// piece of 32 elements from 0 before it adds it, so they may differ in bits; the last two take denormals as 0.
-// linear_kernel.h has the loops around them.
+// It knows no torch; the caller passes pointers. The instructions are chosen at run time: AVX2 or AVX-512 in fp32,
+// AVX512-BF16, or AMX. Intel's CPUs multiply in fp32 as fast as AVX512-BF16 does, or twice as fast, so they take that
+// before it. A sum in bf16 starts at 0. AVX2 and AVX-512 add element after element, with the same bits; AVX512-BF16 adds
+// pair after pair, and AMX sums each piece of 32 elements from 0 before it adds it, so their bits may differ; these two
+// take denormals as 0. linear_vectors.h and linear_kernel.h have the loops around them.
 
 #include "linear.h"
 
@@ -22,8 +23,18 @@ constexpr int64_t CHUNK_NS = 20000;
 
 #if defined(__x86_64__)
 
+BEGIN_INSTRUCTIONS(WITH_AVX2)
+namespace avx2 {
+#include "floats_avx2.h"
+#include "activation.h"
+#include "linear_vectors.h"
+#include "bf16_avx2.h"
+}  // namespace avx2
+END_INSTRUCTIONS
+
 #define WITH_BF16 WITH_AVX512 ",avx512bf16"
 BEGIN_INSTRUCTIONS(WITH_BF16)
+namespace avx512 {
 
 #define MULTIPLY_TILES "tdpbf16ps"
 #include "linear_kernel.h"
@@ -79,14 +90,16 @@ struct Bf16 {
     static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
 };
 
+}  // namespace avx512
+END_INSTRUCTIONS
+
 static void compute_bf16(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
     const int variant = p.linear.variant;
-    (variant == BF16_AMX   ? compute_tiles<Bf16>
-     : variant == BF16_DOT ? compute_vectors<Bf16>
-                           : compute_vectors<Bf16ByFma>)(p, from, to, panel, last);
+    (variant == BF16_AMX   ? avx512::compute_tiles<avx512::Bf16>
+     : variant == BF16_DOT ? avx512::compute_vectors<avx512::Bf16>
+     : variant == BF16_FMA ? avx512::compute_vectors<avx512::Bf16ByFma>
+                           : avx2::compute_vectors<avx2::Bf16ByFma>)(p, from, to, panel, last);
 }
-
-END_INSTRUCTIONS
 
 // Return whether the CPU multiplies tiles and the system lets this process use them.
 static bool has_amx() {
@@ -102,7 +115,7 @@ static bool has_amx() {
 }
 
 static int last_bf16_variant() {
-    if (!has_avx512()) return 0;
+    if (!has_avx512()) return has_avx2() ? BF16_AVX2 : 0;
     return !__builtin_cpu_supports("avx512bf16") ? BF16_FMA : has_amx() ? BF16_AMX : BF16_DOT;
 }
 
@@ -167,7 +180,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 9; }
+EXPORT int native_abi() { return 10; }
 
 // The last variant that the CPU has of products in bf16, of which an element has 2 bytes, or in int8.
 EXPORT int native_last_variant(int64_t element_bytes) {

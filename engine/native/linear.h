@@ -18,8 +18,10 @@ constexpr int STEP = 2 * TILE;            // bytes of a panel for LINE bytes of 
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
 // 0: the CPU has none. One that has a variant has those before.
-enum Bf16Variant { BF16_FMA = 1, BF16_DOT = 2, BF16_AMX = 3 };
+enum Bf16Variant { BF16_AVX2 = 1, BF16_FMA = 2, BF16_DOT = 3, BF16_AMX = 4 };
 enum Int8Variant { INT8_VNNI = 1, INT8_AMX = 2 };
+
+enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
 
 // A packed weight with what belongs to it; mirrored by __init__.py.
 struct Linear {

@@ -5,7 +5,6 @@
 
 #include "program.h"
 
-#include "linear.h"
 #include "team.h"
 
 constexpr int64_t ROW_CHUNK = 1 << 15;  // elements of a chunk: some 2 us a norm, longer than it takes to share it out
@@ -17,6 +16,7 @@ struct RowJob {
     const Step& step;
     const Operation* first;
     int64_t num_operations, rows_a_chunk;
+    const RowOperation* compute;
 };
 
 void compute_rows(void* shared, int64_t chunk) {
@@ -24,7 +24,7 @@ void compute_rows(void* shared, int64_t chunk) {
     const int64_t from = chunk * job.rows_a_chunk, end = from + job.rows_a_chunk;
     for (int64_t row = from; row < end && row < job.step.num_rows; row++)
         for (const Operation* op = job.first; op < job.first + job.num_operations; op++)
-            ROW_OPERATIONS[op->kind](*op, job.program, job.step, row);
+            job.compute[op->kind](*op, job.program, job.step, row);
 }
 
 void run_rows(const Program& program, const Step& step, const Operation* first, int64_t num_operations) {
@@ -33,7 +33,7 @@ void run_rows(const Program& program, const Step& step, const Operation* first, 
         widest = program.buffers[first[i].in].width > widest ? program.buffers[first[i].in].width : widest;
     int64_t rows_a_chunk = ROW_CHUNK / (widest * num_operations) + 1;
     if (rows_a_chunk < step.num_rows / MAX_CHUNKS + 1) rows_a_chunk = step.num_rows / MAX_CHUNKS + 1;
-    RowJob job = {program, step, first, num_operations, rows_a_chunk};
+    RowJob job = {program, step, first, num_operations, rows_a_chunk, row_operations(program.variant)};
     run_chunks(compute_rows, &job, (step.num_rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
 }
 
@@ -67,7 +67,7 @@ EXPORT void native_run(const Program* program, const Step* step) {
         } else if (first->kind == ATTEND) {
             attend(*program, *step, *first);
         } else {
-            while (op < end && ROW_OPERATIONS[op->kind]) op++;
+            while (op < end && op->kind > ATTEND) op++;
             run_rows(*program, *step, first, op - first);
         }
     }

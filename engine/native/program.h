@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#include "vectors.h"
+#include "linear.h"
 
 enum Kind {
     LINEAR,  // data: a Linear of linear.cpp
@@ -40,6 +40,7 @@ struct Program {
     const Operation* operations;
     int64_t num_operations;
     const Buffer* buffers;
+    int32_t variant;  // a Bf16Variant that the CPU has: its instructions compute the rows
 };
 
 // One call of a program.
@@ -83,5 +84,5 @@ struct Attend {
 
 typedef void (*RowOperation)(const Operation&, const Program&, const Step&, int64_t row);
 
-// By kind; null for those that do not compute row by row, and for all where the CPU's family has no AVX-512.
-extern const RowOperation ROW_OPERATIONS[NUM_KINDS];
+// By kind, with the instructions of a Bf16Variant; null for those that do not compute row by row.
+const RowOperation* row_operations(int variant);

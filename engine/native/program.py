@@ -63,7 +63,9 @@ class _Operation(Structure):
 class _Program(Structure):
     """Program of program.h."""
 
-    _fields_ = native.members((c_void_p, "operations"), (c_int64, "num_operations"), (c_void_p, "buffers"))
+    _fields_ = native.members(
+        (c_void_p, "operations"), (c_int64, "num_operations"), (c_void_p, "buffers"), (c_int32, "variant")
+    )
 
 
 class _Step(Structure):
@@ -75,8 +77,13 @@ class _Step(Structure):
 class Program:
     """Operations over buffers that are known by name; the caller allocates the buffers."""
 
-    def __init__(self, widths: dict[str, int]) -> None:
-        """Begin an empty program over buffers of these names and widths, in elements."""
+    def __init__(self, widths: dict[str, int], variant: native.Variant | None = None) -> None:
+        """Begin an empty program over buffers of these names and widths, in elements.
+
+        `variant` is one of native.supported_variants(), whose instructions compute all but products and attention; None
+        means the best.
+        """
+        self._variant = variant or native.supported_variants()[-1]
         self._numbers = {name: number for number, name in enumerate(widths)}
         self._buffers = (_Buffer * len(widths))(*(_Buffer(None, width) for width in widths.values()))
         self._operations: list[_Operation] = []
@@ -117,4 +124,5 @@ class Program:
         """The program as the library reads it; made by the first run, after the last `add`."""
         operations = (_Operation * len(self._operations))(*self._operations)
         self.keep(operations)
-        return _Program(addressof(operations), len(operations), addressof(self._buffers))
+        variant = native.VARIANTS.index(self._variant) + 1
+        return _Program(addressof(operations), len(operations), addressof(self._buffers), variant)

@@ -87,9 +87,9 @@ def _kernels(build: Mapping[str, str], cpuinfo: Path) -> Finding:
     if build["device"] != "cpu" or build["product"].startswith("native"):
         return "ok", f"products with weights: {build['product']}, the fastest for this device"
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    if not flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
-        why = "the CPU has no AVX-512"
-    elif build["product"] == "torch_int8" and "avx512_vnni" not in flags:
+    if not flags >= {"avx2", "fma"}:
+        why = "the CPU has no AVX2"
+    elif build["product"] == "torch_int8" and not flags >= {"avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}:
         why = "the CPU has no AVX512-VNNI"
     elif build["product"] == "onednn" and build["dtype"] != "bfloat16":
         why = f"they compute in bfloat16, and --dtype is {build['dtype']}"

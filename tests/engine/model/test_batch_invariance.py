@@ -40,7 +40,7 @@ def test_whatever_the_cpu_rows_are_independent_in_bf16() -> None:
 
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without AVX-512, or an installation without a compiler."""
+    """A CPU without AVX2, or an installation without a compiler."""
     monkeypatch.setattr(native, "supported_variants", lambda: ())
 
 

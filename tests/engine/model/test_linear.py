@@ -82,7 +82,7 @@ def test_the_cpu_gets_a_packed_linear() -> None:
 
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without AVX-512, or an installation without a compiler."""
+    """A CPU without AVX2, or an installation without a compiler."""
     monkeypatch.setattr(native, "supported_variants", lambda: ())
 
 
@@ -124,6 +124,8 @@ def bf16(*shape: int) -> Tensor:
     return torch.randn(*shape).bfloat16()
 
 
+AVX2_AND_AVX512: tuple[native.Variant, ...] = ("avx2", "avx512")
+
 ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), (257, 300)]
 """(in, out) around the multiples that the layout pads to."""
 
@@ -160,6 +162,33 @@ def test_native_equals_dense(variant: native.Variant, activation: Activation | N
     torch.testing.assert_close(y, expected, atol=2e-4, rtol=2**-7)  # where fp32 differs at a border: one step of bf16
     assert (y != expected).float().mean() < 0.02
     assert torch.equal(residual, kept)
+
+
+@pytest.mark.skipif("avx512" not in native.supported_variants(), reason="no AVX-512 here, or the library is not built")
+def test_avx2_and_avx512_compute_the_same_bits() -> None:
+    for activation in native.ACTIVATIONS:
+        for num_in, num_out in ODD_SIZES:
+            weight, bias = bf16(num_out, num_in), bf16(num_out)
+            x, residual = bf16(21, num_in), bf16(21, num_out)
+            for out_dtype in (torch.float32, torch.bfloat16):
+                by_avx2, by_avx512 = (
+                    NativeLinear(weight, bias, activation, out_dtype, variant) for variant in AVX2_AND_AVX512
+                )
+                for num_rows in range(1, 22):
+                    arguments = x[:num_rows], residual[:num_rows]
+                    assert torch.equal(by_avx2(*arguments), by_avx512(*arguments)), (activation, num_in, num_rows)
+
+
+@pytest.mark.skipif("avx512" not in native.supported_variants(), reason="no AVX-512 here, or the library is not built")
+@pytest.mark.parametrize("activation", native.ACTIVATIONS)
+def test_avx2_and_avx512_activate_every_number_of_bf16_alike(activation: Activation | None) -> None:
+    x = torch.zeros(2**16, 32).bfloat16()
+    x[:, 0] = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    by_avx2, by_avx512 = (
+        NativeLinear(torch.eye(32).bfloat16(), None, activation, torch.float32, variant)(x)
+        for variant in AVX2_AND_AVX512
+    )
+    assert torch.equal(by_avx2.view(torch.int32), by_avx512.view(torch.int32))
 
 
 def test_not_a_number_stays_in_its_row(variant: native.Variant) -> None:

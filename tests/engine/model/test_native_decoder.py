@@ -55,12 +55,30 @@ def test_other_products_leave_a_model_to_torch(
     assert obstacle(tiny_gpt2, caplog) == "its products are not those of engine/native"
 
 
-@pytest.mark.parametrize(
-    "shape", ["GPT-1", "GPT-2", "GPT-J", "BLOOM", "OPT 350M's layout", "Llama", "Qwen3", "Gemma 3, past its window"]
-)
+FAMILIES = ["GPT-1", "GPT-2", "GPT-J", "BLOOM", "OPT 350M's layout", "Llama", "Qwen3", "Gemma 3, past its window"]
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
 def test_families_without_experts_have_programs(shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, *SHAPES[shape])
     assert obstacle(tmp_path, caplog) is None
+
+
+@pytest.mark.skipif("avx512" not in native.supported_variants(), reason="this CPU has no AVX-512")
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_programs_give_the_same_bits_by_avx2_as_by_avx512(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention is computed by the same instructions."""
+    write_model(tmp_path, *SHAPES[shape])
+    requests = [make_request(str(i), [i + 1] * (3 + 9 * i), max_tokens=4, logprobs=3) for i in range(4)]
+
+    def told(variant: native.Variant) -> list[object]:
+        monkeypatch.setattr(native, "supported_variants", lambda: (variant,))
+        outputs = run(make_engine(tmp_path, dtype="bfloat16"), requests)
+        return [(output.token_ids, output.logprobs) for request in requests for output in outputs[request.request_id]]
+
+    assert told("avx2") == told("avx512")
 
 
 def test_the_embedded_model_has_programs(storyteller: Path, caplog: pytest.LogCaptureFixture) -> None:

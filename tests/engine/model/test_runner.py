@@ -43,6 +43,18 @@ def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it_fast(monkeypatch
         assert hardware.choose_dtype(config, torch.device("cpu")) is dtype
 
 
+def test_bf16_is_refused_where_neither_our_own_products_nor_onednns_compute_it(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN has it with AVX-512 only."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    if native.supported_variants():
+        assert info(tiny_gpt2, dtype="bfloat16").dtype == "bfloat16"
+    monkeypatch.setattr(native, "supported_variants", lambda: ())
+    with pytest.raises(InvalidConfigurationError, match=r"^dtype 'bfloat16' is not supported by this CPU"):
+        make_engine(tiny_gpt2, dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -31,7 +31,7 @@ def test_a_model_that_cannot_be_served_is_a_fail_and_status_1(run: Any) -> None:
     assert "/no/such/model" in out.splitlines()[-1]
 
 
-AVX512 = "avx512f avx512bw avx512dq avx512vl"
+AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,10 @@ AVX512 = "avx512f avx512bw avx512dq avx512vl"
     [
         ("native", "bfloat16", "amx_bf16", "ok", "native, the fastest for this device"),
         ("native_int8", "float32", "avx2", "ok", "native_int8, the fastest for this device"),
-        ("onednn", "float32", "sse avx2 avx512f", "warn", "the CPU has no AVX-512"),
+        ("onednn", "float32", "sse avx2", "warn", "the CPU has no AVX2"),
+        ("onednn", "bfloat16", "avx2 fma", "warn", "their library is missing"),
+        ("onednn", "float32", "avx2 fma", "warn", "they compute in bfloat16, and --dtype is float32"),
+        ("torch_int8", "float32", "avx2 fma avx_vnni", "warn", "the CPU has no AVX512-VNNI"),
         ("onednn", "float32", AVX512, "warn", "they compute in bfloat16, and --dtype is float32"),
         ("onednn", "bfloat16", AVX512, "warn", "their library is missing"),
         ("torch_int8", "bfloat16", AVX512, "warn", "the CPU has no AVX512-VNNI"),

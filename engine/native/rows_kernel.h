@@ -1,0 +1,111 @@
+// The operations of rows.cpp in 16 lanes, for one set of instructions: rows.cpp includes this file after its Floats.
+
+// Call visit(i, count) for each 16 elements of a vector; count says how many there are of them.
+template <class Visit>
+static inline void each(int64_t width, Visit visit) {
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) visit(i, 16);
+    if (i < width) visit(i, (int)(width - i));
+}
+
+static inline bf16* row_of(const Program& program, int32_t buffer, int64_t row) {
+    const Buffer& b = program.buffers[buffer];
+    return (bf16*)b.data + row * b.width;
+}
+
+static void embed(const Operation& op, const Program& program, const Step& step, int64_t row) {
+    const Table& table = *(const Table*)op.data;
+    const int64_t width = program.buffers[op.out].width;
+    const bf16* from = table.rows + step.token_ids[row] * width;
+    bf16* to = row_of(program, op.out, row);
+    const Floats scale = broadcast(table.scale);
+    each(width, [=](int64_t i, int count) { store(to + i, count, load(from + i, count) * scale); });
+}
+
+static void add_rows(const bf16* a, const bf16* b, bf16* out, int64_t width) {
+    each(width, [=](int64_t i, int count) { store(out + i, count, load(a + i, count) + load(b + i, count)); });
+}
+
+static void add_position(const Operation& op, const Program& program, const Step& step, int64_t row) {
+    const int64_t width = program.buffers[op.out].width;
+    const bf16* position = ((const Table*)op.data)->rows + step.positions[row] * width;
+    add_rows(row_of(program, op.in, row), position, row_of(program, op.out, row), width);
+}
+
+static void add(const Operation& op, const Program& program, const Step&, int64_t row) {
+    add_rows(row_of(program, op.in, row), row_of(program, op.residual, row), row_of(program, op.out, row),
+             program.buffers[op.out].width);
+}
+
+static void normalise(const Norm& norm, const bf16* in, bf16* out) {
+    const float width = norm.width;
+    Floats mean = broadcast(0), squares = broadcast(0);
+    if (norm.centred) {
+        each(norm.width, [&](int64_t i, int count) { mean = mean + load(in + i, count); });
+        mean = broadcast(sum_of(mean) / width);
+    }
+    each(norm.width, [&](int64_t i, int count) {
+        const Floats x = first(load(in + i, count) - mean, count);
+        squares = fma(x, x, squares);
+    });
+    const Floats factor = broadcast(1.f / __builtin_sqrtf(sum_of(squares) / width + norm.eps));
+    each(norm.width, [&](int64_t i, int count) {
+        Floats y = (load(in + i, count) - mean) * factor;
+        if (norm.weight) y = y * load(norm.weight + i, count);
+        if (norm.bias) y = y + load(norm.bias + i, count);
+        store(out + i, count, y);
+    });
+}
+
+static void norm(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Norm& norm = *(const Norm*)op.data;
+    const bf16* in = row_of(program, op.in, row) + norm.first;
+    bf16* out = row_of(program, op.out, row) + norm.first;
+    for (int64_t i = 0; i < norm.count; i++) normalise(norm, in + i * norm.width, out + i * norm.width);
+}
+
+static void clamp(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Floats high = broadcast(*(const float*)op.data), low = broadcast(0) - high;
+    const bf16* in = row_of(program, op.in, row);
+    bf16* out = row_of(program, op.out, row);
+    each(program.buffers[op.out].width, [=](int64_t i, int count) {  // NaN, the second operand, stays NaN
+        store(out + i, count, max(low, min(high, load(in + i, count))));
+    });
+}
+
+static void rotate(const Operation& op, const Program& program, const Step& step, int64_t row) {
+    const Rotation& rotation = *(const Rotation*)op.data;
+    const int64_t num_pairs = rotation.num_pairs;
+    const float* cosines = rotation.waves + step.positions[row] * 2 * num_pairs;
+    bf16* heads = row_of(program, op.out, row);
+    for (int64_t h = 0; h < rotation.num_heads; h++) {
+        bf16 *one = heads + h * rotation.head_size, *other = one + num_pairs;
+        each(num_pairs, [=](int64_t i, int count) {
+            const Floats a = load(one + i, count), b = load(other + i, count);
+            const Floats cosine = load(cosines + i, count), sine = load(cosines + num_pairs + i, count);
+            store(one + i, count, a * cosine - b * sine);
+            store(other + i, count, b * cosine + a * sine);
+        });
+    }
+}
+
+template <int ACTIVATION>
+static void gate_row(const bf16* in, bf16* out, int64_t width) {
+    each(width, [=](int64_t i, int count) {
+        const Floats gate = widened(narrowed(activate<ACTIVATION>(load(in + i, count))));
+        store(out + i, count, gate * load(in + width + i, count));
+    });
+}
+
+typedef void (*GateRow)(const bf16* in, bf16* out, int64_t width);
+static const GateRow GATE_ROWS[NUM_ACTIVATIONS] = {gate_row<IDENTITY>, gate_row<GELU>,  gate_row<GELU_TANH>,
+                                                   gate_row<GELU_SIGMOID>, gate_row<RELU>, gate_row<RELU2>,
+                                                   gate_row<SILU>,     gate_row<TANH>};
+
+static void gate(const Operation& op, const Program& program, const Step&, int64_t row) {
+    GATE_ROWS[*(const int32_t*)op.data](row_of(program, op.in, row), row_of(program, op.out, row),
+                                        program.buffers[op.out].width);
+}
+
+static const RowOperation ROW_OPERATIONS[NUM_KINDS] = {nullptr, nullptr, embed, add_position, norm, clamp, rotate, gate,
+                                                       add};
