@@ -32,7 +32,8 @@ class Recorder:
 
     A job that starts took up in vain may be what ended those servers. Such suspects are submitted first, one at a time:
     the next one, and all that are no suspects, when it has made an output or has ended. So the innocent are cleared. Of
-    resumed jobs the engine gets no more than it has seats for: whoever only waits for one is not to blame.
+    resumed jobs the engine gets no more than it has running slots and blocks for: whoever only waits for them is not
+    to blame.
     """
 
     def __init__(
@@ -143,7 +144,11 @@ class Recorder:
         if self._suspects:
             return self._suspects[0] is running
         num_begun = sum(job.stream.num_live for job in self._resumed)
-        return running in self._resumed or num_begun < self._service.engine.info.max_num_seqs
+        if running in self._resumed or num_begun == 0:
+            return True
+        info = self._service.engine.info
+        num_blocks = sum(_num_blocks(job, info.block_size) for job in (*self._resumed, running))
+        return num_begun < info.max_num_seqs and num_blocks <= info.num_blocks
 
     def _clear(self, running: RunningJob) -> None:
         if running in self._suspects:
@@ -175,3 +180,12 @@ class Recorder:
         job.running = None
         self._room.set()
         running.wake_readers()
+
+
+def _num_blocks(running: RunningJob, block_size: int) -> int:
+    """Return how many blocks the tokens so far of the choices that have not ended take, if none is shared."""
+    choices = zip(running.plan.requests, running.run.output.choices, strict=True)
+    live = (
+        len(request.prompt_token_ids) + choice.num_tokens for request, choice in choices if choice.finish_reason is None
+    )
+    return sum(-(-num_tokens // block_size) for num_tokens in live)

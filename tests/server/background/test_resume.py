@@ -246,6 +246,30 @@ def test_one_that_only_waited_while_servers_ended_is_not_blamed(tmp_path: Path) 
     run(test())
 
 
+def test_one_that_only_waited_for_blocks_while_servers_ended_is_not_blamed(tmp_path: Path) -> None:
+    """The cache holds the prompts of two jobs. The third is submitted when one of them ends."""
+    info = replace(INFO, num_blocks=16, max_num_seqs=8)
+
+    def server() -> Server:
+        return Server(tmp_path, engine=FakeEngineClient(auto=False, info=info))
+
+    async def test() -> None:
+        async with started(server()) as first:
+            jobs = {ord(text): await first.begin(prompt=text * 100, max_tokens=MAX_ATTEMPTS + 2) for text in "abc"}
+        for _ in range(MAX_ATTEMPTS + 1):
+            async with started(server()) as next_one:
+                begun = {request.prompt_token_ids[0] for request in await _all_submitted(next_one, 2)}
+                assert len(begun) == 2, "negative control: their servers end as often"
+                await next_one.advance(find(next_one, jobs[min(begun)]), 1)
+        [waiting] = {*jobs} - begun
+        async with started(server()) as last:
+            assert waiting not in {request.prompt_token_ids[0] for request in await _all_submitted(last, 2)}
+            await last.finish(job := find(last, jobs[waiting]))
+            assert job.status == "completed"
+
+    run(test())
+
+
 def test_the_seats_of_choices_that_stop_early_are_taken_at_once(tmp_path: Path) -> None:
     """Seven of eight choices end by a stop string, of which the engine knows nothing, while the last goes on."""
 
