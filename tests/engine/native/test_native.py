@@ -210,13 +210,11 @@ def test_without_the_library_there_is_no_variant(monkeypatch: pytest.MonkeyPatch
 
 def test_the_fastest_variant_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Intel's CPUs AVX512-BF16, which comes after plain AVX-512, is slower than it."""
-    library = SimpleNamespace(
-        native_last_variant=lambda itemsize: 2, native_fastest_variant=lambda itemsize: itemsize // 2
-    )
+    library = SimpleNamespace(native_last_variant=lambda itemsize: 3, native_fastest_variant=lambda itemsize: 2)
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_variants.__wrapped__() == ("avx512_bf16", "avx512")
+    assert native.supported_variants.__wrapped__() == ("avx2", "avx512_bf16", "avx512")
     library.native_fastest_variant = library.native_last_variant
-    assert native.supported_variants.__wrapped__() == ("avx512", "avx512_bf16")
+    assert native.supported_variants.__wrapped__() == ("avx2", "avx512", "avx512_bf16")
 
 
 def test_a_library_of_another_version_is_told_and_not_used(
