@@ -1,7 +1,7 @@
 """How many prompt tokens a step may compute while other sequences decode, so that prompts do not hold up their streams.
 
 A step takes about as long as one that only decodes, plus a time for each token of its chunks: parts of prompts, and of
-sequences that are recomputed. Both times are running averages of measured steps. Results do not depend on it, as a
+sequences that are recomputed. Both are known from running averages of measured steps. Results do not depend on it, as a
 sequence's tokens do not depend on how its prompt was cut.
 """
 
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
 _MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
+_CHUNK_SHARE = 0.75
+"""Chunks may add this share of the time of decoding. It is below 1, as steps vary: of a hundred at most one is to take
+more than twice as long as a step that only decodes."""
 _WEIGHT = 0.25  # of the newest step in an average
 _STEPS_BETWEEN = 16  # a step without chunks comes at least so often, so that the time of decoding is known
 _UNLIMITED = 1 << 30
@@ -54,15 +57,19 @@ class Pace:
 
 
 class PromptPace(Pace):
-    """Lets a step with chunks take at most twice as long as one without: chunks get as long as decoding does.
+    """Lets a step with chunks take less than twice as long as one without: chunks get 3/4 of the time of decoding.
 
-    They get more where more sequences wait for their first token than decode: as many times as long as there are of
-    those. So a burst of prompts is not computed in small pieces for the sake of a few streams.
+    They get more where nearly as many sequences wait for their first token as decode, or more: as many times the time
+    of decoding as there are of those. So a burst of prompts is not computed in small pieces for the sake of a few
+    streams.
     """
 
     def __init__(self) -> None:
         self._decode_seconds: float | None = None
-        self._seconds_per_chunk_token: float | None = None
+        # Two averages, whose ratio is the time of a token: one of ratios would count a prompt's last few tokens, which
+        # take longer each, like a whole chunk.
+        self._chunk_seconds: float | None = None
+        self._chunk_tokens: float | None = None
         self._num_steps_with_chunks = 0  # since the last one without
 
     def budget(self, num_tokens: int, num_decoding: int, num_others: int) -> Budget:
@@ -71,13 +78,13 @@ class PromptPace(Pace):
         return Budget(num_tokens, min(self.max_chunk_tokens(num_decoding, num_others), num_tokens - num_decoding))
 
     def max_chunk_tokens(self, num_decoding: int, num_others: int) -> int:
-        """Return how many tokens of chunks take about as long as decoding does."""
+        """Return how many tokens of chunks take about as long as they may."""
         if self._num_steps_with_chunks >= _STEPS_BETWEEN:
             return 0
-        if self._decode_seconds is None or self._seconds_per_chunk_token is None:
+        if self._decode_seconds is None or not self._chunk_seconds or self._chunk_tokens is None:
             return _UNLIMITED
-        seconds = self._decode_seconds * max(1.0, num_others / num_decoding)
-        return max(_MIN_CHUNK_TOKENS, int(seconds / self._seconds_per_chunk_token))
+        seconds = self._decode_seconds * max(_CHUNK_SHARE, num_others / num_decoding)
+        return max(_MIN_CHUNK_TOKENS, int(seconds * self._chunk_tokens / self._chunk_seconds))
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         num_chunk_tokens = sum(item.num_tokens for item in batch.items if item.sequence.num_uncomputed > 1)
@@ -87,8 +94,8 @@ class PromptPace(Pace):
             return
         self._num_steps_with_chunks += 1
         if self._decode_seconds is not None:
-            per_token = max(seconds - self._decode_seconds, 0.0) / num_chunk_tokens
-            self._seconds_per_chunk_token = max(_average(self._seconds_per_chunk_token, per_token), 1e-9)
+            self._chunk_seconds = _average(self._chunk_seconds, max(seconds - self._decode_seconds, 0.0))
+            self._chunk_tokens = _average(self._chunk_tokens, num_chunk_tokens)
 
 
 def _average(average: float | None, newest: float) -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+from collections.abc import Callable
+
 import pytest
 
 from gptserve.engine.request import Request, SamplingParams
@@ -14,10 +18,22 @@ CAP = 512
 
 
 class Machine:
-    """A scheduler with a pace, whose steps take the time that `decode_s` and `token_s` say."""
+    """A scheduler with a pace, whose steps take the time that `decode_s`, `chunks_s` and `token_s` say.
 
-    def __init__(self, *, decode_s: float, token_s: float, max_num_seqs: int = 8, pace: Pace | None = None) -> None:
-        self.decode_s, self.token_s = decode_s, token_s
+    chunks_s is the time that chunks take whatever their size. `factor` multiplies the time of a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        decode_s: float,
+        token_s: float,
+        chunks_s: float = 0.0,
+        factor: Callable[[], float] = lambda: 1.0,
+        max_num_seqs: int = 8,
+        pace: Pace | None = None,
+    ) -> None:
+        self.decode_s, self.token_s, self.chunks_s, self.factor = decode_s, token_s, chunks_s, factor
         self.now = 0.0
         self.num_requests = 0
         self.scheduler = Scheduler(
@@ -43,7 +59,8 @@ class Machine:
         batch = self.scheduler.schedule()
         num_chunk_tokens = sum(item.num_tokens for item in batch.items if item.sequence.num_uncomputed > 1)
         num_decoding = sum(item.sequence.num_uncomputed == 1 for item in batch.items)
-        self.now += self.decode_s + self.token_s * num_chunk_tokens
+        chunks_s = self.chunks_s + self.token_s * num_chunk_tokens if num_chunk_tokens else 0.0
+        self.now += self.factor() * (self.decode_s + chunks_s)
         self.finish(batch)
         return num_chunk_tokens, num_decoding
 
@@ -61,11 +78,40 @@ class Machine:
         self.scheduler.abort(str(self.num_requests - 1))
 
 
-def test_a_prompt_takes_as_long_as_decoding_in_each_step() -> None:
+def test_a_prompt_takes_three_quarters_of_the_time_of_decoding_in_each_step() -> None:
     machine = Machine(decode_s=1 / 8, token_s=1 / 1024)
     machine.learn(num_decoding=4)
-    machine.add(300)
-    assert [machine.step() for _ in range(4)] == [(128, 4), (128, 4), (44, 4), (0, 5)]
+    machine.add(200)
+    assert [machine.step() for _ in range(4)] == [(96, 4), (96, 4), (8, 4), (0, 5)]
+
+
+def test_of_steps_that_vary_only_one_in_a_hundred_takes_more_than_twice_the_median() -> None:
+    wobble = random.Random(0)
+    machine = Machine(decode_s=1 / 8, token_s=1 / 1024, factor=lambda: wobble.uniform(0.9, 1.1))
+    machine.learn(num_decoding=4)
+    seconds, num_chunks = [], 0
+    for i in range(600):
+        if i % 20 == 0:
+            machine.add(512)
+        start = machine.now
+        num_chunks += machine.step()[0] > 0
+        seconds.append(machine.now - start)
+        if i % 20 == 19:
+            machine.scheduler.abort(str(machine.num_requests - 1))
+    assert 120 < num_chunks < 300, "negative control: most steps only decode"
+    assert sorted(seconds)[593] <= 2 * statistics.median(seconds)
+
+
+def test_a_chunk_of_few_tokens_leaves_those_of_the_next_prompt_as_large() -> None:
+    machine = Machine(decode_s=1 / 8, token_s=1 / 1024, chunks_s=1 / 64)
+    machine.learn(num_decoding=4)
+    machine.add(1500)
+    size = [machine.step()[0] for _ in range(10)][-1]
+    machine.scheduler.abort(str(machine.num_requests - 1))
+    machine.add(2)
+    assert machine.step() == (2, 4)
+    machine.add(1000)
+    assert machine.step()[0] > 0.8 * size
 
 
 def test_a_prompt_without_company_takes_whole_steps() -> None:
@@ -107,5 +153,5 @@ def test_it_follows_the_time_of_decoding_although_prompts_never_pause() -> None:
     machine.add(1900, count=6)
     sizes = [machine.step()[0] for _ in range(160)]
     assert sizes[0] == 16
-    assert max(sizes[140:]) > 80
+    assert max(sizes[140:]) > 60
     assert sizes[100:151].count(0) == 3, "one step in seventeen only decodes, so that its time is known"
