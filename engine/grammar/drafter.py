@@ -16,6 +16,9 @@ class GrammarDrafter:
         self.max_step_tokens = MAX_DRAFTING_STEP_TOKENS if other is None else other.max_step_tokens
         self._other = other
 
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return sequence.matcher is not None or (self._other is not None and self._other.may_draft(sequence))
+
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         if sequence.matcher is not None:
             forced = sequence.matcher.forced(sequence.token_ids[sequence.num_prompt_tokens :])

@@ -31,6 +31,9 @@ class Drafter(Protocol):
     max_step_tokens: int
     """A step with drafts computes at most this many tokens, drafts included."""
 
+    def may_draft(self, sequence: SequenceState) -> bool:
+        """Whether `draft` may ever guess a token of a sequence, and reads its tokens for that."""
+
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         """Return 0 to max_tokens token ids of the model's vocabulary; max_tokens is at least 1."""
 
@@ -63,6 +66,9 @@ class PromptLookup:
         self.max_step_tokens = max_step_tokens
         self._lengths = range(max_ngram, MIN_NGRAM - 1, -1)
         self._indices: dict[SequenceState, _Index] = {}
+
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return True
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         token_ids = sequence.token_ids

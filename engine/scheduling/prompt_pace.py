@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 
 _MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
 _CHUNK_SHARE = 0.75
@@ -28,8 +28,9 @@ class Budget:
     chunk_tokens: int = _UNLIMITED
 
     def has_room_for(self, sequence: SequenceState) -> bool:
-        """Whether the step may compute a token of a sequence."""
-        return self.tokens > 0 and (self.chunk_tokens > 0 or sequence.num_uncomputed == 1)
+        """Whether the step may compute a token of a sequence; not of one whose last token is on its way."""
+        num_uncomputed = sequence.num_uncomputed
+        return self.tokens > 0 and (num_uncomputed == 1 or (num_uncomputed > 1 and self.chunk_tokens > 0))
 
     def take(self, sequence: SequenceState) -> int:
         """Return how many tokens of a sequence, which there is room for, the step computes."""
@@ -87,7 +88,7 @@ class PromptPace(Pace):
         return max(_MIN_CHUNK_TOKENS, int(seconds * self._chunk_tokens / self._chunk_seconds))
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
-        num_chunk_tokens = sum(item.num_tokens for item in batch.items if item.sequence.num_uncomputed > 1)
+        num_chunk_tokens = sum(item.num_tokens for item in batch.items if _is_chunk(item))
         if num_chunk_tokens == 0:
             self._decode_seconds = _average(self._decode_seconds, seconds)
             self._num_steps_with_chunks = 0
@@ -96,6 +97,10 @@ class PromptPace(Pace):
         if self._decode_seconds is not None:
             self._chunk_seconds = _average(self._chunk_seconds, max(seconds - self._decode_seconds, 0.0))
             self._chunk_tokens = _average(self._chunk_tokens, num_chunk_tokens)
+
+
+def _is_chunk(item: ScheduledSequence) -> bool:
+    return not item.needs_sampling or item.num_tokens - len(item.draft) > 1
 
 
 def _average(average: float | None, newest: float) -> float:

@@ -3,7 +3,8 @@
 A sequence has known tokens, of which the first num_computed are computed. Each step computes more of them, within a
 budget of tokens for the whole step. Chunked prefill, decoding, prefix hits, recomputation after preemption and replay
 all follow this rule. What is left of the budget verifies drafts: guesses at the tokens after the known ones.
-Torch-free and synchronous: Engine calls `schedule`, computes, and then calls `update` or `abandon`.
+Torch-free and synchronous: Engine calls `schedule`, computes, and then calls `update` or `abandon`. While it computes,
+`foresee` lets it call `schedule` for the next step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter, eq
 
 from gptserve.engine.request import FinishReason, Request
+from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.prompt_pace import Budget, Pace
@@ -44,7 +46,10 @@ class Scheduler:
 
     Blocks of known tokens are registered for sharing before the step that fills them, so that equal prompts admitted
     together are computed once. If the step fails, `abandon` takes that back. A block with draft tokens is registered
-    when all its tokens are accepted.
+    when all its tokens are accepted, one with a foreseen token when that is known.
+
+    Steps are computed in the order of `schedule`. So a block that is freed or offered for sharing while a step runs is
+    written and read by later steps only after that.
     """
 
     def __init__(
@@ -76,7 +81,8 @@ class Scheduler:
         self._live: dict[str, SequenceState] = {}
         self._suspects: set[SequenceState] = set()
         self._num_arrivals = 0
-        self._scheduled_at = 0.0
+        self._foreseen: ScheduledBatch | None = None
+        self._updated_at = 0.0
         self.stats = EngineStats()
         """The totals so far; the gauges stay 0."""
 
@@ -118,16 +124,15 @@ class Scheduler:
         return sequence
 
     def schedule(self) -> ScheduledBatch:
-        """Choose what the next step computes and allocate its blocks; empty only if there is no work.
+        """Choose what the next step computes and allocate its blocks; empty only if there is no work that can begin.
 
-        Call `update` or `abandon` before the next `schedule`.
+        Call `update` or `abandon` before the next `schedule`, or `foresee`.
         """
-        self._scheduled_at = self._clock()
-        self._blocks.begin_step()
+        scheduled_at, unfilled = self._clock(), self._blocks.begin_step()
         items: list[ScheduledSequence] = []
         if self._suspects:
             self._schedule_alone(min(self._suspects, key=_in_order_of_service), items)
-            return ScheduledBatch(tuple(items))
+            return ScheduledBatch(tuple(items), scheduled_at, unfilled)
         num_preemptions = self.stats.num_preemptions
         budget = self._new_budget()
         self._schedule_running(items, budget)
@@ -139,7 +144,22 @@ class Scheduler:
         if self._drafter is not None:
             num_scheduled = self._max_num_batched_tokens - budget.tokens
             self._add_drafts(items, self._drafter, min(budget.tokens, self._drafter.max_step_tokens - num_scheduled))
-        return ScheduledBatch(tuple(items))
+        return ScheduledBatch(tuple(items), scheduled_at, unfilled)
+
+    def foresee(self, batch: ScheduledBatch) -> bool:
+        """Count the step that runs as computed, so that `schedule` can plan the next one; return whether it can.
+
+        It cannot if the next step needs the tokens of this one, if it might preempt, as an end may make that needless,
+        or while there are suspects. Otherwise each sequence that goes on gets a foreseen token
+        (SequenceState.is_foreseen). If the real token ends the sequence, its part of the next step is void.
+        """
+        is_short_of_blocks = foresight.num_missing_blocks(self._running, self._blocks) > self._pool.num_free
+        is_needed = any(foresight.must_be_known(item, self._drafter) for item in batch.items)
+        if self._suspects or is_short_of_blocks or is_needed:
+            return False
+        foresight.foresee(batch, self._num_tokens_left)
+        self._foreseen = batch
+        return True
 
     def expire_waiting(self) -> list[SequenceState]:
         """End and return the sequences that have waited for max_queue_time_s; call it after `schedule`.
@@ -162,23 +182,31 @@ class Scheduler:
         if a sequence needs that token, it fails and its blocks are no longer shared. Sequences that were aborted during
         the step are skipped.
         """
-        self._pace.observe(batch, self._clock() - self._scheduled_at)
+        begun_at, self._updated_at = max(batch.scheduled_at, self._updated_at), self._clock()
+        if any(item.sequence.is_running for item in batch.items):  # a void step may have ended long ago
+            self._pace.observe(batch, self._updated_at - begun_at)
         sampling = [item for item in batch.items if item.needs_sampling]
-        for item in batch.items:
-            item.sequence.num_computed += item.num_tokens - len(item.draft)
+        if batch is not self._foreseen:
+            foresight.count_computed(batch)
+        self._foreseen = None
         results = zip(sampling, sampled, strict=True)
-        return [self._accept(item, token_ids) for item, token_ids in results if item.sequence.is_running]
+        progressed = [self._accept(item, token_ids) for item, token_ids in results if item.sequence.is_running]
+        self._blocks.register_known()
+        return progressed
 
-    def abandon(self, batch: ScheduledBatch) -> SequenceState | None:
+    def abandon(self, batch: ScheduledBatch, *, blames: bool = True) -> SequenceState | None:
         """Undo a step that raised: its sequences are recomputed, as the step may have stored anything.
 
         A convicted sequence ends instead and is returned. Blocks that the step was to fill are forgotten. Blocks that
-        earlier steps filled stay valid and shared.
+        earlier steps filled stay valid and shared. Without `blames` the step is undone for what one before it did.
         """
-        self._blocks.forget_unfilled()
+        self._blocks.forget_unfilled(batch.unfilled)
+        self._foreseen = None
         failed = [item.sequence for item in batch.items if item.sequence.is_running]
         for sequence in failed:
-            sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
+            foresight.drop_foreseen(sequence)
+            if blames:
+                sequence.blame = sequence.blame.step_raised(alone=len(batch.items) == 1)
             if sequence.blame.is_convicted:
                 self._end(sequence, FinishReason.ERROR)
                 return sequence
@@ -276,6 +304,7 @@ class Scheduler:
     def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence = item.sequence
+        foresight.drop_foreseen(sequence)
         if sampled[0] is None:
             self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
@@ -332,6 +361,7 @@ class Scheduler:
         return min(left, self._max_model_len - len(sequence.token_ids))
 
     def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
+        foresight.drop_foreseen(sequence)
         queue = self._running if sequence.is_running else self._waiting
         queue.remove(sequence)
         del self._live[sequence.request.request_id]

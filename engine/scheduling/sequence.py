@@ -23,6 +23,8 @@ class SequenceState:
     Invariants: token_ids only grows. num_computed < len(token_ids): the newest token is not computed yet. The keys and
     values of position p are in block_ids[p // block_size]. A waiting sequence has no blocks and num_computed is 0. One
     that has ended has a finish_reason and no blocks.
+    Scheduler.foresee makes exceptions while a step runs: the newest of token_ids may be foreseen, and then counts as
+    known; or all are computed, as the token on its way is the last one.
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
@@ -48,6 +50,11 @@ class SequenceState:
     def is_running(self) -> bool:
         """Whether it has a running slot: admission gives a sequence blocks; preemption and its end take them."""
         return bool(self.block_ids)
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether the newest token is foreseen: ~row, for the token that a running step samples in that row, from 0."""
+        return self.token_ids[-1] < 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -80,11 +87,12 @@ class ScheduledSequence:
     sequence: SequenceState
     num_tokens: int
     draft: tuple[int, ...] = ()
+    needs_sampling: bool = field(init=False)
+    """Whether the newest known token is computed, so that its logits give the next one."""
 
-    @property
-    def needs_sampling(self) -> bool:
-        """Whether the newest known token is computed, so that its logits give the next one; valid until `update`."""
-        return self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
+    def __post_init__(self) -> None:
+        needs_sampling = self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
+        object.__setattr__(self, "needs_sampling", needs_sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +100,13 @@ class ScheduledBatch:
     """What one step computes, each sequence at most once.
 
     A sequence may read blocks that another one fills in the same step: each layer stores all keys and values of the
-    step before it computes attention.
+    step before it computes attention. scheduled_at is on the scheduler's clock, in seconds. The blocks in `unfilled`
+    may be found already, and have yet to be filled by this step.
     """
 
     items: tuple[ScheduledSequence, ...]
+    scheduled_at: float = field(default=0.0, compare=False)
+    unfilled: list[int] = field(default_factory=list, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,8 @@ Scheduler calls it and decides which sequence gets blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.sequence import SequenceState
 
@@ -15,11 +17,13 @@ class SequenceBlocks:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._unfilled: list[int] = []  # registered for the latest step, which has yet to fill them
+        self._unfilled: list[int] = []
+        self._unknown: list[tuple[SequenceState, int, int]] = []  # positions that end with a foreseen token
 
-    def begin_step(self) -> None:
-        """Count the blocks registered so far as filled."""
-        self._unfilled.clear()
+    def begin_step(self) -> list[int]:
+        """Return the ScheduledBatch.unfilled of a new step, to which `register` adds from here on."""
+        self._unfilled = []
+        return self._unfilled
 
     def num_needed(self, sequence: SequenceState, num_more: int = 0) -> int:
         """Return how many blocks the known tokens of a sequence and num_more tokens after them take."""
@@ -64,12 +68,26 @@ class SequenceBlocks:
         sequence.block_ids.clear()
 
     def register(self, sequence: SequenceState, start: int, end: int) -> None:
-        """Make the blocks findable that known tokens at positions [start, end) complete."""
+        """Make the blocks findable that known tokens at positions [start, end) complete.
+
+        If the last of them is foreseen, `register_known` does it.
+        """
+        if sequence.is_foreseen:
+            self._unknown.append((sequence, start, end))
+            return
         block_size = self._pool.block_size
         for index in range(start // block_size, end // block_size):
             if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
                 self._unfilled.append(sequence.block_ids[index])
 
-    def forget_unfilled(self) -> None:
-        """Make the blocks unfindable that the latest step, which failed, was to fill."""
-        self._pool.forget(self._unfilled)
+    def register_known(self) -> None:
+        """Make the blocks findable that wait for tokens which were foreseen and are known now."""
+        known, self._unknown = self._unknown, []
+        for sequence, start, end in known:
+            if sequence.is_running:
+                self.register(sequence, start, end)
+
+    def forget_unfilled(self, unfilled: Iterable[int]) -> None:
+        """Make the blocks unfindable that a step, which failed, was to fill."""
+        self._pool.forget(unfilled)
+        self._unknown.clear()

@@ -178,6 +178,7 @@ def test_steps_that_compute_known_tokens_or_drafts_have_no_graph(tiny_gpt2: Path
     drafted = ScheduledSequence(decoding([4, 4], [2]).sequence, 3, draft=(4, 4))
     behind = decoding([6, 6, 6], [4])
     behind.sequence.num_computed = 1  # as after a preemption: its next token is known
+    behind = ScheduledSequence(behind.sequence, 1)
     for other in (ScheduledSequence(prompt, 1), drafted, behind):
         assert graphs.logits(ScheduledBatch((lone, other))) is None
 

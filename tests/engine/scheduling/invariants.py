@@ -43,7 +43,10 @@ def check_scheduler(scheduler: Scheduler, scheduled: Iterable[ScheduledSequence]
         assert queue == sorted(queue, key=attrgetter("order"))
     for sequence in everyone:
         assert sequence.finish_reason is None
-        assert 0 <= sequence.num_computed < len(sequence.token_ids) < scheduler._max_model_len
+        all_computed = scheduler._foreseen is not None and sequence.num_computed == len(sequence.token_ids)
+        assert 0 <= sequence.num_computed < len(sequence.token_ids) + all_computed <= scheduler._max_model_len
+        assert all(token_id >= 0 for token_id in sequence.token_ids[:-1])
+        assert not sequence.is_foreseen or (scheduler._foreseen is not None and sequence.is_running)
         assert tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == sequence.request.prompt_token_ids
     for sequence in waiting:
         assert sequence.num_computed == 0

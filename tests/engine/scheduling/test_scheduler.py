@@ -12,8 +12,9 @@ from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
+from gptserve.engine.scheduling.prompt_pace import Pace
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
+from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, SequenceState
 from tests.engine.scheduling.invariants import check_scheduler
 
 BLOCK_SIZE = 4
@@ -46,6 +47,9 @@ class Monomaniac:
 
     def __init__(self, guess: int) -> None:
         self._guess = guess
+
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return True
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         return (self._guess,) * max_tokens
@@ -721,3 +725,182 @@ def test_a_suspect_that_grows_takes_the_block_it_lacks_from_another() -> None:
     assert step(scheduler) == {"suspect": 16}
     assert step(scheduler) == {"suspect": 1}
     assert step(scheduler) == {"old": 17}
+
+
+# While a step runs
+
+
+def plan_ahead(scheduler: Scheduler, running: ScheduledBatch) -> ScheduledBatch:
+    """Schedule a step while one runs."""
+    assert scheduler.foresee(running)
+    check_scheduler(scheduler)
+    ahead = scheduler.schedule()
+    check_scheduler(scheduler, ahead.items)
+    return ahead
+
+
+def update(scheduler: Scheduler, batch: ScheduledBatch, *token_ids: int | None) -> list[Progress]:
+    progressed = scheduler.update(batch, [(token_id,) for token_id in token_ids])
+    check_scheduler(scheduler)
+    return progressed
+
+
+def test_a_step_is_planned_while_the_one_before_it_runs() -> None:
+    scheduler = make_scheduler()
+    sequences = [add(scheduler, name, range(n)) for n, name in enumerate("abc", 1)]
+    running = scheduler.schedule()
+    scheduler.abort("b")
+    ahead = plan_ahead(scheduler, running)
+    assert tokens_by_name(ahead) == {"a": 1, "c": 1}
+    assert [item.sequence.token_ids[-1] for item in ahead.items] == [~0, ~2], "each names its row in the running step"
+    assert [p.token_ids for p in update(scheduler, running, 5, 6, 7)] == [(5,), (7,)]
+    assert [sequence.token_ids for sequence in sequences] == [[0, 5], [0, 1], [0, 1, 2, 7]]
+    update(scheduler, ahead, 8, 9)
+    assert [sequence.token_ids for sequence in sequences] == [[0, 5, 8], [0, 1], [0, 1, 2, 7, 9]]
+
+
+def test_a_step_that_is_planned_ahead_admits_and_computes_prompts() -> None:
+    scheduler = make_scheduler(budget=8)
+    add(scheduler, "a", range(3))
+    add(scheduler, "long", range(10, 22))
+    running = scheduler.schedule()
+    add(scheduler, "new", range(30, 32))
+    ahead = plan_ahead(scheduler, running)
+    assert tokens_by_name(running) == {"a": 3, "long": 5}
+    assert tokens_by_name(ahead) == {"a": 1, "long": 7}
+    update(scheduler, running, 7)
+    after = plan_ahead(scheduler, ahead)
+    assert tokens_by_name(after) == {"a": 1, "long": 1, "new": 2}
+    assert [p.sequence.request.request_id for p in update(scheduler, ahead, 7, 7)] == ["a", "long"]
+
+
+def test_a_sequence_whose_last_token_is_on_its_way_is_computed_no_more() -> None:
+    scheduler = make_scheduler(max_model_len=8)
+    add(scheduler, "by max_tokens", [1], max_tokens=1)
+    add(scheduler, "by context", range(7), max_tokens=9)
+    running = scheduler.schedule()
+    assert plan_ahead(scheduler, running).items == ()
+    assert [p.finish_reason for p in update(scheduler, running, 7, 7)] == [FinishReason.LENGTH] * 2
+    assert not scheduler.has_work
+
+
+def test_a_token_that_ends_a_sequence_makes_its_part_of_the_next_step_void() -> None:
+    scheduler = make_scheduler()
+    ending, other = add(scheduler, "ending", range(4)), add(scheduler, "other", range(10, 13))
+    running = scheduler.schedule()
+    ahead = plan_ahead(scheduler, running)
+    [ended, _] = update(scheduler, running, EOS, 7)
+    assert (ended.sequence, ended.finish_reason, ending.is_running) == (ending, FinishReason.STOP, False)
+    assert [p.sequence for p in update(scheduler, ahead, 5, 8)] == [other]
+    assert ending.token_ids == [0, 1, 2, 3, EOS]
+
+
+def test_a_block_that_ends_with_a_foreseen_token_is_shared_once_that_is_known() -> None:
+    scheduler = make_scheduler()
+    first, ended = add(scheduler, "first", range(3)), add(scheduler, "ended", range(10, 13))
+    running = scheduler.schedule()
+    ahead = plan_ahead(scheduler, running)
+    assert not any(scheduler._pool.findable)
+    update(scheduler, running, 7, EOS)
+    assert ahead.unfilled == first.block_ids[:1]
+    assert [scheduler._pool.findable[block_id] for block_id in first.block_ids[:1]] == [1]
+    assert scheduler._pool.num_cached == 0, "the last token of a sequence is in no block that is shared"
+    twin = add(scheduler, "twin", [0, 1, 2, 7, 5])
+    assert plan_ahead(scheduler, ahead).items[-1].sequence is twin
+    assert twin.block_ids[0] == first.block_ids[0]
+    assert ended.block_ids == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"bad_words": ((1,),)},
+    ],
+    ids=str,
+)
+def test_nothing_is_planned_before_tokens_that_the_next_step_reads(params: dict[str, Any]) -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "reads", range(5), **params)
+    add(scheduler, "does not", range(5))
+    running = scheduler.schedule()
+    assert not scheduler.foresee(running)
+    update(scheduler, running, 7, 7)
+    scheduler.abort("reads")
+    assert scheduler.foresee(scheduler.schedule())
+
+
+def test_nothing_is_planned_before_tokens_that_may_be_followed_by_drafts() -> None:
+    scheduler = make_scheduler(guess=7)
+    add(scheduler, "a", range(5))
+    running = scheduler.schedule()
+    assert not scheduler.foresee(running)
+
+
+def test_nobody_is_preempted_before_it_is_known_who_ends() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    add(scheduler, "old", range(15))
+    add(scheduler, "young", range(20, 31))
+    running = scheduler.schedule()
+    ahead = plan_ahead(scheduler, running)
+    update(scheduler, running, 7, 7)
+    assert not scheduler.foresee(ahead), "each will need a block, and one is free"
+    check_scheduler(scheduler)
+    update(scheduler, ahead, 7, EOS)
+    assert step(scheduler) == {"old": 1}
+    assert scheduler.stats.num_preemptions == 0
+
+
+def test_a_suspect_is_computed_without_a_plan() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(Request("suspect", (1, 2), SamplingParams(), seed=0, blame=Blame(num_failures=2)))
+    assert not scheduler.foresee(scheduler.schedule())
+
+
+def test_a_failed_step_takes_along_the_one_planned_after_it_without_blame() -> None:
+    scheduler = make_scheduler()
+    failing = add(scheduler, "failing", range(4))
+    running = scheduler.schedule()
+    bystander = add(scheduler, "bystander", range(10, 14))
+    ahead = plan_ahead(scheduler, running)
+    assert any(scheduler._pool.findable)
+    scheduler.abandon(running)
+    scheduler.abandon(ahead, blames=False)
+    check_scheduler(scheduler)
+    assert not any(scheduler._pool.findable)
+    assert (failing.blame.num_failures, bystander.blame.num_failures) == (1, 0)
+    assert (failing.token_ids, bystander.token_ids) == ([0, 1, 2, 3], [10, 11, 12, 13])
+    assert step(scheduler) == {"failing": 4, "bystander": 4}
+
+
+def test_the_time_of_a_step_begins_where_that_of_the_one_before_it_ends() -> None:
+    now, observed = 0.0, list[float]()
+
+    class Watch(Pace):
+        def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+            observed.append(seconds)
+
+    pool = BlockPool(8, BLOCK_SIZE, enable_prefix_caching=True)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 8}
+    scheduler = Scheduler(pool, eos_token_ids=(), pace=Watch(), clock=lambda: now, **limits)
+    add(scheduler, "a", [1])
+    running = scheduler.schedule()
+    now = 1.0
+    ahead = plan_ahead(scheduler, running)
+    now = 5.0
+    update(scheduler, running, 7)
+    now = 9.0
+    update(scheduler, ahead, 7)
+    now = 20.0
+    running = scheduler.schedule()
+    now = 22.0
+    ahead = plan_ahead(scheduler, running)
+    update(scheduler, running, 7)
+    scheduler.abort("a")
+    now = 1000.0
+    update(scheduler, ahead, 7)
+    assert observed == [5.0, 4.0, 2.0], "nobody waited for a step that was void"

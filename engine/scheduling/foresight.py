@@ -1,0 +1,53 @@
+"""What Scheduler does to the sequences of a step that runs, so that the next one can be planned (Scheduler.foresee).
+
+A sequence that goes on gets a foreseen token: a negative number, ~row, for what a row of the running step will give. It
+counts as known, but for its id. The device has the id by the time it computes the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gptserve.engine.scheduling.drafter import Drafter
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
+
+
+def must_be_known(item: ScheduledSequence, drafter: Drafter | None) -> bool:
+    """Whether the host needs what a step gives a sequence before the next step begins.
+
+    Drafts, grammars, penalties and bad_words read the tokens; the logits that logprobs are of are kept only so long.
+    """
+    sequence, params = item.sequence, item.sequence.request.params
+    if not sequence.is_running:  # aborted
+        return False
+    if params.prompt_logprobs is not None and sequence.num_generated == 0:
+        return True
+    has_penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+    reads = has_penalties or params.bad_words or params.grammar is not None or params.logprobs is not None
+    return item.needs_sampling and bool(reads or (drafter is not None and drafter.may_draft(sequence)))
+
+
+def num_missing_blocks(running: Iterable[SequenceState], blocks: SequenceBlocks) -> int:
+    """Return how many blocks these sequences lack if each gets one more token."""
+    return sum(max(0, blocks.num_needed(sequence, 1) - len(sequence.block_ids)) for sequence in running)
+
+
+def foresee(batch: ScheduledBatch, num_tokens_left: Callable[[SequenceState], int]) -> None:
+    """Count a running step as computed; give each sequence that goes on a foreseen token."""
+    count_computed(batch)
+    for row, item in enumerate(item for item in batch.items if item.needs_sampling):
+        if item.sequence.is_running and num_tokens_left(item.sequence) > 1:
+            item.sequence.token_ids.append(~row)
+
+
+def count_computed(batch: ScheduledBatch) -> None:
+    """Count the tokens of a step as computed; of drafts `update` knows which."""
+    for item in batch.items:
+        item.sequence.num_computed += item.num_tokens - len(item.draft)
+
+
+def drop_foreseen(sequence: SequenceState) -> None:
+    """Take back the foreseen token, if there is one."""
+    if sequence.is_foreseen:
+        sequence.token_ids.pop()
