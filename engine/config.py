@@ -25,8 +25,9 @@ class EngineConfig:
 
     kv_cache_bytes are those of each of tensor_parallel_size processes; they share num_threads.
     speculative_ngram is the maximum number of last tokens to look up for a draft; 0 turns drafts off. enforce_eager
-    turns off the CUDA graphs of decoding steps. batch_invariant asks for answers that do not depend on the batch; a CPU
-    gives such answers without it. An engine that cannot does not start.
+    turns off the CUDA graphs of decoding steps. Without overlap the host plans no step while a GPU computes another.
+    batch_invariant asks for answers that do not depend on the batch; a CPU gives such answers without it. An engine
+    that cannot does not start.
     """
 
     model_dir: Path
@@ -37,6 +38,7 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    overlap: bool = True
     batch_invariant: bool = False
     block_size: int = 16
     num_blocks: int | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.model.batch import build_arrays
+from gptserve.engine.model.batch import build_arrays, known_token_ids
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
@@ -72,15 +72,15 @@ class DecodeGraphs:
             for size in reversed(batch_sizes(config.max_num_seqs))
         ]
 
-    def logits(self, batch: ScheduledBatch) -> Tensor | None:
+    def logits(self, batch: ScheduledBatch, chosen_R: Tensor | None = None) -> Tensor | None:
         """Return fp32 logits, a row for each sequence and then padding; None unless all sequences decode.
 
-        They are valid until the next call.
+        They are valid until the next call. Foreseen tokens are taken from chosen_R, the ids of the step before.
         """
         if not all(map(_decodes, batch.items)):
             return None
         step = next(step for step in reversed(self._steps) if step.size >= len(batch.items))
-        step.fill(batch)
+        step.fill(batch, chosen_R)
         return step.replay()
 
     def disagreement(self, vocab_size: int) -> str | None:
@@ -147,7 +147,7 @@ class _Step:
         compute()  # compiles kernels and makes workspaces, which no recording may
         self.replay = capture(compute)
 
-    def fill(self, batch: ScheduledBatch) -> None:
+    def fill(self, batch: ScheduledBatch, chosen_R: Tensor | None = None) -> None:
         """Put the inputs of a step of at most `size` rows where the graph reads them: one copy from the host.
 
         Rows of padding read the block that was last at their place in the table.
@@ -158,6 +158,8 @@ class _Step:
         rows[:3] = token_ids, positions, slots
         rows[3].view(np.int32)[:num_seqs] = kv_lens
         rows_4B, tables_SN = to_device(self._device, rows, tables)
+        if chosen_R is not None and token_ids.min() < 0:
+            rows_4B[0] = known_token_ids(rows_4B[0], chosen_R)
         self._rows_4B.copy_(rows_4B)
         self._tables_SN[:num_seqs, :width].copy_(tables_SN)
 

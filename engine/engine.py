@@ -1,7 +1,8 @@
 """The engine: requests in, one `step` at a time, token outputs out.
 
 It joins Scheduler (what to compute), BlockPool (in which blocks) and ModelRunner (computes it), and turns their results
-into TokenOutputs. It knows no text, HTTP or processes. loop.py and LLM drive it.
+into TokenOutputs. On a GPU steps overlap: while one runs, the next one is planned and launched (overlap.py). It knows
+no text, HTTP or processes. loop.py and LLM drive it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.errors import EngineStartError
 from gptserve.engine.grammar.drafter import GrammarDrafter
 from gptserve.engine.grammar.queue import GrammarQueue
 from gptserve.engine.model.runner import ModelRunner
+from gptserve.engine.overlap import RunningStep, Steps
+from gptserve.engine.probe import NOT_FINITE, may_overlap, warm_up
 from gptserve.engine.request import (
     MASKS,
     MAX_SCORES_PER_OUTPUT,
     EngineInfo,
     FinishReason,
     Request,
-    SamplingParams,
     TokenLogprobs,
     TokenOutput,
 )
@@ -31,13 +33,12 @@ from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
 from gptserve.engine.scheduling.prompt_pace import Pace, PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, SequenceState
 from gptserve.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-_NOT_FINITE = "the model's logits for this request were not finite (NaN or infinity)"
-_NONE_LEFT = f"{', '.join(MASKS[:-1])} and {MASKS[-1]} left no token, or {_NOT_FINITE}"
+_NONE_LEFT = f"{', '.join(MASKS[:-1])} and {MASKS[-1]} left no token, or {NOT_FINITE}"
 
 
 class Engine:
@@ -54,8 +55,12 @@ class Engine:
         runner: ModelRunner | None = None,
         drafter: Drafter | None = None,
         pace: Pace | None = None,
+        overlap: bool | None = None,
     ) -> None:
-        """Load the model and decode one token. `runner`, `drafter` and `pace` replace those that `config` asks for."""
+        """Load the model and decode one token. `runner`, `drafter` and `pace` replace those that `config` asks for.
+
+        Steps overlap if `overlap` says so, without it (None) where that is faster.
+        """
         if drafter is None:
             drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
         self._grammar_queue = GrammarQueue(config.model_dir)
@@ -73,7 +78,9 @@ class Engine:
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        self._warm_up()
+        warm_up(self._runner, self._pool)
+        overlap = may_overlap(config, self._runner) if overlap is None else overlap
+        self._steps = Steps(self._runner, self._scheduler, overlap=overlap)
 
     @property
     def has_work(self) -> bool:
@@ -107,17 +114,30 @@ class Engine:
         return draw_block_map(self._pool.num_references, self._pool.findable)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch; return an output for each request that got tokens or prompt logprobs, or ended."""
+        """Compute one batch; return an output for each request that got tokens or prompt logprobs, or ended.
+
+        If steps overlap, the next one is launched before this one is awaited, and runs when this returns.
+        """
         outputs = self._grammar_queue.let_in(self._scheduler)
+        for step in self._steps.due(partial(self._schedule, outputs)):
+            outputs += self._collect(step)
+        return outputs
+
+    def _schedule(self, outputs: list[TokenOutput]) -> ScheduledBatch:
+        """Schedule a step; add the outputs of requests that waited too long."""
         batch = self._scheduler.schedule()
         expired = [sequence.request.request_id for sequence in self._scheduler.expire_waiting()]
         outputs += [_failed(request_id, self._never_admitted, FinishReason.QUEUE_TIMEOUT) for request_id in expired]
-        if not batch.items:
-            return outputs
+        return batch
+
+    def _collect(self, step: RunningStep) -> list[TokenOutput]:
+        """Wait for a step and return its outputs."""
+        batch = step.batch
         try:
-            result = self._runner.run(batch)
+            result = step.collect()
         except BaseException as error:
-            return outputs + self._recover(batch, error)
+            return self._recover(batch, error)
+        outputs: list[TokenOutput] = []
         self._scheduler.stats.count_step(batch.num_tokens)
         for index, entries in result.prompt_logprobs.items():
             sequence = batch.items[index].sequence
@@ -138,7 +158,7 @@ class Engine:
         scores += [entry for position, entry in entries if position >= first]
         if any(entry is not None and math.isnan(entry.logprob) for entry in scores):
             self._scheduler.abort(request_id)
-            return [_failed(request_id, _NOT_FINITE)]
+            return [_failed(request_id, NOT_FINITE)]
         sequence.num_scored += len(scores)
         return [
             TokenOutput(request_id, (), prompt_logprobs=tuple(scores[start : start + MAX_SCORES_PER_OUTPUT]))
@@ -150,7 +170,7 @@ class Engine:
         self._scheduler.stats.num_generated_tokens += len(progress.token_ids)
         params, error = sequence.request.params, None
         if progress.finish_reason is FinishReason.ERROR:
-            error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else _NOT_FINITE
+            error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else NOT_FINITE
             if sequence.matcher is not None and sequence.matcher.fault:
                 error = f"the grammar: {sequence.matcher.fault}"
         return TokenOutput(
@@ -169,30 +189,17 @@ class Engine:
 
         Raises `error` again if it is no failure of the step (Ctrl-C), or if the engine cannot decode anything else.
         """
-        convicted = self._scheduler.abandon(batch)
+        convicted = self._steps.abandon(batch)
         if not isinstance(error, Exception):
             raise error
         logger.error("a step of %d sequences failed", len(batch.items), exc_info=error)
         if convicted is None:
             return []
         try:
-            self._warm_up()
+            warm_up(self._runner, self._pool)
         except Exception:
             raise error from None
         return [_failed(convicted.request.request_id, f"the step that computed this request failed: {error}")]
-
-    def _warm_up(self) -> None:
-        """Decode one token, so that only an engine that can is called ready. Raises what the step raises."""
-        block_ids = self._pool.allocate(1)
-        assert block_ids is not None, "a new engine has free blocks, and so has one whose suspect has just ended"
-        try:
-            request = Request("warm-up", (0,), SamplingParams(max_tokens=1, temperature=0.0), seed=0)
-            sequence = SequenceState(request, 0, [0], block_ids=block_ids)
-            result = self._runner.run(ScheduledBatch((ScheduledSequence(sequence, 1),)))
-        finally:
-            self._pool.free(block_ids)
-        if result.sampled[0].token_ids == (None,):
-            raise EngineStartError(f"the model cannot decode: {_NOT_FINITE}")
 
 
 def _failed(request_id: str, error: str, reason: FinishReason = FinishReason.ERROR) -> TokenOutput:

@@ -1,10 +1,12 @@
 """From the host to the device: all arrays of a call in one pinned buffer and one copy, for which nobody waits.
 
 A list as an index, or a tensor made of a list on the device, would each be a copy of its own that the host waits for.
+The way back is one copy, too, and whoever wants it waits for that copy alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,3 +39,24 @@ def to_device(device: torch.device, *arrays: Array) -> list[Tensor]:
 def pinned(num_bytes: int) -> Tensor:
     """Return memory of the host that the device copies by itself."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def to_host(tensor: Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy a tensor from the device; what this returns waits for the copy and returns it as a list.
+
+    It does not wait for what the device is given later.
+    """
+    return _begin_copy(tensor) if tensor.device.type == "cuda" else tensor.tolist
+
+
+def _begin_copy(tensor: Tensor) -> Callable[[], list[Any]]:
+    buffer = pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    buffer.copy_(tensor, non_blocking=True)
+    copied: torch.cuda.Event = torch.cuda.current_stream().record_event()
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        values: list[Any] = buffer.tolist()
+        return values
+
+    return read

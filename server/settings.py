@@ -50,6 +50,7 @@ _ENGINE_HELP = {
     "speculative_ngram": "draft tokens by looking up the last N tokens in the text so far, N from 2 to 8; 0 is off",
     "tensor_parallel_size": "number of processes, each on a GPU of its own, that share the heads and widths of layers",
     "enforce_eager": "start the kernels of decoding steps one by one, without CUDA graphs",
+    "overlap": "plan and launch the next step on a GPU while one runs",
     "batch_invariant": "refuse to start where answers depend on the batch; a GPU needs slower products to avoid that",
     "num_threads": "maximum CPU threads of the engine (default: one a usable core); it uses fewer for small steps",
 }

@@ -23,7 +23,7 @@ class ModelInput:
     """The tensors of one step: T rows."""
 
     token_ids_T: Tensor
-    """int64 [T], 0 in padding rows"""
+    """int64 [T], 0 in padding rows; negative where a token is foreseen (SequenceState.is_foreseen)"""
     positions_T: Tensor
     """int64 [T], 0 in padding rows"""
     sampled_R: Tensor
@@ -71,3 +71,12 @@ def model_input(arrays: tuple[Array, ...], device: torch.device) -> ModelInput:
     token_ids_T, positions_T, rows_R, *tensors = to_device(device, *arrays)
     metadata = AttentionMetadata(tuple(arrays[3].tolist()), tuple(arrays[4].tolist()), *tensors)
     return ModelInput(token_ids_T, positions_T, rows_R, metadata)
+
+
+def known_token_ids(token_ids_T: Tensor, chosen_R: Tensor) -> Tensor:
+    """Return the token ids, int64 [T], with those that the step before chose, int64 [R], for the foreseen ones.
+
+    A row that chose none, -1, gives the id 0: what follows is void.
+    """
+    rows_T = (~token_ids_T).clamp(min=0)
+    return torch.where(token_ids_T < 0, chosen_R[rows_T].clamp(min=0), token_ids_T)

@@ -7,6 +7,7 @@ variables change what libraries do), so the sample catches the rest. ModelRunner
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,12 @@ from gptserve.engine.config import Quantization
 from gptserve.engine.model.batch_invariance import Products
 from gptserve.engine.model.linear import build_of, product_of
 from gptserve.engine.model.operations import Operations
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.config import ModelConfig
+
+_PROBE_TOKENS = 8
+"""Tokens of the sample: enough for attention over several keys."""
 
 
 def numeric_causes(
@@ -54,6 +60,21 @@ def numeric_causes(
         "precision of products": torch.get_float32_matmul_precision(),
         "gptserve": gptserve.__version__,
     }
+
+
+def sample_numbers(
+    logits_of: Callable[[ScheduledBatch, slice], Tensor], vocab_size: int, max_model_len: int, block_size: int
+) -> str:
+    """Return the digest of the logits of a fixed prompt; call it before any sequence owns a block.
+
+    `logits_of` computes a step and returns the logits of some of its rows.
+    """
+    num_tokens = min(_PROBE_TOKENS, max_model_len)
+    token_ids = [i % vocab_size for i in range(num_tokens)]
+    request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
+    block_ids = list(range(-(-num_tokens // block_size)))
+    sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
+    return digest_of(logits_of(ScheduledBatch((ScheduledSequence(sequence, num_tokens),)), slice(num_tokens)))
 
 
 def digest_of(logits: Tensor) -> str:

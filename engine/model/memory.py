@@ -180,3 +180,11 @@ def _container_bytes(group: Path) -> int | None:
     except FileNotFoundError:
         return None
     return max(0, int(limit) - used + int(stat["inactive_file"]))
+
+
+def check_max_model_len(config: EngineConfig, max_position: int) -> None:
+    """Raise InvalidConfigurationError if max_model_len exceeds the model's context."""
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise InvalidConfigurationError(
+            f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
+        )

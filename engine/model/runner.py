@@ -1,5 +1,7 @@
 """Runs the model: a ScheduledBatch in, sampled tokens and prompt logprobs out.
 
+`launch` has the device begin; what it returns waits for the results. So the host may plan the next step in between.
+
 It owns everything with tensors (weights, KV cache, attention backend). hardware.py and memory.py choose what
 EngineConfig left open: device, dtype, threads, context and cache size. It does not know why a sequence was scheduled.
 Engine calls it.
@@ -14,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -22,34 +23,30 @@ from torch.nn.functional import pad
 from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
-from gptserve.engine.model.batch import ModelInput, build_arrays, model_input
+from gptserve.engine.model.batch import ModelInput, build_arrays, known_token_ids, model_input
 from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
-from gptserve.engine.model.fingerprint import digest_of, fingerprint, numeric_causes
+from gptserve.engine.model.fingerprint import fingerprint, numeric_causes, sample_numbers
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
 from gptserve.engine.model.host_cpus import FreeCpus
 from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.linear import MIN_ROWS, product_of
+from gptserve.engine.model.memory import check_max_model_len
 from gptserve.engine.model.operations_choice import choose_operations
-from gptserve.engine.model.step_memory import LOGIT_ROWS, make_cache
+from gptserve.engine.model.prompt_logprobs import prompt_logprobs
+from gptserve.engine.model.step_memory import make_cache
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.parallel.ranks import Ranks
-from gptserve.engine.request import EngineInfo, Request, SamplingParams, TokenLogprobs
-from gptserve.engine.sampling.logprobs import top_logprobs
-from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, sample
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
-from gptserve.engine.staging import to_device
+from gptserve.engine.request import EngineInfo, TokenLogprobs
+from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, begin_sampling
+from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.sharding import Share
 
 logger = logging.getLogger(__name__)
-
-_PROBE_TOKENS = 8
-"""Tokens of the fingerprint's sample: enough for attention over several keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,10 @@ class StepResult:
     prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
 
 
+Collect = Callable[[], StepResult]
+"""Waits for a step and returns its results; called once. What a step raises comes from here or from its launch."""
+
+
 class ModelRunner:
     """A loaded model on its device, with its KV cache.
 
@@ -78,7 +79,7 @@ class ModelRunner:
         set_up_device(config, self.device)
         dtype, quantization = choose_dtype(config, self.device), config.quantization
         whole = load_config(config.model_dir)
-        _check_max_model_len(config, whole.max_position)
+        check_max_model_len(config, whole.max_position)
         check_quantization(config, whole, self.device)
         share = Share(0, config.tensor_parallel_size)
         self._model = share.of_config(whole)
@@ -98,6 +99,7 @@ class ModelRunner:
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks
             )
         self._masks = MaskThread()
+        self._chosen_R = torch.empty(0, dtype=torch.int64, device=self.device)  # by the latest step
         self._step_work = StepWork(self._model)
         # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
         product = product_of(self.device, dtype, quantization)
@@ -111,12 +113,12 @@ class ModelRunner:
         """A step with fewer rows is padded."""
         self.choose: Choose | None = None
         """What chooses the tokens; None: the fastest there is."""
-        if products.are_invariant and self.device.type != "cpu":
-            check_model(
-                partial(self._logits_of, config.block_size), config, whole.vocab_size, num_blocks, max_model_len
-            )
-        num_probes = min(_PROBE_TOKENS, max_model_len)
-        sample = self._sample_numbers(num_probes, config.block_size) if products.are_invariant else ""
+        logits_of = partial(self._logits_of, config.block_size)
+        sample = ""
+        if products.are_invariant:
+            if self.device.type != "cpu":
+                check_model(logits_of, config, whole.vocab_size, num_blocks, max_model_len)
+            sample = sample_numbers(logits_of, whole.vocab_size, max_model_len, config.block_size)
         numbers = (self.device, dtype, quantization, backend, operations, products, share.size, self.graphs is not None)
         causes = numeric_causes(checkpoint.digest, whole, *numbers)
         self.info = EngineInfo(
@@ -137,54 +139,61 @@ class ModelRunner:
         )
         _log_model(self.info)
 
-    def run(self, batch: ScheduledBatch) -> StepResult:
-        """Compute the batch's tokens, store their keys and values, and sample for the items that need it."""
+    @property
+    def waits_in_launch(self) -> bool:
+        """Whether `launch` waits for the device, in each layer, because the host starts the experts."""
+        return self._decoder.host_starts_experts
+
+    def launch(self, batch: ScheduledBatch) -> Collect:
+        """Begin to compute the batch's tokens, store their keys and values, and sample for the items that need it.
+
+        A GPU computes steps in the order of their launches. Only the step that is launched next may have foreseen
+        tokens of this one, and a step with logprobs is collected before the next launch. A CPU computes at once.
+        """
         if self.device.type != "cpu":
-            return self._run(batch)
+            return self._launch(batch)
         before = torch.get_num_threads()
         num_threads = self.choose_threads(self._step_work.of(batch))
         torch.set_num_threads(1 if self._in_team else num_threads)
         native.set_num_threads(num_threads)
         try:
-            return self._run(batch)
+            result = self._launch(batch)()
+            return lambda: result
         finally:
             torch.set_num_threads(before)  # the process may compute something else between steps
 
     @torch.inference_mode()
-    def _run(self, batch: ScheduledBatch) -> StepResult:
+    def _launch(self, batch: ScheduledBatch) -> Collect:
         masks = self._masks.begin(batch)
-        logits = None if self.graphs is None else self.graphs.logits(batch)
-        if logits is not None:
-            return StepResult(self._sample(logits, batch, {} if masks is None else masks.result()), {})
-        inputs, hidden = self._compute(batch, self.info.block_size, self.min_rows)
-        starts, rows_R = inputs.metadata.query_starts, inputs.sampled_R
-        if len(rows_R):
-            logits = self._decoder.logits(hidden[rows_R])
-        return StepResult(
-            sampled=self._sample(logits, batch, {} if masks is None else masks.result()),
-            prompt_logprobs={
-                i: self._prompt_logprobs(hidden[starts[i] : starts[i + 1]], item)
+        logits = None if self.graphs is None else self.graphs.logits(batch, self._chosen_R)
+        scored: dict[int, Tensor] = {}
+        if logits is None:
+            inputs, hidden = self._compute(batch, self.info.block_size, self.min_rows)
+            starts, rows_R = inputs.metadata.query_starts, inputs.sampled_R
+            if len(rows_R):
+                logits = self._decoder.logits(hidden[rows_R])
+            scored = {
+                i: hidden[starts[i] : starts[i + 1]]
                 for i, item in enumerate(batch.items)
                 if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated
-            },
-        )
+            }
+        sample = self._begin_sampling(logits, batch, {} if masks is None else masks.result())
+
+        def collect() -> StepResult:
+            score = partial(prompt_logprobs, self._decoder, self.min_rows)
+            return StepResult(sample(), {i: score(rows, batch.items[i]) for i, rows in scored.items()})
+
+        return collect
 
     def _compute(self, batch: ScheduledBatch, block_size: int, min_rows: int) -> tuple[ModelInput, Tensor]:
         """Return the step's tensors and hidden states, computed by all ranks."""
         arrays = build_arrays(batch, block_size, min_rows)
         with nullcontext() if self._ranks is None else self._ranks.step(arrays):
             inputs = model_input(arrays, self.device)
-            metadata = inputs.metadata
-            return inputs, self._decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
-
-    def _sample_numbers(self, num_tokens: int, block_size: int) -> str:
-        """Return the digest of the logits of a fixed prompt; call it before any sequence owns a block."""
-        token_ids = [i % self._model.vocab_size for i in range(num_tokens)]
-        request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
-        block_ids = list(range(-(-num_tokens // block_size)))
-        sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
-        batch = ScheduledBatch((ScheduledSequence(sequence, num_tokens),))
-        return digest_of(self._logits_of(block_size, batch, slice(num_tokens)))
+            token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
+            if arrays[0].min() < 0:
+                token_ids_T = known_token_ids(token_ids_T, self._chosen_R)
+            return inputs, self._decoder.hidden_states(token_ids_T, inputs.positions_T, self._cache, metadata)
 
     @torch.inference_mode()
     def _logits_of(self, block_size: int, batch: ScheduledBatch, rows: slice) -> Tensor:
@@ -192,7 +201,10 @@ class ModelRunner:
         hidden = self._compute(batch, block_size, MIN_ROWS)[1][rows]
         return self._decoder.logits(pad(hidden, (0, 0, 0, max(0, MIN_ROWS - len(hidden)))))[: len(hidden)]
 
-    def _sample(self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks) -> tuple[SampledTokens, ...]:
+    def _begin_sampling(
+        self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks
+    ) -> Callable[[], tuple[SampledTokens, ...]]:
+        """Have the device choose the tokens; what this returns waits for them."""
         positions: list[SamplingPosition] = []
         sizes: list[int] = []
         for item in batch.items:
@@ -202,23 +214,9 @@ class ModelRunner:
                 allowed: Sequence[Mask | None] = masks.get(item.sequence) or [None] * size
                 positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
         if logits is None:
-            return ()
-        return tuple(sample(logits, positions, self.info.eos_token_ids, self.choose).split(sizes))
-
-    def _prompt_logprobs(self, hidden: Tensor, item: ScheduledSequence) -> list[tuple[int, TokenLogprobs]]:
-        """Return (position, logprobs) of the prompt tokens that the item's rows predict."""
-        sequence, first = item.sequence, item.sequence.num_computed
-        num_top = sequence.request.params.prompt_logprobs
-        assert num_top is not None
-        last = min(first + item.num_tokens, sequence.num_prompt_tokens - 1)
-        entries: list[tuple[int, TokenLogprobs]] = []
-        for start in range(first, last, LOGIT_ROWS):
-            positions = range(start + 1, min(start + LOGIT_ROWS, last) + 1)
-            rows = hidden[positions[0] - 1 - first : positions[-1] - first]
-            logits = self._decoder.logits(pad(rows, (0, 0, 0, max(0, self.min_rows - len(rows)))))[: len(rows)]
-            (targets,) = to_device(self.device, np.array(sequence.token_ids[positions[0] : positions[-1] + 1]))
-            entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
-        return entries
+            return tuple
+        self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, self.choose)
+        return lambda: tuple(finish().split(sizes))
 
 
 def _log_model(info: EngineInfo) -> None:
@@ -226,10 +224,3 @@ def _log_model(info: EngineInfo) -> None:
         "model: dtype=%s device=%s attention=%s batch_invariant=%s fingerprint=%s",
         *(info.dtype, info.device, info.attention_backend, "yes" if info.batch_invariant else "no", info.fingerprint),
     )
-
-
-def _check_max_model_len(config: EngineConfig, max_position: int) -> None:
-    if config.max_model_len is not None and config.max_model_len > max_position:
-        raise InvalidConfigurationError(
-            f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
-        )

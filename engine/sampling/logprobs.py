@@ -6,8 +6,9 @@ On a CPU native/logprobs.cpp computes them in one call, without copies of the lo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,13 +94,21 @@ def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
 
 
-def reported_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]) -> list[TokenLogprobs | None]:
-    """Return one entry per row: the logprobs of the chosen token, None if its request asks for none."""
+def logprobs_to_report(
+    raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]
+) -> Callable[[], list[TokenLogprobs | None]]:
+    """Return what gives one entry per row: the logprobs of the chosen token, None if its request asks for none.
+
+    It keeps the logits if a request asks for some, and waits for the device.
+    """
     num_top = {row: k for row, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
-    if not num_top:
-        return [None] * len(positions)
-    if len(num_top) < len(positions):
+    return partial(_reported, raw, chosen, len(positions), num_top) if num_top else lambda: [None] * len(positions)
+
+
+@torch.inference_mode()
+def _reported(raw: Tensor, chosen: Tensor, num_rows: int, num_top: dict[int, int]) -> list[TokenLogprobs | None]:
+    if len(num_top) < num_rows:
         (rows,) = to_device(raw.device, np.array(list(num_top)))
         raw, chosen = raw[rows], chosen[rows]
     reported = dict(zip(num_top, top_logprobs(raw, chosen, list(num_top.values())), strict=True))
-    return [reported.get(row) for row in range(len(positions))]
+    return [reported.get(row) for row in range(num_rows)]

@@ -17,7 +17,7 @@ from tests.engine.fake_step_engine import count, count_hang
 
 if TYPE_CHECKING:
     from gptserve.engine.engine import Engine
-    from gptserve.engine.model.runner import StepResult
+    from gptserve.engine.model.runner import Collect
 
 Death = Literal["kill", "segfault", "hang", "no memory"]
 POISON = 13, 13, 13
@@ -39,19 +39,19 @@ def load(
     if deaths.get(number) == ("kill", 0):
         die("kill")
     engine = Engine(config, report, pace=Pace())  # a gate opens for one step: it must be enough for every prompt
-    compute, num_runs = engine._runner.run, 0
+    launch, num_runs = engine._runner.launch, 0
     way, step = deaths.get(number, ("kill", -1))
 
-    def run(batch: ScheduledBatch) -> StepResult:
+    def run(batch: ScheduledBatch) -> Collect:
         nonlocal num_runs
         num_runs += 1
         if num_runs == step or (way == "no memory" and 0 < step < num_runs):
             die(way, tally)
         if any(item.sequence.request.prompt_token_ids[:3] == POISON for item in batch.items):
             die(of_poison, tally)
-        return compute(batch)
+        return launch(batch)
 
-    engine._runner.run = run  # type: ignore[method-assign]
+    engine._runner.launch = run  # type: ignore[method-assign]
     return engine
 
 

@@ -192,6 +192,31 @@ def test_graphs_under_preemption_and_drafts_give_every_request_its_tokens(storyt
         assert engine.stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_overlapping_steps_give_the_bits_of_steps_one_after_the_other(
+    storyteller: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All requests at once and of different lengths: the batches are the same but for rows that are void."""
+    options = {"device": DEVICE, "max_num_seqs": 4, "enforce_eager": enforce_eager, "batch_invariant": True}
+    requests = [
+        make_request(str(i), p, seed=i, max_tokens=10 + 7 * i, temperature=i % 2, ignore_eos=False)
+        for i, p in enumerate(ragged_prompts(12, 60))
+    ]
+    found, expected = (
+        {i: token_ids(outputs) for i, outputs in run(engine, requests).items()}
+        for engine in (make_engine(storyteller, **options), make_engine(storyteller, overlap=False, **options))
+    )
+    assert found == expected
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_steps_overlap(storyteller: Path) -> None:
+    engine = make_engine(storyteller, device=DEVICE)
+    engine.add(make_request("a", [1, 2, 3], max_tokens=8))
+    assert [len(engine.step()) for _ in range(2)] == [1, 1]
+    assert engine._steps._ahead is not None
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_adjusted_logits_have_the_bits_that_they_have_on_a_cpu(seed: int) -> None:
     raw, positions = random_batch(seed)

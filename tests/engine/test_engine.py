@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineStartError, InvalidRequestError
-from gptserve.engine.model.runner import ModelRunner, StepResult
+from gptserve.engine.model.runner import Collect, ModelRunner
 from gptserve.engine.request import (
     MAX_SCORES_PER_OUTPUT,
     FinishReason,
@@ -274,14 +274,14 @@ def test_an_abort_while_a_step_runs_leaves_the_others_what_is_theirs(tiny_gpt2: 
     stays = make_request("stays", [3, 4], logprobs=1, max_tokens=5)
     alone = run(make_engine(tiny_gpt2), [stays])
     engine = make_engine(tiny_gpt2)
-    compute = engine._runner.run
+    launch = engine._runner.launch
 
-    def abort_meanwhile(batch: ScheduledBatch) -> StepResult:
-        result = compute(batch)
+    def abort_meanwhile(batch: ScheduledBatch) -> Collect:
+        collect = launch(batch)
         engine.abort("goes")
-        return result
+        return collect
 
-    engine._runner.run = abort_meanwhile  # type: ignore[method-assign]
+    engine._runner.launch = abort_meanwhile  # type: ignore[method-assign]
     goes = make_request("goes", [1, 2], logprobs=1, prompt_logprobs=1)
 
     assert run(engine, [goes, stays]) == {"goes": [], **alone}
@@ -398,11 +398,11 @@ class FailingRunner:
         self._runner, self._error, self._fails, self.num_runs = runner, error, fails, 0
         self.info = runner.info
 
-    def run(self, batch: ScheduledBatch) -> StepResult:
+    def launch(self, batch: ScheduledBatch) -> Collect:
         self.num_runs += 1
         if self._fails(self.num_runs, batch):
             raise self._error
-        return self._runner.run(batch)
+        return self._runner.launch(batch)
 
 
 @pytest.fixture

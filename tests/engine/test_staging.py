@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import staging
-from gptserve.engine.model.batch import build_model_input
+from gptserve.engine.model.batch import build_model_input, known_token_ids
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.logprobs import best_of_rows, top_logprobs, top_logprobs_by_torch
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import choose_by_torch
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
-from gptserve.engine.staging import to_device
+from gptserve.engine.staging import to_device, to_host
 from tests.engine.host_copies import DEVICE, Copies, Lists
 
 CHOICES = [Choice(), Choice(0.5, 0.9, 1.0, 0.1, 5), Choice(0.3, 1.0, 0.7), Choice(0.1, 0.5, 1.0)]
@@ -106,6 +106,37 @@ def test_logprobs_wait_once(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> 
     assert [entry.top for entry in entries] == [((9, -0.5), (7, -1.5)), (), ((9, -0.5),)]
     assert {(entry.token_id, entry.rank, entry.logprob) for entry in entries} == {(7, 2, -1.5)}
     assert copies.count == 0
+
+
+def test_the_tokens_of_the_step_before_take_no_copy_and_nothing_waits(copies: Copies) -> None:
+    ids = known_token_ids(
+        torch.empty(8, dtype=torch.int64, device=DEVICE), torch.empty(3, dtype=torch.int64, device=DEVICE)
+    )
+    assert ids.is_meta
+    assert copies.count == 0
+
+
+def test_the_way_back_waits_for_its_own_copy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the stream: what comes after the copy is neither awaited nor seen."""
+    events: list[str] = []
+
+    class Stream:
+        def record_event(self) -> Stream:
+            events.append("recorded")
+            return self
+
+        def synchronize(self) -> None:
+            events.append("awaited")
+
+    monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    tensor = torch.tensor([3, -1, 2])
+    read = staging._begin_copy(tensor)
+    assert events == ["recorded"]
+    tensor.zero_()
+    assert read() == [3, -1, 2]
+    assert events == ["recorded", "awaited"]
+    assert to_host(torch.tensor([[1.5]]))() == [[1.5]]
 
 
 @pytest.mark.parametrize("wait", [Tensor.item, Tensor.tolist, bool, lambda x: x[x > 0], lambda x: x.nonzero()])

@@ -76,6 +76,7 @@ WRITTEN = {
     "speculative-ngram": "3",
     "tensor-parallel-size": "2",
     "enforce-eager": "true",
+    "overlap": "false",
     "batch-invariant": "true",
     "num-threads": "1",
 }
@@ -90,6 +91,7 @@ SWITCHES = {
     "strict-fields": "--strict-fields",
     "log-prompts": "--log-prompts",
     "enforce-eager": "--enforce-eager",
+    "overlap": "--no-overlap",
     "batch-invariant": "--batch-invariant",
 }
 COMPANIONS = {

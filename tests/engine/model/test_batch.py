@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gptserve.engine.model.batch import build_model_input
+from gptserve.engine.model.batch import build_model_input, known_token_ids
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 
@@ -45,3 +45,12 @@ def test_a_single_row_is_padded_with_one_that_stores_nothing() -> None:
     assert inputs.token_ids_T.tolist() == [4, 0]
     assert inputs.metadata.slots_T.tolist() == [1, -1]
     assert inputs.metadata.query_starts == (0, 1)
+
+
+def test_a_foreseen_token_is_the_one_that_its_row_of_the_step_before_chose() -> None:
+    batch = ScheduledBatch(
+        (scheduled([10, ~2], 1, 1, [7]), scheduled([20, 21], 0, 2, [9]), scheduled([5, ~1], 1, 1, [3]))
+    )
+    inputs = build_model_input(batch, 2, torch.device("cpu"))
+    found = known_token_ids(inputs.token_ids_T, torch.tensor([40, -1, 42, 43]))
+    assert found.tolist() == [42, 20, 21, 0], "a row without a token gives one that counts for nothing"
