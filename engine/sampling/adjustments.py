@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.grammar.matcher import Mask
-from gptserve.engine.sampling.token_counts import TokenCounts
+from gptserve.engine.sampling.token_counts import TokenCounts, TokensBefore
 from gptserve.engine.staging import Array, to_device
 
 if TYPE_CHECKING:
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from gptserve.engine.sampling.sampler import SamplingPosition
 
 
+_NONE_BEFORE = TokensBefore(TokenCounts(0), [])
 _NOTHING: tuple[Array, Array] = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Adjustment(NamedTuple):
     """What changes the logits of single tokens of a row. Token ids are 64-bit integers, biases are fp32.
 
-    Only the tokens in `counts` are penalized. A penalty of repetition of 1 is off, as is 0 of the others.
+    Only the tokens `before` the position are penalized. A penalty of repetition of 1 is off, as is 0 of the others.
     """
 
     repetition: float
     frequency: float
     presence: float
-    counts: TokenCounts
+    before: TokensBefore
     biased: array[int]
     bias: array[float]
     banned: array[int]
@@ -60,12 +61,10 @@ class SequenceAdjustments:
         banned = _banned_ids(position, eos_token_ids)
         if not (banned or self._bias or self._has_penalties):
             return None
-        counts = self._counts
+        before = _NONE_BEFORE
         if self._has_penalties:
-            counts.add(position.sequence.token_ids[counts.num_tokens :])
-            if position.draft:
-                counts = counts.followed_by(position.draft)
-        return Adjustment(*self._penalties, counts, self._biased, self._bias, array("q", banned))
+            before = TokensBefore(self._counts, position.sequence.token_ids, position.draft)
+        return Adjustment(*self._penalties, before, self._biased, self._bias, array("q", banned))
 
 
 class _Entries:
@@ -96,7 +95,8 @@ def adjusted(raw: Tensor, adjustments: Sequence[Adjustment | None]) -> Tensor:
     for row, adjustment in enumerate(adjustments):
         if adjustment is None:
             continue
-        token_ids, counts = np.array(adjustment.counts.token_ids), np.array(adjustment.counts.counts)
+        its_counts = adjustment.before.counts()
+        token_ids, counts = np.array(its_counts.token_ids), np.array(its_counts.counts)
         if adjustment.repetition != 1.0:
             seen.add(row, token_ids, adjustment.repetition)
         generated, counts = token_ids[counts > 0], counts[counts > 0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from gptserve.engine import native
 from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.sampling.adjustments import Adjustment
+from gptserve.engine.sampling.token_counts import TokenCounts
 
 
 class Choice(NamedTuple):
@@ -42,6 +43,8 @@ class _Adjustment(Structure):
         (c_int64, "num_tokens num_biased num_banned"),
         (c_void_p, "token_ids counts biased bias banned"),
     )
+    counted: TokenCounts
+    """Behind a draft: holds the memory of token_ids and counts, as nobody else does."""
 
 
 class _Row(Structure):
@@ -84,10 +87,14 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
 def _adjustment(of: Adjustment | None) -> _Adjustment | None:
     if of is None:
         return None
-    arrays = of.counts.token_ids, of.counts.counts, of.biased, of.bias, of.banned
+    counts = of.before.counts()
+    arrays = counts.token_ids, counts.counts, of.biased, of.bias, of.banned
     addresses = (values.buffer_info()[0] for values in arrays)
-    sizes = len(of.counts.token_ids), len(of.biased), len(of.banned)
-    return _Adjustment(of.frequency, of.presence, of.repetition, *sizes, *addresses)
+    sizes = len(counts.token_ids), len(of.biased), len(of.banned)
+    adjustment = _Adjustment(of.frequency, of.presence, of.repetition, *sizes, *addresses)
+    if of.before.draft:
+        adjustment.counted = counts
+    return adjustment
 
 
 def _row(choice: Choice, adjustment: _Adjustment | None) -> _Row:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gptserve.engine import native
 from gptserve.engine.sampling.adjustments import Adjustment, adjusted
 from gptserve.engine.sampling.native_draw import Choice, choose
-from gptserve.engine.sampling.token_counts import TokenCounts
+from gptserve.engine.sampling.token_counts import TokenCounts, TokensBefore
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 
@@ -104,7 +104,8 @@ def test_adjusted_rows_have_the_tokens_of_their_scores() -> None:
     counts = TokenCounts(num_prompt_tokens=300)
     counts.add([*rng.choice(50_257, 900), *logits.argmax(-1).tolist()])
     biased, banned = (array("q", rng.choice(50_257, 99, replace=False)) for _ in range(2))
-    adjustments = [Adjustment(1.3, 0.5, -0.2, counts, biased, array("f", rng.normal(size=99)), banned), None] * 3
+    before, bias = TokensBefore(counts, []), array("f", rng.normal(size=99))
+    adjustments = [Adjustment(1.3, 0.5, -0.2, before, biased, bias, banned), None] * 3
     adjusting = [choice._replace(adjustment=its) for choice, its in zip(chosen, adjustments, strict=True)]
     expected = choose(adjusted(logits, adjustments), chosen).tolist()
     assert choose(logits, adjusting).tolist() == expected
