@@ -1,8 +1,8 @@
 """Penalties, bias and bans: the parts of steps 1 to 3 of sampler.py that change single tokens of raw logits.
 
-`SequenceAdjustments` says what they are at a position. On a CPU native/draw.cpp applies them to its own copy of a row;
-`adjusted` does so in torch, for all rows at once: what requests ask for goes to the device in one copy. Step 3 also has
-masks over the whole vocabulary, which grammar_masks.py applies later.
+`SequenceAdjustments` says what they are at a position. On a CPU native/draw.cpp applies them to its own copy of a row,
+on a GPU triton_sampler.py does; `adjusted` does so in torch, for all rows at once: what requests ask for goes to the
+device in one copy. Step 3 also has masks over the whole vocabulary, which grammar_masks.py applies later.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SequenceAdjustments:
         return Adjustment(*self._penalties, before, self._biased, self._bias, array("q", banned))
 
 
-class _Entries:
+class Entries:
     """Tokens of rows, as indices of flat scores, and a number for each."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -90,7 +90,7 @@ def adjusted(raw: Tensor, adjustments: Sequence[Adjustment | None]) -> Tensor:
     """Return the logits [rows, vocab] after the changes of each row; `raw` itself if no row has any."""
     if all(adjustment is None for adjustment in adjustments):
         return raw
-    entries = [_Entries(raw.shape[1]) for _ in range(4)]
+    entries = [Entries(raw.shape[1]) for _ in range(4)]
     seen, counted, biased, banned = entries
     for row, adjustment in enumerate(adjustments):
         if adjustment is None:
@@ -104,23 +104,25 @@ def adjusted(raw: Tensor, adjustments: Sequence[Adjustment | None]) -> Tensor:
         biased.add(row, adjustment.biased, adjustment.bias)
         banned.add(row, adjustment.banned)
     arrays = [array for its_entries in entries for array in its_entries.arrays()]
-    return _apply(raw.clone(), *to_device(raw.device, *arrays))
-
-
-def _apply(scores: Tensor, *entries: Tensor) -> Tensor:
-    """Change the scores in place and return them."""
-    seen, penalty, counted, penalties, biased, bias, banned, _ = entries
+    seen_E, penalty_E, counted_E, penalties_E, *others = to_device(raw.device, *arrays)
+    scores = raw.clone()
     flat = scores.view(-1)
-    if len(seen):
-        values = flat[seen]
-        flat[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if len(counted):
-        flat[counted] -= penalties
-    if len(biased):
-        flat[biased] += bias
-    if len(banned):
-        flat[banned] -= torch.inf  # leaves a NaN what it is, so that it shows
+    if len(seen_E):
+        values = flat[seen_E]
+        flat[seen_E] = torch.where(values > 0, values / penalty_E, values * penalty_E)
+    if len(counted_E):
+        flat[counted_E] -= penalties_E
+    bias_and_ban(scores, *others)
     return scores
+
+
+def bias_and_ban(scores: Tensor, biased_E: Tensor, bias_E: Tensor, banned_E: Tensor, _: Tensor) -> None:
+    """Change contiguous scores in place, by the arrays of Entries of biased tokens and of banned ones."""
+    flat = scores.view(-1)
+    if len(biased_E):
+        flat[biased_E] += bias_E
+    if len(banned_E):
+        flat[banned_E] -= torch.inf  # leaves a NaN what it is, so that it shows
 
 
 def _packed(token_ids: Sequence[int], vocab_size: int) -> Mask:

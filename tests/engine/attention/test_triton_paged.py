@@ -33,7 +33,7 @@ from tests.parity.shapes import SHAPES
 from tests.parity.test_families import paged_logits
 
 ROOT = Path(__file__).parents[3]
-OTHERS = ROOT / "tests/engine/model/test_triton_operations.py"
+OTHERS = ("tests/engine/model/test_triton_operations.py", "tests/engine/sampling/test_triton_sampler.py")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 DEVICE = torch.device("cpu" if os.environ.items() >= INTERPRETED.items() else "cuda")
 PIECE = 64
@@ -56,7 +56,7 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, *OTHER_DTYPES], ids=
 def test_the_tests_of_the_kernels_pass_in_the_interpreter(request: pytest.FixtureRequest) -> None:
     """All of them where slow tests run, too; else one case of each. Those of the model's kernels share the process."""
     marks = "triton" if "not slow" not in request.config.option.markexpr else "triton and not slow"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, __file__, str(OTHERS)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, __file__, *OTHERS]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | INTERPRETED, capture_output=True, text=True, timeout=LIMIT_S
     )

@@ -1,0 +1,250 @@
+"""The kernels of sampling against torch and the definition, and whether they are chosen.
+
+The tests marked `triton` run on a CUDA device (`make gpu`) or in Triton's interpreter, in the process that
+tests/engine/attention/test_triton_paged.py starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gptserve.engine import staging
+from gptserve.engine.sampling.adjustments import adjusted
+from gptserve.engine.sampling.device_counts import DeviceCounts
+from gptserve.engine.sampling.grammar_masks import with_masks
+from gptserve.engine.sampling.native_draw import Choice
+from gptserve.engine.sampling.sampler import choose_by_torch
+from gptserve.engine.sampling.sampler_choice import NUM_PROBES, agreeing_sampler, choose_sampler
+from gptserve.engine.sampling.triton_sampler import TritonSampler
+from tests.engine.attention.test_triton_paged import DEVICE, interpreted, slow
+from tests.engine.host_copies import DEVICE as META
+from tests.engine.host_copies import Copies, Lists
+from tests.engine.sampling.test_adjustments import VOCAB, choices_at, random_batch
+from tests.engine.sampling.test_native_draw import assert_drawn
+
+CPU = torch.device("cpu")
+PIECE = 256
+FILTERS: list[dict[str, Any]] = [
+    *({}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 3}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.8}),
+    {"top_k": 100, "top_p": 0.99, "min_p": 0.01},
+]
+
+
+def sampler_for(vocab_size: int, max_rows: int = 12) -> TritonSampler:
+    return TritonSampler(vocab_size, max_rows, DEVICE, PIECE)
+
+
+def tokens(sampler: TritonSampler, logits: Tensor, choices: list[Choice]) -> list[int]:
+    return sampler.choose(logits.to(DEVICE), choices).tolist()
+
+
+@interpreted
+@pytest.mark.parametrize("vocab_size", [300, pytest.param(17, marks=slow), pytest.param(512, marks=slow)])
+def test_tokens_are_those_of_the_definition(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(len(FILTERS), vocab_size, generator=generator)
+    rng = np.random.default_rng(vocab_size)
+    choices = [Choice(rng.random(), temperature=rng.uniform(0.3, 2))._replace(**kind) for kind in FILTERS]
+    found = tokens(sampler_for(vocab_size), logits, choices)
+    for row, choice, token in zip(logits, choices, found, strict=True):
+        assert_drawn(row, choice, token)
+
+
+@interpreted
+def test_a_row_has_the_same_token_beside_others_and_behind_padding() -> None:
+    logits = 3 * torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
+    choices = [Choice(0.8, temperature=1.0), Choice(0.5, 0.9, 1.0), Choice(0.7, 0.9, 2.0, 0.0, 50)]
+    sampler = sampler_for(300)
+    together = tokens(sampler, logits, choices)
+    padded = torch.cat([logits[:1], torch.full_like(logits, math.nan)]).to(DEVICE)
+    assert sampler.choose(padded, choices[:1], num_rows=4).tolist() == together[:1]
+    assert tokens(sampler, logits[2:], choices[2:]) == together[2:]
+
+
+@interpreted
+def test_the_ends_of_the_noise_and_equals() -> None:
+    last, tied = math.nextafter(1, 0), torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0, 3.0, 0.0, -1.0])
+    cases = [
+        (tied, Choice(), 2),
+        (tied, Choice(0.0, temperature=1.0), 0),
+        (tied, Choice(last, temperature=1.0), 7),
+        (tied, Choice(last, temperature=1.0, top_k=1), 5),
+        (tied, Choice(0.6, 1e-9, 1.0), 5),
+        (tied, Choice(0.4, temperature=1.0, min_p=1.0), 2),
+        (tied * 100, Choice(0.999, temperature=1e-6), 5),
+        (torch.zeros(8), Choice(last, 0.5, 1.0, 0.0, 2), 7),
+        (tied - torch.inf, Choice(0.5, temperature=1.0), -1),
+        (torch.where(tied == -1, torch.nan, tied), Choice(), -1),
+        (torch.where(tied == -1, torch.inf, tied), Choice(0.5, 0.9, 1.0, 0.0, 3), -1),
+    ]
+    logits, choices, expected = zip(*cases, strict=True)
+    assert tokens(sampler_for(8), torch.stack(logits), list(choices)) == list(expected)
+
+
+@interpreted
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=slow) for seed in range(2, 12))])
+def test_adjusted_scores_have_the_bits_of_torch(seed: int) -> None:
+    raw, positions = random_batch(seed)
+    choices, sampler, found = choices_at(positions), sampler_for(VOCAB), list[Tensor]()
+    on_device = raw.to(DEVICE)
+
+    def draw(logits: Tensor, kind: Any) -> Tensor:
+        rows = sampler._table[: len(logits), 5, None] > 0
+        found.append(torch.where(rows, sampler._scores[: len(logits)], logits).cpu())
+        return torch.zeros(len(logits), dtype=torch.int64, device=DEVICE)
+
+    sampler.choose(on_device, choices, draw)
+    expected = with_masks(
+        adjusted(raw, [choice.adjustment for choice in choices]), [choice.allowed for choice in choices]
+    )
+    assert not torch.equal(expected, raw)
+    assert torch.equal(found[0].view(torch.int32), expected.view(torch.int32))
+
+
+@interpreted
+def test_the_kernels_agree_with_torch_and_are_taken_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = agreeing_sampler(lambda: sampler_for(300), 300, DEVICE)
+    assert sampler is not None
+    assert sampler.build.startswith("triton 3")
+    assert not caplog.records
+
+
+def test_a_cpu_has_no_such_sampler(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_sampler(300, 20, CPU) is None
+    assert not caplog.records
+
+
+class ByTorch(TritonSampler):
+    """A stand-in in torch. Of a step's rows `wrong` has another token."""
+
+    build, wrong = "triton 0", -1
+
+    def __init__(self, vocab_size: int) -> None:
+        self.counts = DeviceCounts(vocab_size, CPU)
+
+    def choose(self, logits: Tensor, choices: Any, draw: Any = None, num_rows: int | None = None) -> Tensor:
+        chosen = choose_by_torch(logits, choices)
+        chosen[self.wrong] += self.wrong >= 0
+        return chosen
+
+
+def test_torch_takes_the_place_of_kernels_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    def missing() -> TritonSampler:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    assert agreeing_sampler(missing, 300, CPU) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "sampling: torch, which is slower, is used instead of Triton kernels: "
+        "they failed with ModuleNotFoundError: No module named 'triton'"
+    )
+
+
+@pytest.mark.parametrize("wrong", range(NUM_PROBES))
+def test_torch_takes_the_place_of_kernels_that_choose_another_token(
+    wrong: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = ByTorch(300)
+    assert agreeing_sampler(lambda: sampler, 300, CPU) is sampler
+    sampler.wrong = wrong
+    assert agreeing_sampler(lambda: sampler, 300, CPU) is None
+    assert caplog.messages == [
+        "sampling: torch, which is slower, is used instead of Triton kernels: they choose other tokens"
+    ]
+
+
+class Launches:
+    """Stands in for the kernels: it counts."""
+
+    count = 0
+
+    def __getattr__(self, kernel: str) -> Any:
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.count += 1
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("change", "num_launches"),
+    [({}, 3), ({"top_p": 0.9}, 12), ({"top_k": 9}, 20), ({"allowed": np.zeros(16, np.uint32)}, 4)],
+    ids=str,
+)
+def test_a_draw_takes_one_copy_and_nothing_waits(
+    change: dict[str, Any], num_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    sampler, launches = object.__new__(TritonSampler), Launches()
+    vars(sampler).update(_kernels=launches)
+    sampler._allocate(500, 8, META, PIECE)
+    logits, choices = torch.empty(8, 500, device=META), [Choice(0.5, temperature=1.0, **change)] * 5
+    with Lists(), Copies() as copies:
+        assert sampler.choose(logits, choices, num_rows=8).shape == (5,)
+    assert copies.count == 1
+    assert launches.count == num_launches
+
+
+def test_penalties_bias_and_bans_take_no_copy_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    sampler, launches = object.__new__(TritonSampler), Launches()
+    vars(sampler).update(_kernels=launches)
+    sampler._allocate(VOCAB, 12, META, PIECE)
+    _, positions = random_batch(5)
+    for known in ([], [4], [5, 6]):
+        for position in positions:
+            position.sequence.token_ids.extend(known)
+        with Lists(), Copies() as copies:
+            sampler.choose(torch.empty(12, VOCAB, device=META), choices_at(positions))
+        assert copies.count == 1
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gptserve.engine.sampling import triton_kernels as kernels
+
+TYPES = {"table": "*fp64", "counts": "*i32", "masks": "*i32"}
+TYPES |= dict.fromkeys(("logits_stride", "num_pieces", "level"), "i32")
+TYPES |= dict.fromkeys(("sums", "kept_sums", "measures", "token_ids", "drafts"), "*i64")
+SIZES = {"VOCAB": 50257, "WORDS": 1571, "PIECE": 4096, "TILE": 256, "PADDED": 16}
+
+def compile(kernel, **constants):
+    names = {name: constants[name] for name in kernel.arg_names if name in (constants := SIZES | constants)}
+    types = {name: "constexpr" if name in names else TYPES.get(name, "*fp32") for name in kernel.arg_names}
+    found = triton.compile(ASTSource(kernel, types, names), target=GPUTarget("cuda", 80, 32), options={"num_warps": 8})
+    assert found.asm["cubin"]
+
+for kernel in (kernels.adjust, kernels.find_peaks, kernels.weigh, kernels.drop):
+    compile(kernel)
+for is_filtered in (False, True):
+    compile(kernels.pick, IS_FILTERED=is_filtered)
+    compile(kernels.narrow, BY_MASS=is_filtered)
+"""
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """To machine code, by the compiler that Triton brings: no GPU is needed for that."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error"}
+    environment.pop("TRITON_INTERPRET", None)
+    (tmp_path / "program.py").write_text(COMPILE)  # the kernels' own source is read from their file
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
