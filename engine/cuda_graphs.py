@@ -1,17 +1,19 @@
-"""Decoding steps on a GPU as CUDA graphs: one call starts all kernels from the embedding to the logits.
+"""Decoding steps on a GPU as CUDA graphs: one call starts all kernels from the embedding to the logits, one those from
+the logits to the tokens.
 
 A graph repeats kernels with the addresses and sizes that they were recorded with. So there is one for each of a few
 batch sizes, to which a step is padded, and the inputs lie in tensors that stay where they are. A row of padding is a
-sequence of one token with slot -1: it stores nothing, and nobody reads its logits. Sampling comes after the graph, as
-its operations depend on the requests. Steps with prompts or drafts are computed without graphs.
+sequence of one token with slot -1: it stores nothing, and nobody reads its logits. Between the two graphs comes what
+depends on the requests: penalties, bias, bans and masks. Steps with prompts or drafts are computed without graphs.
 
-step_memory.py makes the graphs, ModelRunner asks them for logits.
+step_memory.py makes the graphs, ModelRunner asks them for logits and tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.sampling.native_draw import Choice
+from gptserve.engine.sampling.sampler import Choose
+from gptserve.engine.sampling.triton_sampler import KINDS, Kind, TritonSampler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import to_device
 from gptserve.weights.config import ModelConfig
@@ -54,7 +59,7 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """The logits of decoding steps, recorded for each size of `batch_sizes`."""
+    """The logits and draws of decoding steps, recorded for each size of `batch_sizes`."""
 
     def __init__(
         self,
@@ -64,13 +69,21 @@ class DecodeGraphs:
         max_model_len: int,
         device: torch.device,
         capture: Capture,
+        sampler: TritonSampler | None = None,
     ) -> None:
         self._cache, self._block_size, self._max_model_len = cache, config.block_size, max_model_len
+        self._sampler = sampler
+        self.choose: Choose | None = None if sampler is None else self._choose
+        """Chooses from the logits that `logits` returned last; None without a sampler whose draws can be recorded."""
         # The largest first: the others find room in the memory that it needs between its kernels.
         self._steps = [
             _Step(size, decoder, cache, config.block_size, max_model_len, device, capture)
             for size in reversed(batch_sizes(config.max_num_seqs))
         ]
+        self._latest = self._steps[0]
+        if sampler is not None:
+            for step in self._steps:
+                step.record_draws(sampler, capture)
 
     def logits(self, batch: ScheduledBatch, chosen_R: Tensor | None = None) -> Tensor | None:
         """Return fp32 logits, a row for each sequence and then padding; None unless all sequences decode.
@@ -79,12 +92,16 @@ class DecodeGraphs:
         """
         if not all(map(_decodes, batch.items)):
             return None
-        step = next(step for step in reversed(self._steps) if step.size >= len(batch.items))
-        step.fill(batch, chosen_R)
-        return step.replay()
+        self._latest = next(step for step in reversed(self._steps) if step.size >= len(batch.items))
+        self._latest.fill(batch, chosen_R)
+        return self._latest.replay()
+
+    def _choose(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+        assert self._sampler is not None
+        return self._sampler.choose(self._latest.logits, choices, self._latest.draw, self._latest.size)
 
     def disagreement(self, vocab_size: int) -> str | None:
-        """Return in which size a graph gives other bits than its kernels started one by one, or None.
+        """Return in which size a graph gives other bits or tokens than its kernels started one by one, or None.
 
         Call it before any sequence owns a block.
         """
@@ -96,6 +113,8 @@ class DecodeGraphs:
                 layer.zero_()  # so that a graph that stores nothing is seen
             if not torch.equal(step.replay()[: len(batch.items)].view(torch.int32), expected):
                 return f"they give other logits for a batch of {step.size}"
+            if self._sampler is not None and not _draws_agree(step, self._sampler, len(batch.items)):
+                return f"they give other tokens for a batch of {step.size}"
         return None
 
     def _probes(self, num_seqs: int, vocab_size: int) -> Iterator[ScheduledSequence]:
@@ -109,13 +128,28 @@ class DecodeGraphs:
             yield ScheduledSequence(sequence, 1)
 
 
+def _draws_agree(step: _Step, sampler: TritonSampler, num_rows: int) -> bool:
+    """Whether the recorded draws choose the tokens that the sampler does, at a heat where each noise has its own."""
+    filters: dict[Kind, Choice] = {"plain": Choice(), "top_p": Choice(top_p=0.9), "all": Choice(top_k=50, top_p=0.9)}
+    for noise in (0.1, 0.5, 0.9):
+        for kind in KINDS:
+            choices = [filters[kind]._replace(noise=noise, temperature=1e3)] * num_rows
+            expected = sampler.choose(step.logits, choices, num_rows=step.size)
+            if not torch.equal(sampler.choose(step.logits, choices, step.draw, step.size), expected):
+                return False
+    return True
+
+
 def _decodes(item: ScheduledSequence) -> bool:
     """Whether the item is one row, and a token of the completion comes before the one that it samples."""
     return item.num_tokens == 1 and item.needs_sampling and item.sequence.num_generated > 0
 
 
 class _Step:
-    """A decoding step of `size` rows. `compute` starts its kernels one by one, `replay` all at once."""
+    """A decoding step of `size` rows. `compute` starts its kernels one by one, `replay` all at once.
+
+    `logits` are those of the last replay. `draw` draws from them, and starts its kernels all at once.
+    """
 
     def __init__(
         self,
@@ -145,7 +179,26 @@ class _Step:
 
         self.compute: Callable[[], Tensor] = compute
         compute()  # compiles kernels and makes workspaces, which no recording may
-        self.replay = capture(compute)
+        self._replay = capture(compute)
+        self.logits = self._replay()
+        self._draws: dict[Kind, Replay] = {}
+
+    def replay(self) -> Tensor:
+        self.logits = self._replay()
+        return self.logits
+
+    def record_draws(self, sampler: TritonSampler, capture: Capture) -> None:
+        """Record a draw of each kind."""
+        for kind in KINDS:
+            sampler.draw(self.logits, kind)  # compiles kernels
+            self._draws[kind] = capture(partial(self._drawn, sampler, kind))
+
+    def _drawn(self, sampler: TritonSampler, kind: Kind) -> Tensor:
+        return sampler.draw(self.logits, kind)
+
+    def draw(self, logits: Tensor, kind: Kind) -> Tensor:
+        """Draw for the logits of the last replay."""
+        return self._draws[kind]()
 
     def fill(self, batch: ScheduledBatch, chosen_R: Tensor | None = None) -> None:
         """Put the inputs of a step of at most `size` rows where the graph reads them: one copy from the host.
@@ -193,6 +246,7 @@ def capture_decoding(
     max_model_len: int,
     device: torch.device,
     capture: Capture | None = None,
+    sampler: TritonSampler | None = None,
 ) -> DecodeGraphs | None:
     """Return the graphs, or None with a warning where they cannot be made or give other bits.
 
@@ -203,7 +257,7 @@ def capture_decoding(
     found = _obstacle(config, decoder, backend)
     if found is None:
         try:
-            graphs = DecodeGraphs(decoder, cache, config, max_model_len, device, capture or CudaCapture())
+            graphs = DecodeGraphs(decoder, cache, config, max_model_len, device, capture or CudaCapture(), sampler)
             found = graphs.disagreement(model.vocab_size)
             if found is None:
                 return graphs

@@ -39,8 +39,12 @@ def numeric_causes(
     products: Products,
     num_ranks: int,
     has_graphs: bool,
+    draws: str,
 ) -> dict[str, str]:
-    """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them."""
+    """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them.
+
+    `draws` is what chooses tokens where the compiled library does not.
+    """
     shape = replace(model, eos_token_ids=(), bos_token_id=None)  # they end a text and change no logits
     return {
         "weights": weights_digest,
@@ -54,7 +58,7 @@ def numeric_causes(
         "rows of products": repr(products),
         "ranks": str(num_ranks),
         "rows of decoding steps": "padded for graphs" if has_graphs else "as many as needed",
-        "draws": native.digest() if device.type == "cpu" and native.is_available() else "torch",
+        "draws": native.digest() if device.type == "cpu" and native.is_available() else draws,
         "torch": torch.__version__,
         "libraries and instructions": torch.__config__.show(),
         "precision of products": torch.get_float32_matmul_precision(),

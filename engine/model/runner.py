@@ -36,11 +36,12 @@ from gptserve.engine.model.linear import MIN_ROWS, product_of
 from gptserve.engine.model.memory import check_max_model_len
 from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.model.prompt_logprobs import prompt_logprobs
-from gptserve.engine.model.step_memory import make_cache
+from gptserve.engine.model.step_memory import make_cache, max_sampled_rows
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.request import EngineInfo, TokenLogprobs
 from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, begin_sampling
+from gptserve.engine.sampling.sampler_choice import choose_sampler
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
@@ -89,14 +90,15 @@ class ModelRunner:
         # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
         operations = choose_operations(self._model, self.device, dtype)
         products = choose_products(config, self._model, self.device, dtype, backend)
+        operations = replace(operations, call_rows=products.call_rows)
+        sampler = choose_sampler(whole.vocab_size, max_sampled_rows(config), self.device)
         self._ranks = Ranks(config, self.device) if share.size > 1 else None
-        group = None if self._ranks is None else self._ranks.group
         with torch.inference_mode():
             tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
-            operations = replace(operations, call_rows=products.call_rows)
+            group = None if self._ranks is None else self._ranks.group
             self._decoder = Decoder(self._model, tensors, backend, quantization, group, operations)
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
-                config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks
+                config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler
             )
         self._masks = MaskThread()
         self._chosen_R = torch.empty(0, dtype=torch.int64, device=self.device)  # by the latest step
@@ -111,16 +113,15 @@ class ModelRunner:
         """From the work of a step to the number of its threads."""
         self.min_rows = 1 if self._in_team else MIN_ROWS
         """A step with fewer rows is padded."""
-        self.choose: Choose | None = None
+        self.choose: Choose | None = None if sampler is None else sampler.choose
         """What chooses the tokens; None: the fastest there is."""
-        logits_of = partial(self._logits_of, config.block_size)
-        sample = ""
+        logits_of, sample = partial(self._logits_of, config.block_size), ""
         if products.are_invariant:
             if self.device.type != "cpu":
                 check_model(logits_of, config, whole.vocab_size, num_blocks, max_model_len)
             sample = sample_numbers(logits_of, whole.vocab_size, max_model_len, config.block_size)
         numbers = (self.device, dtype, quantization, backend, operations, products, share.size, self.graphs is not None)
-        causes = numeric_causes(checkpoint.digest, whole, *numbers)
+        causes = numeric_causes(checkpoint.digest, whole, *numbers, "torch" if sampler is None else sampler.build)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
@@ -164,8 +165,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, batch: ScheduledBatch) -> Collect:
-        masks = self._masks.begin(batch)
+        masks, choose = self._masks.begin(batch), self.choose
         logits = None if self.graphs is None else self.graphs.logits(batch, self._chosen_R)
+        if self.graphs is not None and logits is not None:
+            choose = self.graphs.choose or choose
         scored: dict[int, Tensor] = {}
         if logits is None:
             inputs, hidden = self._compute(batch, self.info.block_size, self.min_rows)
@@ -177,7 +180,7 @@ class ModelRunner:
                 for i, item in enumerate(batch.items)
                 if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated
             }
-        sample = self._begin_sampling(logits, batch, {} if masks is None else masks.result())
+        sample = self._begin_sampling(logits, batch, {} if masks is None else masks.result(), choose)
 
         def collect() -> StepResult:
             score = partial(prompt_logprobs, self._decoder, self.min_rows)
@@ -202,7 +205,7 @@ class ModelRunner:
         return self._decoder.logits(pad(hidden, (0, 0, 0, max(0, MIN_ROWS - len(hidden)))))[: len(hidden)]
 
     def _begin_sampling(
-        self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks
+        self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks, choose: Choose | None
     ) -> Callable[[], tuple[SampledTokens, ...]]:
         """Have the device choose the tokens; what this returns waits for them."""
         positions: list[SamplingPosition] = []
@@ -215,7 +218,7 @@ class ModelRunner:
                 positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
         if logits is None:
             return tuple
-        self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, self.choose)
+        self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)
         return lambda: tuple(finish().split(sizes))
 
 

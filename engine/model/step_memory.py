@@ -26,7 +26,9 @@ from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.memory import plan_cache
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.request import MAX_LOGPROBS, Request, SamplingParams
+from gptserve.engine.sampling.logprobs import top_logprobs
 from gptserve.engine.sampling.sampler import SamplingPosition, sample
+from gptserve.engine.sampling.triton_sampler import TritonSampler
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import to_device
@@ -97,6 +99,7 @@ def make_cache(
     device: torch.device,
     num_threads: int,
     ranks: Ranks | None = None,
+    sampler: TritonSampler | None = None,
 ) -> Made:
     """Return the cache and the graphs of decoding steps with it. The decoder and all ranks then have max_model_len.
 
@@ -107,14 +110,14 @@ def make_cache(
     memory, measured = memory_of(device), None
 
     def capture(cache: KVCache, max_model_len: int) -> DecodeGraphs | None:
-        return capture_decoding(config, model, decoder, backend, cache, max_model_len, device)
+        return capture_decoding(config, model, decoder, backend, cache, max_model_len, device, sampler=sampler)
 
     if memory is not None:
         decoder.set_max_model_len(longest)
         one_block = KVCache(model, 1, config.block_size, dtype, device)
         measured = measure(
             memory,
-            lambda: compute_largest_steps(config, model, decoder, one_block, device, longest),
+            lambda: compute_largest_steps(config, model, decoder, one_block, device, longest, sampler),
             lambda: capture(one_block, longest),
         )
         reserved += measured.activations + (measured.graphs or 0)
@@ -165,26 +168,39 @@ def compute_largest_steps(
     cache: KVCache,
     device: torch.device,
     max_model_len: int,
+    sampler: TritonSampler | None = None,
 ) -> None:
     """Compute as many tokens as a step may have, of few and of many sequences; sample with every parameter there is."""
+    if sampler is not None:
+        sampler.counts.reserve(config.max_num_seqs)  # they stay from one step to the next
     for num_seqs in (-(-config.max_num_batched_tokens // max_model_len), config.max_num_seqs):
         batch = _largest_batch(min(num_seqs, config.max_num_seqs), config, max_model_len)
         inputs = build_model_input(batch, config.block_size, device)
         hidden = decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, cache, inputs.metadata)
     # Steps with drafts have more rows than sequences, and prompts have their logprobs in pieces.
-    num_rows = max(config.max_num_seqs, MAX_DRAFTING_STEP_TOKENS, LOGIT_ROWS)
-    (rows_R,) = to_device(device, np.zeros(num_rows, np.int64))
+    num_sampled, num_top = max_sampled_rows(config), min(MAX_LOGPROBS, model.vocab_size)
+    (rows_R,) = to_device(device, np.zeros(max(num_sampled, LOGIT_ROWS), np.int64))
     params = SamplingParams(
         top_p=0.9,
         frequency_penalty=1.0,
         repetition_penalty=1.1,
         logit_bias={0: 1.0},
         allowed_token_ids=(0,),
-        logprobs=min(MAX_LOGPROBS, model.vocab_size),
+        logprobs=num_top,
     )
     sequence = SequenceState(Request("largest", (0,), params, seed=0), arrival=0, token_ids=[0])
     everything: Mask = np.full(-(-model.vocab_size // 32), 2**32 - 1, np.uint32)
-    sample(decoder.logits(hidden[rows_R]), [SamplingPosition(sequence, allowed=everything)] * num_rows)
+    logits = decoder.logits(hidden[rows_R])
+    choose = None if sampler is None else sampler.choose
+    sample(logits, [SamplingPosition(sequence, allowed=everything)] * num_sampled, choose=choose)
+    top_logprobs(logits[:LOGIT_ROWS], rows_R[:LOGIT_ROWS], [num_top] * LOGIT_ROWS)
+    if sampler is not None:
+        sampler.counts.release()
+
+
+def max_sampled_rows(config: EngineConfig) -> int:
+    """Return how many tokens a step may sample; one with drafts has more than sequences."""
+    return max(config.max_num_seqs, MAX_DRAFTING_STEP_TOKENS)
 
 
 def _largest_batch(num_seqs: int, config: EngineConfig, max_model_len: int) -> ScheduledBatch:

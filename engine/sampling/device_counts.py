@@ -60,15 +60,19 @@ class DeviceCounts:
 
     def reserve(self, num_seats: int) -> None:
         """Make room for so many sequences at once. All are then counted anew."""
-        self._seats.clear()
+        self.release()
         shape = 1 << (num_seats - 1).bit_length(), self._vocab_size
-        self.words = None  # its memory first
         self.words = torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def release_if_unused(self) -> None:
         """Give the memory back if no sequence has a seat."""
         if not self._seats:
-            self.words = None
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory back. All sequences are then counted anew."""
+        self._seats.clear()
+        self.words = None
 
     def add(self, places: Tensor, amounts: Tensor) -> None:
         """Add to the flat words, without waiting; a place may occur several times."""

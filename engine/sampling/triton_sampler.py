@@ -19,6 +19,7 @@ from torch import Tensor
 from gptserve.engine.sampling.adjustments import Entries, bias_and_ban
 from gptserve.engine.sampling.device_counts import DeviceCounts
 from gptserve.engine.sampling.native_draw import Choice
+from gptserve.engine.sampling.sampler import choose_by_torch
 from gptserve.engine.sampling.token_counts import TokensBefore
 from gptserve.engine.staging import Array, to_device
 
@@ -38,7 +39,7 @@ Draw = Callable[[Tensor, Kind], Tensor]
 
 
 class TritonSampler:
-    """Chooses tokens as choose_by_torch does, for at most `max_rows` rows.
+    """Chooses tokens as choose_by_torch does, which takes steps of more than `max_rows` rows.
 
     Its scratch stays where it is: 4 * max_rows * vocab bytes hold the adjusted scores and then, in their place, the
     weights.
@@ -63,7 +64,7 @@ class TritonSampler:
         self.counts = DeviceCounts(vocab_size, device)
         pieces = max_rows, self._num_pieces
         self._scores = torch.zeros(max_rows, vocab_size, device=device)
-        self._table = torch.zeros(max_rows, _COLUMNS, dtype=torch.float64, device=device)
+        self._table = torch.full((max_rows, _COLUMNS), -1.0, dtype=torch.float64, device=device)  # padding
         self._peaks = torch.zeros(pieces, device=device)
         self._sums, self._kept_sums = (torch.zeros(pieces, dtype=torch.int64, device=device) for _ in range(2))
         self._measures = torch.zeros(max_rows, _MEASURES, dtype=torch.int64, device=device)
@@ -79,7 +80,9 @@ class TritonSampler:
         `draw` replaces `self.draw`, and draws `num_rows` rows, of which those behind the choices are padding.
         """
         num_rows = num_rows or len(choices)
-        assert logits.dtype is torch.float32 and logits.stride(1) == 1 and num_rows <= self.max_rows
+        if num_rows > self.max_rows:  # of drafts that are longer than the engine's own
+            return choose_by_torch(logits, choices)
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1
         table = np.zeros((num_rows, _COLUMNS))
         table[len(choices) :, _SOURCE] = -1
         table[: len(choices), :_SOURCE] = np.array([choice[:_SOURCE] for choice in choices], np.float64)

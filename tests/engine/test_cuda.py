@@ -224,6 +224,25 @@ def test_adjusted_logits_have_the_bits_that_they_have_on_a_cpu(seed: int) -> Non
     assert torch.equal(adjusted(raw.to(DEVICE), adjustments).cpu(), adjusted(raw, adjustments))
 
 
+def test_the_kernels_of_sampling_choose_the_tokens_that_torch_does(storyteller: Path) -> None:
+    """In batches that no graph pads, so that both have the same logits."""
+    kinds: list[dict[str, Any]] = [
+        *({"temperature": 0.0, "frequency_penalty": 0.6}, {"repetition_penalty": 1.2}, {"top_p": 0.9, "top_k": 40}),
+        {"min_p": 0.02, "presence_penalty": 0.5, "logit_bias": {5: 2.0}, "allowed_token_ids": tuple(range(1000))},
+    ]
+    requests = [make_request(str(i), range(i, i + 9), seed=i, max_tokens=60, **kinds[i % 4]) for i in range(4)]
+    options: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 4, "enable_prefix_caching": False}
+    graphed, eager, by_torch = (
+        make_engine(storyteller, enforce_eager=eager, kv_cache_bytes=2**27, **options) for eager in (False, True, True)
+    )
+    assert graphed._runner.graphs is not None
+    assert graphed._runner.graphs.choose is not None
+    assert eager._runner.choose is not None
+    by_torch._runner.choose = None
+    found = [{i: token_ids(its) for i, its in run(engine, requests).items()} for engine in (graphed, eager, by_torch)]
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_kernel_is_taken_without_a_word(storyteller: Path, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     assert make_engine(storyteller, device=DEVICE, dtype=dtype, kv_cache_bytes=2**27).info.attention_backend == FAST

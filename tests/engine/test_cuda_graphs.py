@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.triton_operations import TritonOperations
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.sampling.native_draw import Choice, choose
+from gptserve.engine.sampling.triton_sampler import KINDS, Kind, TritonSampler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
@@ -65,14 +69,48 @@ class Rerun:
 def capture_for(engine: Engine, capture: Capture, **options: Any) -> DecodeGraphs | None:
     """Return graphs for an engine that has run nothing yet."""
     runner = engine._runner
-    backend = options.pop("backend", CpuAttention())
+    backend, sampler = options.pop("backend", CpuAttention()), options.pop("sampler", None)
     sizes = {"max_num_seqs": engine.info.max_num_seqs, "block_size": engine.info.block_size}
     config = make_config(Path(), **{**sizes, **options})
     with torch.inference_mode():
         return capture_decoding(
             *(config, runner._model, runner._decoder, backend),
-            *(runner._cache, engine.info.max_model_len, CPU, capture),
+            *(runner._cache, engine.info.max_model_len, CPU, capture, sampler),
         )
+
+
+class ByLibrary(TritonSampler):
+    """Stands in for the kernels: it computes what they do from what is staged for them."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._allocate(vocab_size, 12, CPU, 256)
+
+    def draw(self, logits: Tensor, kind: Kind) -> Tensor:
+        for row, entry in enumerate(self._table[: len(logits)].tolist()):
+            noise, top_p, temperature, min_p, top_k, source, *_ = entry
+            if source >= 0:
+                assert kind == "all" or not top_k
+                assert kind != "plain" or (top_p == 1.0 and not min_p)
+                scores = (self._scores if source else logits)[row : row + 1]
+                self._token_ids[row] = choose(scores, [Choice(noise, top_p, temperature, min_p, int(top_k))])[0]
+        return self._token_ids[: len(logits)]
+
+    def _adjust(self, logits: Tensor, table_A8: Tensor, drafts: Tensor, masks: Tensor) -> None:
+        for row, seat, mask, *penalties, start, end in table_A8.tolist():
+            scores_V = logits[int(row)].clone()
+            if seat >= 0:
+                assert self.counts.words is not None
+                words_V = self.counts.words[int(seat)]
+                counts_V = (words_V >> 1) + torch.bincount(drafts[int(start) : int(end)], minlength=len(words_V))
+                repetition, frequency, presence = penalties
+                penalized_V = torch.where(scores_V > 0, scores_V / repetition, scores_V * repetition)
+                scores_V = torch.where((words_V > 0) | (counts_V > 0), penalized_V, scores_V)
+                penalty_V = (frequency * counts_V.double() + presence).float()
+                scores_V = torch.where(counts_V > 0, scores_V - penalty_V, scores_V)
+            if mask >= 0:
+                bits = np.unpackbits(masks[int(mask)].numpy().view(np.uint8), bitorder="little")
+                scores_V[torch.from_numpy(bits[: len(scores_V)] == 0)] -= torch.inf
+            self._scores[int(row)] = scores_V
 
 
 def requests() -> list[Request]:
@@ -80,8 +118,8 @@ def requests() -> list[Request]:
     return [replace(r, params=replace(r.params, max_tokens=5 + 4 * (i % 7))) for i, r in enumerate(ragged())]
 
 
-def results(engine: Engine) -> dict[str, tuple[list[int], list[TokenLogprobs]]]:
-    outputs = run(engine, requests()[: 4 * engine.info.max_num_seqs])
+def results(engine: Engine, asked: list[Request] | None = None) -> dict[str, tuple[list[int], list[TokenLogprobs]]]:
+    outputs = run(engine, (asked or requests())[: 4 * engine.info.max_num_seqs])
     return {i: (token_ids(its), [entry for output in its for entry in output.logprobs]) for i, its in outputs.items()}
 
 
@@ -105,6 +143,39 @@ def test_with_graphs_every_answer_has_the_same_bits(load: str, dtype: str, story
     assert 0.3 * graphed.stats.num_steps < capture.num_replays < graphed.stats.num_steps
     assert graphed.stats.num_preemptions > 0 or load != "preempted"
     assert graphed.stats.num_draft_tokens > 0 or load != "drafts"
+
+
+def penalized() -> list[Request]:
+    """Return requests of which most have penalties, some more than that, and pairs are choices of one."""
+    kinds: list[dict[str, Any]] = [
+        *({"repetition_penalty": 1.3}, {"frequency_penalty": 0.7, "top_p": 0.9}, {"top_k": 9}),
+        *({"presence_penalty": 1.5, "temperature": 0.0}, {"repetition_penalty": 0.8, "logit_bias": {30: 3.0}}),
+        {"frequency_penalty": 0.4, "bad_words": ((40,),), "min_tokens": 9, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    ]
+    return [
+        replace(r, seed=i // 2, choice_index=i % 2, params=replace(r.params, **kinds[i // 2 % len(kinds)]))
+        for i, r in enumerate(requests())
+    ]
+
+
+@pytest.mark.parametrize(
+    "load", [pytest.param(name, marks=pytest.mark.slow if "one" in name else ()) for name in LOADS]
+)
+def test_with_recorded_draws_and_counts_of_the_device_every_answer_has_the_same_bits(
+    load: str, storyteller: Path
+) -> None:
+    plain, graphed = (make_engine(storyteller, dtype="float32", **LOADS[load]) for _ in range(2))
+    sampler, capture = ByLibrary(graphed.info.vocab_size), Rerun()
+    graphed._runner.graphs = capture_for(graphed, capture, sampler=sampler)
+    graphed._runner.choose = sampler.choose
+    capture.num_replays = 0
+    assert results(graphed, penalized()) == results(plain, penalized())
+    assert 0.3 * graphed.stats.num_steps < capture.num_replays
+    assert capture.num_replays % 2 == 0, "logits and tokens"
+    assert graphed.stats.num_preemptions > 0 or load != "preempted"
+    assert graphed.stats.num_draft_tokens > 0 or load != "drafts"
+    sampler.counts.release_if_unused()
+    assert sampler.counts.words is None, "all have ended"
 
 
 @pytest.mark.parametrize("change", ["token_ids_T", "positions_T", "slots_T", "kv_lens_S", "block_tables_SN"])
@@ -234,6 +305,19 @@ def test_where_graphs_fail_differ_or_cannot_be_they_are_left_with_the_reason(
     )
 
 
+def test_a_draw_that_does_not_read_what_is_staged_is_seen(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(tiny_gpt2)
+
+    def capture(compute: Callable[[], Tensor]) -> Replay:
+        if not isinstance(compute, partial):
+            return compute
+        drawn = compute().clone()
+        return lambda: drawn
+
+    assert capture_for(engine, capture, max_num_seqs=4, sampler=ByLibrary(engine.info.vocab_size)) is None
+    assert caplog.messages[-1].endswith(": they give other tokens for a batch of 4")
+
+
 def test_ranks_have_no_graphs(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert capture_for(make_engine(tiny_gpt2), Rerun(), tensor_parallel_size=2) is None
     assert caplog.messages[-1].endswith(": the ranks of a tensor-parallel engine start their kernels one by one")
@@ -300,7 +384,10 @@ def test_what_is_recorded_neither_waits_nor_reads_the_host(
     decoder.set_max_model_len(model.max_position)
     cache = KVCache(model, 8, 16, torch.bfloat16, DEVICE)
     config = EngineConfig(Path(), max_num_seqs=5)
-    graphs = DecodeGraphs(decoder, cache, config, model.max_position, DEVICE, Rerun())
+    sampler = object.__new__(TritonSampler)
+    vars(sampler).update(_kernels=launches)
+    sampler._allocate(model.vocab_size, 12, DEVICE, 256)
+    graphs = DecodeGraphs(decoder, cache, config, model.max_position, DEVICE, Rerun(), sampler)
     first: list[Any] = []
     for items in ([decoding([5, 9, 3], [1])] * 3, [decoding([7] * 20, [2, 4])] * 5):
         step, launches.noted = graphs._steps[0], []
@@ -311,5 +398,11 @@ def test_what_is_recorded_neither_waits_nor_reads_the_host(
             assert step.replay().shape == (5, model.vocab_size)
         assert copies.count == 0
         assert len(launches.noted) >= 2 * model.num_layers
+        num_launches = len(launches.noted)
+        for kind in KINDS:
+            with Lists(), Copies() as copies:
+                step.draw(step.logits, kind)
+            assert copies.count == 0
+        assert len(launches.noted) == num_launches + 3 + 12 + 20
         first = first or launches.noted
         assert launches.noted == first

@@ -165,6 +165,13 @@ def test_torch_takes_the_place_of_kernels_that_choose_another_token(
     ]
 
 
+def test_a_step_of_more_rows_than_there_is_room_for_is_drawn_by_torch() -> None:
+    sampler = object.__new__(TritonSampler)
+    sampler._allocate(300, 2, CPU, PIECE)
+    logits, choices = torch.randn(3, 300), [Choice(0.5, 0.9, 1.0, 0.0, 7)] * 3
+    assert torch.equal(sampler.choose(logits, choices), choose_by_torch(logits, choices))
+
+
 class Launches:
     """Stands in for the kernels: it counts."""
 
