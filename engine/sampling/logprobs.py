@@ -6,7 +6,7 @@ On a CPU native/logprobs.cpp computes them in one call, without copies of the lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
 from functools import partial
 from typing import TYPE_CHECKING
@@ -61,28 +61,45 @@ def _by_library(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> li
 
 def top_logprobs_by_torch(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Return what top_logprobs does, but for rounding."""
-    logprobs = logits.log_softmax(-1)
-    own_R1 = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > own_R1).sum(-1, dtype=torch.int32) + 1  # int64 takes twice as long
     if logits.device.type == "cpu":
+        logprobs, own_R1, ranks = _own(logits, token_ids)
         best = [_best_of_row(row, k) for row, k in zip(logprobs, num_top, strict=True)]
         rows = zip(token_ids.tolist(), own_R1[:, 0].tolist(), ranks.tolist(), best, strict=True)
         return [TokenLogprobs(*row) for row in rows]
-    best_ids, best_values = best_of_rows(logprobs, max(num_top))
-    columns = (token_ids[:, None], ranks[:, None], own_R1, best_ids, best_values)
-    table = torch.cat([column.double() for column in columns], 1).tolist()  # a step waits for the device here
-    entries = []
-    for (token_id, rank, own, *its_best), k in zip(table, num_top, strict=True):
-        ids, values = its_best[: best_ids.shape[1]], its_best[best_ids.shape[1] :]
-        pairs = tuple(zip(map(int, ids[:k]), values[:k], strict=True))
-        entries.append(TokenLogprobs(int(token_id), own, int(rank), pairs))
-    return entries
+    table = _table(logits, token_ids, max(num_top)).tolist()  # a step waits for the device here
+    return [_entry(row, k) for row, k in zip(table, num_top, strict=True)]
+
+
+def _own(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all logprobs, those of the tokens [rows, 1], and their ranks [rows]."""
+    logprobs = logits.log_softmax(-1)
+    own_R1 = logprobs.gather(1, token_ids[:, None])
+    return logprobs, own_R1, (logprobs > own_R1).sum(-1, dtype=torch.int32) + 1  # int64 takes twice as long
+
+
+def _table(logits: Tensor, token_ids: Tensor, max_top: int) -> Tensor:
+    """Return an fp64 row of numbers for each row: its token, rank and logprob, the ids of the best, their logprobs."""
+    logprobs, own_R1, ranks = _own(logits, token_ids)
+    columns = (token_ids[:, None], ranks[:, None], own_R1, *best_of_rows(logprobs, max_top))
+    return torch.cat([column.double() for column in columns], 1)
+
+
+def _entry(row: Sequence[float], num_top: int) -> TokenLogprobs:
+    (token_id, rank, own), best = row[:3], row[3:]
+    num_best = len(best) // 2
+    pairs = zip(map(int, best[:num_best][:num_top]), best[num_best:][:num_top], strict=True)
+    return TokenLogprobs(int(token_id), own, int(rank), tuple(pairs))
 
 
 def best_of_rows(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ids and values of the k best of each row, in the order of _best_of_row but without waiting."""
-    values, ids = logprobs.sort(descending=True, stable=True)
-    return ids[:, :k], values[:, :k]
+    bits = (logprobs + 0.0).view(torch.int32)  # no -0.0, which has other bits than 0.0
+    # The lower half of a key tells equals apart, as topk promises no order of theirs: the lowest id has the largest.
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    keys += torch.arange(logprobs.shape[1], 0, -1, device=logprobs.device)
+    best = keys.topk(min(k, logprobs.shape[1])).values
+    ids = logprobs.shape[1] - (best & 0xFFFFFFFF)
+    return ids, logprobs.gather(1, ids)
 
 
 def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
@@ -101,14 +118,44 @@ def logprobs_to_report(
 
     It keeps the logits if a request asks for some, and waits for the device.
     """
-    num_top = {row: k for row, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
+    num_top = _num_top(positions)
     return partial(_reported, raw, chosen, len(positions), num_top) if num_top else lambda: [None] * len(positions)
 
 
 @torch.inference_mode()
 def _reported(raw: Tensor, chosen: Tensor, num_rows: int, num_top: dict[int, int]) -> list[TokenLogprobs | None]:
-    if len(num_top) < num_rows:
-        (rows,) = to_device(raw.device, np.array(list(num_top)))
-        raw, chosen = raw[rows], chosen[rows]
-    reported = dict(zip(num_top, top_logprobs(raw, chosen, list(num_top.values())), strict=True))
+    entries = top_logprobs(*_rows_of(raw, chosen, num_top), list(num_top.values()))
+    reported = dict(zip(num_top, entries, strict=True))
     return [reported.get(row) for row in range(num_rows)]
+
+
+def tokens_with_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """Return the chosen ids, and what logprobs_to_report needs of the device, as one flat tensor, without waiting."""
+    num_top = _num_top(positions)
+    if not num_top:
+        return chosen
+    table = _table(*_rows_of(raw, chosen.clamp(min=0), num_top), max(num_top.values()))
+    return torch.cat([chosen.double(), table.flatten()])
+
+
+def read_tokens_with_logprobs(
+    numbers: Sequence[float], positions: Sequence[SamplingPosition]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Return the ids, and what logprobs_to_report gives, from the numbers of tokens_with_logprobs."""
+    num_top, num_rows = _num_top(positions), len(positions)
+    token_ids, table = [int(number) for number in numbers[:num_rows]], numbers[num_rows:]
+    width = len(table) // max(1, len(num_top))
+    entries = {row: _entry(table[i * width : (i + 1) * width], k) for i, (row, k) in enumerate(num_top.items())}
+    return token_ids, [entries.get(row) for row in range(num_rows)]
+
+
+def _num_top(positions: Sequence[SamplingPosition]) -> dict[int, int]:
+    """Return how many of the likeliest tokens are asked for, of the rows that ask for logprobs."""
+    return {row: k for row, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
+
+
+def _rows_of(raw: Tensor, chosen: Tensor, num_top: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+    if len(num_top) == len(raw):
+        return raw, chosen
+    (rows,) = to_device(raw.device, np.array(list(num_top)))
+    return raw[rows], chosen[rows]

@@ -28,7 +28,7 @@ from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling import native_draw
 from gptserve.engine.sampling.adjustments import SequenceAdjustments, adjusted
 from gptserve.engine.sampling.grammar_masks import with_masks
-from gptserve.engine.sampling.logprobs import logprobs_to_report
+from gptserve.engine.sampling.logprobs import logprobs_to_report, read_tokens_with_logprobs, tokens_with_logprobs
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.scheduling.sequence import SequenceState
@@ -90,7 +90,7 @@ def sample(
     """Choose the token at each position from fp32 logits [rows, vocab]; later rows are padding.
 
     A row of which the masks leave nothing counts as one that is not finite. The logits stay what they are. It waits
-    for the device once, and once more for logprobs.
+    for the device once.
     """
     return begin_sampling(logits, positions, eos_token_ids, choose)[1]()
 
@@ -100,22 +100,24 @@ def begin_sampling(
 ) -> tuple[Tensor, Callable[[], SampledTokens]]:
     """Have the device choose; return the ids (int64 [rows], -1 for None) and what waits for the result of `sample`.
 
-    Only logprobs need the logits until then.
+    On a CPU logprobs need the logits until then.
     """
     raw = logits[: len(positions)]
     if choose is None:
         choose = native_draw.choose if raw.device.type == "cpu" and native.is_available() else choose_by_torch
     chosen = choose(raw, [choice_at(position, raw.shape[1], eos_token_ids) for position in positions])
-    report, read = logprobs_to_report(raw, chosen.clamp(min=0), positions), to_host(chosen)
+    if raw.device.type == "cpu":
+        report, read = logprobs_to_report(raw, chosen.clamp(min=0), positions), to_host(chosen)
+        return chosen, lambda: _sampled(read(), report())
+    read = to_host(tokens_with_logprobs(raw, chosen, positions))
+    return chosen, lambda: _sampled(*read_tokens_with_logprobs(read(), positions))  # a step waits for the device here
 
-    def finish() -> SampledTokens:
-        logprobs, ids = report(), read()  # a step waits for the device here
-        return SampledTokens(
-            token_ids=tuple(token if token >= 0 else None for token in ids),
-            logprobs=tuple(entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)),
-        )
 
-    return chosen, finish
+def _sampled(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> SampledTokens:
+    return SampledTokens(
+        token_ids=tuple(token if token >= 0 else None for token in ids),
+        logprobs=tuple(entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)),
+    )
 
 
 def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:

@@ -12,10 +12,16 @@ from torch import Tensor
 
 from gptserve.engine import staging
 from gptserve.engine.model.batch import build_model_input, known_token_ids
-from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling.logprobs import best_of_rows, top_logprobs, top_logprobs_by_torch
+from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.sampling.logprobs import (
+    best_of_rows,
+    read_tokens_with_logprobs,
+    tokens_with_logprobs,
+    top_logprobs,
+    top_logprobs_by_torch,
+)
 from gptserve.engine.sampling.native_draw import Choice
-from gptserve.engine.sampling.sampler import choose_by_torch
+from gptserve.engine.sampling.sampler import SamplingPosition, choose_by_torch, sample
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import to_device, to_host
 from tests.engine.host_copies import DEVICE, Copies, Lists
@@ -139,6 +145,49 @@ def test_the_way_back_waits_for_its_own_copy_alone(monkeypatch: pytest.MonkeyPat
     assert to_host(torch.tensor([[1.5]]))() == [[1.5]]
 
 
+def positions(*num_top: int | None) -> list[SamplingPosition]:
+    """Return greedy positions whose requests ask for so many of the likeliest tokens."""
+    params = [SamplingParams(temperature=0.0, logprobs=k) for k in num_top]
+    return [SamplingPosition(SequenceState(Request("r", (1,), p, seed=0), 0, [1])) for p in params]
+
+
+def test_tokens_come_with_their_logprobs_and_wait_once(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[int, ...]] = []
+
+    def tolist(self: Tensor) -> list[float]:
+        waits.append(tuple(self.shape))
+        first, second = [4.0, 3.0, -1.5, 9.0, 7.0, -0.5, -1.5], [6.0, 1.0, -0.25, 6.0, 8.0, -0.25, -2.5]
+        return [4.0, -1.0, 6.0, *first, *second]
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    sampled = sample(torch.empty(3, 50, device=DEVICE), positions(1, None, 2))
+    assert waits == [(3 + 2 * 7,)]
+    assert sampled.token_ids == (4, None, 6)
+    assert sampled.logprobs == (
+        TokenLogprobs(4, -1.5, 3, ((9, -0.5),)),
+        None,
+        TokenLogprobs(6, -0.25, 1, ((6, -0.25), (8, -2.5))),
+    )
+    assert copies.count == 1  # which rows have logprobs
+
+
+@pytest.mark.parametrize(
+    "num_top", [(None, None, None, None), (0, None, 3, None), (2, 9, 0, 1), (None, None, None, 12)]
+)
+def test_logprobs_that_come_with_tokens_have_the_bits_of_others(num_top: tuple[int | None, ...]) -> None:
+    logits = torch.randint(0, 9, (4, 10), generator=torch.Generator().manual_seed(0)).float()
+    logits[1, 3] = torch.nan
+    chosen, asked = torch.tensor([3, -1, 9, 0]), positions(*num_top)
+    numbers = tokens_with_logprobs(logits, chosen, asked).tolist()
+    token_ids, entries = read_tokens_with_logprobs(numbers, asked)
+    assert token_ids == chosen.tolist()
+    for row, (entry, k) in enumerate(zip(entries, num_top, strict=True)):
+        if k is None:
+            assert entry is None
+        elif row != 1:
+            assert [entry] == top_logprobs_by_torch(logits[row : row + 1], chosen[row : row + 1], [k])
+
+
 @pytest.mark.parametrize("wait", [Tensor.item, Tensor.tolist, bool, lambda x: x[x > 0], lambda x: x.nonzero()])
 def test_what_would_wait_fails_here(wait: Any, copies: Copies) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -160,6 +209,8 @@ def test_a_tensor_of_the_host_as_an_index_is_a_copy(copies: Copies) -> None:
 
 def test_the_best_of_all_rows_are_those_of_each_row() -> None:
     logits = torch.randint(0, 9, (5, 40), generator=torch.Generator().manual_seed(0)).float()
+    logits[0, 7] = 1e4  # its logprob is 0, and all others are far below
+    logits[1, ::2] = -torch.inf
     ids, values = best_of_rows(logits.log_softmax(-1), 12)
     entries = top_logprobs_by_torch(logits, torch.zeros(5, dtype=torch.int64), [12] * 5)
     assert [[pair[0] for pair in entry.top] for entry in entries] == ids.tolist()
