@@ -14,6 +14,7 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.activation import activate
+from gptserve.engine.model.int8 import large_channels
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.linear import make_linear
@@ -75,6 +76,8 @@ class Decoder:
         source = self._source = StreamedTensors(tensors, quantization, group, operations)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
+        if quantization is not None and config.embed_size is None:
+            source.large_channels = large_channels(self._embedding, self._positions)
         scale = config.embed_scale  # in the model's dtype, as it was trained with
         self._embed_scale = None if scale == 1 else torch.tensor(scale).to(self._embedding)
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
@@ -85,7 +88,8 @@ class Decoder:
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         if config.tied_head:
-            self._head = make_linear(self._embedding, None, None, torch.float32, quantization, operations.call_rows)
+            options = quantization, operations.call_rows, source.large_channels
+            self._head = make_linear(self._embedding, None, None, torch.float32, *options)
             source.linears["head"] = self._head
         else:
             self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)

@@ -37,7 +37,7 @@ _FAR_SHARE = 128
 _LEVEL_BITS, _LEVELS = 20, 48
 """A row's scale is a power of two times 8/8 to 15/8. Its bound is at most 6 octaves below its largest element."""
 _EXACT_SHARE, _EXACT_SCALE = 128, 4
-"""One output in this many, if its scale is this many times the median one, is not quantized."""
+"""One output or channel in this many, if its size is this many times the median one, is not quantized."""
 _LANES = 32
 """A sum of products that are not quantized is made of as many sums."""
 _MIN_BOUND = 1e-30
@@ -71,14 +71,27 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.d
         )
 
 
-def column_factors(weight: Tensor) -> Tensor | None:
+def large_channels(embedding: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the outlier channels of the residual stream, in ascending order, int64.
+
+    They are those of the tables [tokens, hidden] that it begins with. Products of the stream do not quantize them: most
+    of a row's size is in them, and so would be most of the error.
+    """
+    squares = torch.zeros(embedding.shape[1], device=embedding.device)
+    for table in (embedding,) if positions is None else (embedding, positions):
+        for rows in _some_rows(table):
+            squares += rows.float().square().sum(0) / len(table)
+    return _by_far_largest(squares.sqrt())
+
+
+def column_factors(weight: Tensor, exact_inputs: Tensor | None = None) -> Tensor | None:
     """Return a power of two for each column of a weight [out, in], fp32; None if all would be 1.
 
     Weights are divided by the factors and rows of x multiplied by them, as in SmoothQuant (Xiao et al. 2023). So a few
     large columns do not make the scale of every output coarse, and a small one, whose elements of x are often large,
     does not lose its digits. Large is the root mean square, small the largest element: no scale becomes coarser. They
     are in units of their output's mean element: otherwise the few large outputs, such as those that write to outlier
-    channels, would decide alone.
+    channels, would decide alone. The factor of an exact input, whose column is not quantized, is 0.
     """
     squares = torch.zeros(weight.shape[1], device=weight.device)
     largest = torch.zeros_like(squares)
@@ -91,6 +104,8 @@ def column_factors(weight: Tensor) -> Tensor | None:
     factors = torch.where(root > _UNLIKE, root.log2().round().exp2(), 1.0)
     factors = torch.where((most > 0) & (most < 1 / _UNLIKE), most.log2().ceil().exp2(), factors)
     factors = torch.where(factors.isfinite(), factors, 1.0).clamp(2**-16, 2**16)
+    if exact_inputs is not None:
+        factors[exact_inputs] = 0.0
     return None if (factors == 1).all() else factors
 
 
@@ -100,7 +115,7 @@ def quantize_weight(weight: Tensor, factors: Tensor | None) -> Iterator[tuple[Te
     The scale of an output with NaN or infinity is NaN.
     """
     for rows in _some_rows(weight):
-        divided = rows.float() if factors is None else rows.float() / factors
+        divided = rows.float() if factors is None else torch.where(factors == 0, 0.0, rows.float() / factors)
         largest = divided.abs().amax(1)
         is_finite = largest.isfinite()
         scales = torch.where(is_finite, largest / _STEP, torch.nan)
@@ -115,9 +130,13 @@ def exact_outputs(scales: Tensor) -> Tensor:
     Where a product is added to the residual stream, these are its outlier channels. They are most of the stream, so
     their errors are most of its error.
     """
-    finite = scales.nan_to_num(0.0)
-    largest = finite.sort(descending=True, stable=True).indices[: -(-len(scales) // _EXACT_SHARE)]
-    return largest[finite[largest] > _EXACT_SCALE * finite.median()].sort().values
+    return _by_far_largest(scales.nan_to_num(0.0))
+
+
+def _by_far_largest(sizes: Tensor) -> Tensor:
+    """Return at most one index in _EXACT_SHARE, of sizes beyond _EXACT_SCALE times the median, in ascending order."""
+    largest = sizes.sort(descending=True, stable=True).indices[: -(-len(sizes) // _EXACT_SHARE)]
+    return largest[sizes[largest] > _EXACT_SCALE * sizes.median()].sort().values
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -183,13 +202,16 @@ class DenseInt8Linear:
         bias: Tensor | None,
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
+        exact_inputs: Tensor | None = None,
     ) -> None:
-        """Quantize the weight."""
-        self._factors = column_factors(weight)
+        """Quantize the weight, but for its columns `exact_inputs`, int64, ascending."""
+        self._factors = column_factors(weight, exact_inputs)
         pieces = zip(*quantize_weight(weight, self._factors), strict=True)
         self._values, self._scales = map(torch.cat, pieces)
         self._exact = exact_outputs(self._scales)
         self._exact_weight = weight[self._exact].float()
+        self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs
+        self._input_weights = weight[:, self._inputs].float()
         self._bias, self._activation = None if bias is None else bias.float(), activation
         self._out_dtype = out_dtype or weight.dtype
 
@@ -198,6 +220,8 @@ class DenseInt8Linear:
         near, far, row_scales = quantize_rows(wide)
         sums = integer_product(near, self._values) + 128 * integer_product(far, self._values)
         y = sums * row_scales * self._scales
+        for column, its_weights in zip(x[:, self._inputs].float().T, self._input_weights.T, strict=True):
+            y += column[:, None] * its_weights
         if len(self._exact):
             exact = exact_product(x.float(), self._exact_weight)
             y[:, self._exact] = torch.where(row_scales.isnan(), torch.nan, exact)

@@ -23,11 +23,15 @@ from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import Activation, ModelConfig
 
+_OF_STREAM = ("qkv", "ffn_up", "head")
+"""The linears whose inputs are the channels of the residual stream."""
+
 
 class StreamedTensors:
     """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
 
-    `quantization` is what becomes of the weights of linears once they are taken. `group` has the ranks, if there are
+    `quantization` is what becomes of the weights of linears once they are taken, but for the columns of
+    `large_channels`, int64, in those that take the residual stream. `group` has the ranks, if there are
     several: then attention and feed-forwards are terms of sums. `operations` computes what is no product.
     """
 
@@ -40,6 +44,7 @@ class StreamedTensors:
     ) -> None:
         self._tensors, self.quantization, self.group, self.operations = tensors, quantization, group, operations
         self._waiting: dict[str, Tensor] = {}
+        self.large_channels: Tensor | None = None
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
         self.attentions: list[AttentionSpec] = []
@@ -265,6 +270,8 @@ def take_linear(
     """Return the linear of this name."""
     weight = source.take(f"{name}.weight")
     its_bias = source.take(f"{name}.bias") if bias else None
-    linear = make_linear(weight, its_bias, activation, out_dtype, source.quantization, source.operations.call_rows)
+    exact_inputs = source.large_channels if name.rpartition(".")[2] in _OF_STREAM else None
+    options = source.quantization, source.operations.call_rows, exact_inputs
+    linear = make_linear(weight, its_bias, activation, out_dtype, *options)
     source.linears[name] = linear
     return linear

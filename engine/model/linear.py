@@ -87,19 +87,21 @@ def make_linear(
     out_dtype: torch.dtype | None = None,
     quantization: Quantization | None = None,
     call_rows: int | None = None,
+    exact_inputs: Tensor | None = None,
 ) -> Linear:
     """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
 
     `out_dtype` float32 spares a bf16 result its rounding where the product can give it; on a CPU oneDNN's and torch's
-    cannot. With `call_rows`, torch's multiplies so many rows a call.
+    cannot. With `call_rows`, torch's multiplies so many rows a call. In int8 the columns `exact_inputs`, int64 and
+    ascending, are not quantized.
     """
     match product_of(weight.device, weight.dtype, quantization):
         case "native":
             return NativeLinear(weight, bias, activation, out_dtype)
         case "native_int8":
-            return NativeInt8Linear(weight, bias, activation, out_dtype)
+            return NativeInt8Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs)
         case "torch_int8":
-            return DenseInt8Linear(weight, bias, activation, out_dtype)
+            return DenseInt8Linear(weight, bias, activation, out_dtype, exact_inputs)
         case "onednn":
             return PackedLinear(weight, bias, activation)
         case "torch":
@@ -219,13 +221,26 @@ class NativeLinear:
 class NativeInt8Linear(NativeLinear):
     """The library of engine/native in int8, for fp32 and bf16 on a CPU; its variants give the same bits."""
 
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        out_dtype: torch.dtype | None = None,
+        variant: native.Variant | None = None,
+        exact_inputs: Tensor | None = None,
+    ) -> None:
+        """Quantize and pack the weight, but for its columns `exact_inputs`, int64, ascending."""
+        self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs
+        super().__init__(weight, bias, activation, out_dtype, variant)
+
     @staticmethod
     def _variants() -> tuple[tuple[native.Variant, ...], tuple[native.Variant, ...]]:
         return native.INT8_VARIANTS, native.supported_int8_variants()
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
-        factors = column_factors(weight)
+        factors = column_factors(weight, self._inputs)
         scales: list[Tensor] = []
 
         def values() -> Iterator[Tensor]:
@@ -244,7 +259,15 @@ class NativeInt8Linear(NativeLinear):
             "exact": self._keep(functional.pad(weight[exact].float(), (0, self._padding))),
             "exact_outputs": self._keep(exact.to(torch.int32)),
             "num_exact": len(exact),
+            "input_weights": self._keep(self._pack_columns(weight[:, self._inputs].float())),
+            "exact_inputs": self._keep(self._inputs.to(torch.int32)),
+            "num_exact_inputs": len(self._inputs),
         }
+
+    def _pack_columns(self, weight: Tensor) -> Tensor:
+        """Return a weight [out, in] as the library reads it column by column: [panels, in, COLUMNS]."""
+        padded = functional.pad(weight, (0, 0, 0, -self._num_out % native.COLUMNS))
+        return padded.view(len(padded) // native.COLUMNS, native.COLUMNS, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 class PackedLinear:

@@ -48,8 +48,8 @@ class PackedWeight(Structure):
     """Linear of linear.h."""
 
     _fields_ = members(
-        (c_void_p, "weight bias scales factors exact exact_outputs"),
-        (c_int64, "num_in num_out num_exact"),
+        (c_void_p, "weight bias scales factors exact exact_outputs input_weights exact_inputs"),
+        (c_int64, "num_in num_out num_exact num_exact_inputs"),
         (c_int32, "activation variant"),
     )
 

@@ -4,10 +4,11 @@
 // of the row: its quantization depends on that row alone. Most multiples are -127 to 127. Up to one element in 128 may lie
 // beyond, so that few outliers do not make the rest coarse: it is 128 times a far part plus a near part. The words of 4
 // elements that have a far part are multiplied once more. Few outputs, those with by far the largest weights, are
-// products of numbers that are not quantized.
+// products of numbers that are not quantized, and so are few elements of all rows with their weights.
 //
 // Integer sums are exact, so that all variants and engine/model/int8.py, which says the same in torch, give the same bits:
-//   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; the rest as in bf16.
+//   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; then the products with
+//   elements that are not quantized are added, one after the other; the rest as in bf16.
 // Products that are not quantized have the same bits everywhere, too: exact_product sums in one order.
 // AVX512-VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is subtracted with the
 // sums of the rows. A row with an element that is not finite gives NaN.
@@ -47,7 +48,11 @@ struct Int8 {
                 const __m512 far_part = _mm512_mul_ps(_mm512_cvtepi32_ps(far), _mm512_set1_ps(128));
                 const __m512 sum = _mm512_add_ps(_mm512_cvtepi32_ps(near), far_part);
                 const __m512 scales = _mm512_loadu_ps(p.linear.scales + panel * COLUMNS + half * 16);
-                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_set1_ps(q.scale)), scales));
+                __m512 y = _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_set1_ps(q.scale)), scales);
+                const float* wide = p.linear.input_weights + panel * p.linear.num_exact_inputs * COLUMNS + half * 16;
+                for (int64_t i = 0; i < p.linear.num_exact_inputs; i++)
+                    y = _mm512_add_ps(y, _mm512_mul_ps(_mm512_set1_ps(q.inputs[i]), _mm512_loadu_ps(wide + i * COLUMNS)));
+                _mm512_storeu_ps(at, y);
             }
         }
         int64_t i = 0, end = p.linear.num_exact;  // of the exact outputs, which ascend, find the panel's first one
@@ -170,7 +175,7 @@ struct Quantization {
     bool wide;
     QuantizedRow* quantized;
     QuantizedRow::Far* far;
-    float* exact;
+    float *exact, *inputs;
     uint8_t* near;
 };
 
@@ -180,6 +185,7 @@ void quantize_chunk(void* job, int64_t chunk) {
         QuantizedRow& row = q.quantized[i];
         row.far = q.far + i * q.max_far;
         row.exact = q.exact + i * q.linear.num_exact;
+        row.inputs = q.inputs + i * q.linear.num_exact_inputs;
         const uint8_t* x = q.x + i * q.x_bytes;
         int8_t* near = (int8_t*)q.near + i * q.row_bytes;
         __builtin_memset(near + q.size, 0, q.row_bytes - q.size);
@@ -187,6 +193,11 @@ void quantize_chunk(void* job, int64_t chunk) {
         for (int64_t e = 0; e < q.linear.num_exact; e++) {
             const float y = (q.wide ? exact_product<true> : exact_product<false>)(x, q.linear.exact + e * q.size, q.size);
             row.exact[e] = row.scale == row.scale ? y : row.scale;  // NaN, if an element is not finite
+        }
+        for (int64_t e = 0; e < q.linear.num_exact_inputs; e++) {
+            const int32_t k = q.linear.exact_inputs[e];
+            const uint32_t bits = q.wide ? ((const uint32_t*)x)[k] : (uint32_t)((const bf16*)x)[k] << 16;
+            __builtin_memcpy(row.inputs + e, &bits, sizeof bits);
         }
     }
 }
@@ -196,8 +207,8 @@ void quantize_chunk(void* job, int64_t chunk) {
 void quantize_rows(Product& p, const void* x, bool wide) {
     const int64_t size = padded(p.linear.num_in, 32), max_far = (p.linear.num_in + 127) / 128;
     const int64_t num_exact = p.linear.num_exact;
-    const int64_t each =
-        p.row_bytes + sizeof(QuantizedRow) + max_far * sizeof(QuantizedRow::Far) + num_exact * sizeof(float);
+    const int64_t each = p.row_bytes + sizeof(QuantizedRow) + max_far * sizeof(QuantizedRow::Far) +
+                         (num_exact + p.linear.num_exact_inputs) * sizeof(float);
     if (memory.size < p.rows * each) {
         free(memory.data);
         memory.size = p.rows * each;
@@ -207,9 +218,10 @@ void quantize_rows(Product& p, const void* x, bool wide) {
     auto* quantized = (QuantizedRow*)(near + p.rows * p.row_bytes);
     auto* far = (QuantizedRow::Far*)(quantized + p.rows);
     auto* exact = (float*)(far + p.rows * max_far);
+    auto* inputs = exact + p.rows * num_exact;
     const int64_t rows_a_chunk = max_of(max_of(1, 32768 / size / (1 + num_exact)), p.rows / MAX_CHUNKS + 1);  // some 10 us
     Quantization q = {p.linear, (const uint8_t*)x, size, size * (wide ? 4 : 2), max_far, p.row_bytes, p.rows, rows_a_chunk,
-                      wide, quantized, far, exact, near};
+                      wide, quantized, far, exact, inputs, near};
     run_chunks(quantize_chunk, &q, (p.rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
     p.x = near;
     p.quantized = quantized;

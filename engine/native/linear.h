@@ -31,7 +31,10 @@ struct Linear {
     const float* factors;   // int8: what each element of a row is multiplied by first, padded with 1; null for ones
     const float* exact;     // int8: the weights [num_exact][num_in, padded to 32] of outputs that are not quantized
     const int32_t* exact_outputs;  // int8: which these are
-    int64_t num_in, num_out, num_exact;
+    const float* input_weights;    // int8: the weights [panels][num_exact_inputs][32 outputs] of elements of a row that
+                                   // are not quantized; their factors are 0
+    const int32_t* exact_inputs;   // int8: which these are
+    int64_t num_in, num_out, num_exact, num_exact_inputs;
     int32_t activation, variant;
 };
 
@@ -44,6 +47,7 @@ struct QuantizedRow {
         int32_t word, bytes;   // its index in the row, and its four elements
     }* far;
     float* exact;              // [num_exact] products with the weights that are not quantized
+    float* inputs;             // [num_exact_inputs] elements that are not quantized
 };
 
 // One call of a Linear.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from gptserve.engine import native
@@ -83,6 +84,29 @@ def test_outlier_channels_change_few_greedy_tokens(num_stories: int, tmp_path: P
     int8 = share_of_equals(scores(make_engine(folder, **INT8), num_stories)[1], exact)
     print(f"greedy tokens equal to fp32's: bf16 {bf16:.4f}, int8 {int8:.4f}")  # noqa: T201 - shown by pytest -rP
     assert int8 >= 0.97
+
+
+def test_the_large_channels_of_the_embedding_are_not_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path, *SHAPES["GPT-2"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("transformer.wte.weight", "transformer.wpe.weight"):
+        tensors[name][:, 5] *= 20
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    prompts = ragged_prompts(5, 20)
+    requests = [make_request(str(i), ids, max_tokens=1, prompt_logprobs=1) for i, ids in enumerate(prompts)]
+
+    def logprobs(**options: Any) -> list[float]:
+        outputs = [its[0] for its in run(make_engine(tmp_path, **options), requests).values()]
+        return [entry.logprob for output in outputs for entry in output.prompt_logprobs or () if entry is not None]
+
+    def mean_error() -> float:
+        pairs = zip(logprobs(quantization="int8"), exact, strict=True)
+        return sum(abs(found - expected) for found, expected in pairs) / len(exact)
+
+    exact = logprobs()
+    error = mean_error()
+    monkeypatch.setattr("gptserve.engine.model.decoder.large_channels", lambda *_: torch.empty(0, dtype=torch.int64))
+    assert error < mean_error()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from gptserve.engine.model.int8 import (
     exact_outputs,
     exact_product,
     integer_product,
+    large_channels,
     quantize_rows,
     quantize_weight,
 )
+from gptserve.engine.model.layers import StreamedTensors, take_linear
 from gptserve.engine.model.linear import NativeInt8Linear, build_of, make_linear, product_of
 from gptserve.weights.config import Activation
 
@@ -127,6 +129,39 @@ def test_by_far_the_largest_outputs_are_not_quantized() -> None:
     assert exact_outputs(torch.zeros(3)).numel() == 0
 
 
+def test_large_channels_are_those_of_the_embedding_and_of_the_positions() -> None:
+    embedding, positions = torch.randn(1000, 300), torch.randn(70, 300)
+    embedding[:, 7] *= 20
+    embedding[3] *= 3
+    assert large_channels(embedding.bfloat16(), positions).tolist() == [7]
+    positions[:, 2] *= 20
+    assert large_channels(embedding, positions).tolist() == [2, 7]
+    assert large_channels(embedding, None).tolist() == [7]
+    embedding[:, 100:150] *= 20
+    assert len(large_channels(embedding, None)) == 3
+    assert large_channels(torch.zeros(5, 4), None).tolist() == []
+
+
+def test_exact_inputs_and_their_weights_are_not_quantized() -> None:
+    weight, x = torch.randn(96, 768), torch.randn(8, 768)
+    inputs = torch.tensor([3, 700])
+    others = torch.ones(768).index_fill(0, inputs, 0)
+    linear = DenseInt8Linear(weight, None, exact_inputs=inputs)
+    rest = linear(x * others)
+    assert torch.equal(rest, DenseInt8Linear(weight * others, None)(x))
+    assert torch.equal(linear(x), rest + x[:, 3:4] * weight[:, 3] + x[:, 700:701] * weight[:, 700])
+
+
+def test_products_of_the_residual_stream_do_not_quantize_its_large_channels() -> None:
+    weight, x = torch.randn(96, 64), torch.zeros(2, 64)
+    x[:, 3] = torch.randn(2)
+    of_stream = ("blocks.9.qkv", "blocks.9.ffn_up", "head")
+    for name in (*of_stream, "blocks.9.ffn_down"):
+        source = StreamedTensors(iter([(f"{name}.weight", weight)]), "int8")
+        source.large_channels = torch.tensor([3])
+        assert torch.equal(take_linear(source, name, bias=False)(x), x @ weight.T) == (name in of_stream)
+
+
 @pytest.mark.parametrize("num_in", [1, 31, 65])
 def test_exact_products_are_those_of_fp32(num_in: int) -> None:
     x, weight = torch.randn(5, num_in), torch.randn(3, num_in)
@@ -152,11 +187,12 @@ def test_the_kernel_has_the_bits_of_the_definition(
     weight = with_large_outputs(with_outliers(torch.randn(num_out, num_in))).to(dtype)
     weight[num_out // 2] = 0
     bias, residual = torch.randn(num_out).to(dtype), torch.randn(40, num_out).to(dtype)
-    x = rows_of_all_kinds(num_in, dtype)
-    for activation in (None, "relu"):
+    x, inputs = rows_of_all_kinds(num_in, dtype), torch.arange(0, num_in, 100)
+    for activation, exact_inputs in ((None, None), (None, inputs), ("relu", inputs)):
         for out_dtype in (dtype, torch.float32):
             options: tuple[Any, ...] = (weight, bias, activation, out_dtype)
-            y, expected = NativeInt8Linear(*options, variant), DenseInt8Linear(*options)
+            y = NativeInt8Linear(*options, variant, exact_inputs)
+            expected = DenseInt8Linear(*options, exact_inputs)
             assert torch.equal(y(x), expected(x))
             assert torch.equal(y(x, residual), expected(x, residual))
 
@@ -172,8 +208,9 @@ def test_the_kernel_has_the_bits_of_the_definition_whatever_the_shape(variant: n
     weight = (torch.randn(num_out, num_in) * torch.randn(num_in).exp() ** draw.choice((0, 1, 3))).to(dtype)
     weight *= torch.randn(num_out, 1).exp() ** draw.choice((0, 1))
     native.set_num_threads(draw.randint(1, 4))
-    y = NativeInt8Linear(weight, None, None, torch.float32, variant)(x)
-    assert torch.equal(y, DenseInt8Linear(weight, None, None, torch.float32)(x))
+    inputs = torch.tensor(sorted(draw.sample(range(num_in), min(num_in, draw.randint(0, 9)))), dtype=torch.int64)
+    y = NativeInt8Linear(weight, None, None, torch.float32, variant, inputs)(x)
+    assert torch.equal(y, DenseInt8Linear(weight, None, None, torch.float32, inputs)(x))
 
 
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
@@ -194,6 +231,12 @@ def test_what_is_not_finite_never_becomes_a_number(variant: native.Variant, dtyp
     spoilt = x.clone()
     spoilt[3, 99] = bad
     others = torch.arange(20) != 3
+    inputs = torch.tensor([1, 99])
+    for linear in (
+        NativeInt8Linear(weight, None, variant=variant, exact_inputs=inputs),
+        DenseInt8Linear(weight, None, exact_inputs=inputs),
+    ):
+        assert linear(spoilt)[3].isnan().all()
     for linear in (NativeInt8Linear(weight, None, variant=variant), DenseInt8Linear(weight, None)):
         assert linear(spoilt)[3].isnan().all()
         assert torch.equal(linear(spoilt)[others], before[others])
@@ -208,7 +251,8 @@ def test_a_row_of_the_kernel_has_the_same_bits_among_any_others(variant: native.
     draw = random.Random(seed)
     num_in, num_out = draw.choice([7, 64, 300, 768, 3072]), draw.choice([5, 96, 250, 1000])
     weight, activation = with_large_outputs(torch.randn(num_out, num_in)), draw.choice(native.ACTIVATIONS)
-    linear = NativeInt8Linear(weight.bfloat16(), torch.randn(num_out), activation, variant=variant)
+    inputs = torch.arange(0, num_in, 150)
+    linear = NativeInt8Linear(weight.bfloat16(), torch.randn(num_out), activation, None, variant, inputs)
     x, residual = with_outliers(torch.randn(300, num_in)).bfloat16(), torch.randn(300, num_out).bfloat16()
     plain, added = linear(x), linear(x, residual)
     for num_threads in (1, 2, 3, 7):
