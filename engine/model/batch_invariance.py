@@ -87,10 +87,13 @@ def choose_products(
 
 def _on_cpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Products | str:
     """Return the products, or why they depend on the batch."""
-    if product_of(device, dtype, config.quantization) == "torch":
-        return "this torch has no oneDNN, whose products are also faster"
-    found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, config.quantization)
-    if found is None:
+    for quantization in dict.fromkeys((config.quantization, None)):  # some weights are not quantized
+        if product_of(device, dtype, quantization) == "torch":
+            return "this torch has no oneDNN, whose products are also faster"
+        found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, quantization)
+        if found is not None:
+            break
+    else:
         return Products(are_invariant=True)
     return f"{found}; if this CPU has AMX, ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment turns it off"
 

@@ -57,8 +57,8 @@ class Decoder:
     """A decoder-only transformer on one device.
 
     `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
-    `quantization` is that of all weights of products but a router's; an embedding keeps its dtype. With a group this is
-    the first rank, and the other ranks compute with it.
+    `quantization` is that of all weights of products but those that memory.py keeps; an embedding keeps its dtype. With
+    a group this is the first rank, and the other ranks compute with it.
     Call `set_max_model_len` before computing tokens.
     """
 
@@ -73,7 +73,7 @@ class Decoder:
     ) -> None:
         self._config, self._backend, self._group = config, backend, group
         self.host_starts_experts = config.experts is not None and operations.experts is None
-        source = self._source = StreamedTensors(tensors, quantization, group, operations)
+        source = self._source = StreamedTensors(tensors, quantization, group, operations, config.num_layers)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
         if quantization is not None and config.embed_size is None:

@@ -18,7 +18,7 @@ from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.memory import EXACT_SHARE, linear_shapes
 from gptserve.weights.config import Activation, ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ _FAR_SHARE = 128
 """One element of a row in this many may lie beyond _STEP: 20 times the rest are 0.5 % of GPT-2's channels."""
 _LEVEL_BITS, _LEVELS = 20, 48
 """A row's scale is a power of two times 8/8 to 15/8. Its bound is at most 6 octaves below its largest element."""
-_EXACT_SHARE, _EXACT_SCALE = 128, 4
-"""One output or channel in this many, if its size is this many times the median one, is not quantized."""
+_EXACT_SCALE = 4
+"""One output or channel in EXACT_SHARE, if its size is this many times the median one, is not quantized."""
 _LANES = 32
 """A sum of products that are not quantized is made of as many sums."""
 _MIN_BOUND = 1e-30
@@ -134,8 +134,8 @@ def exact_outputs(scales: Tensor) -> Tensor:
 
 
 def _by_far_largest(sizes: Tensor) -> Tensor:
-    """Return at most one index in _EXACT_SHARE, of sizes beyond _EXACT_SCALE times the median, in ascending order."""
-    largest = sizes.sort(descending=True, stable=True).indices[: -(-len(sizes) // _EXACT_SHARE)]
+    """Return at most one index in EXACT_SHARE, of sizes beyond _EXACT_SCALE times the median, in ascending order."""
+    largest = sizes.sort(descending=True, stable=True).indices[: -(-len(sizes) // EXACT_SHARE)]
     return largest[sizes[largest] > _EXACT_SCALE * sizes.median()].sort().values
 
 

@@ -17,21 +17,19 @@ from gptserve.engine.config import Quantization
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.linear import Linear, make_linear
+from gptserve.engine.model.memory import OF_STREAM, quantization_of
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import Activation, ModelConfig
 
-_OF_STREAM = ("qkv", "ffn_up", "head")
-"""The linears whose inputs are the channels of the residual stream."""
-
 
 class StreamedTensors:
     """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
 
-    `quantization` is what becomes of the weights of linears once they are taken, but for the columns of
-    `large_channels`, int64, in those that take the residual stream. `group` has the ranks, if there are
+    `quantization` is what becomes of the weights of linears once they are taken, but for those that memory.py keeps and
+    the columns of `large_channels`, int64, in those that take the residual stream. `group` has the ranks, if there are
     several: then attention and feed-forwards are terms of sums. `operations` computes what is no product.
     """
 
@@ -41,13 +39,19 @@ class StreamedTensors:
         quantization: Quantization | None = None,
         group: Group | None = None,
         operations: Operations = TORCH,
+        num_layers: int = 0,
     ) -> None:
-        self._tensors, self.quantization, self.group, self.operations = tensors, quantization, group, operations
+        self._tensors, self.group, self.operations = tensors, group, operations
+        self._quantization, self._num_layers = quantization, num_layers
         self._waiting: dict[str, Tensor] = {}
         self.large_channels: Tensor | None = None
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
         self.attentions: list[AttentionSpec] = []
+
+    def quantization_of(self, linear: str) -> Quantization | None:
+        """Return what becomes of the weight of this linear."""
+        return quantization_of(linear, self._num_layers, self._quantization)
 
     def take(self, name: str) -> Tensor:
         """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
@@ -270,8 +274,8 @@ def take_linear(
     """Return the linear of this name."""
     weight = source.take(f"{name}.weight")
     its_bias = source.take(f"{name}.bias") if bias else None
-    exact_inputs = source.large_channels if name.rpartition(".")[2] in _OF_STREAM else None
-    options = source.quantization, source.operations.call_rows, exact_inputs
+    exact_inputs = source.large_channels if name.rpartition(".")[2] in OF_STREAM else None
+    options = source.quantization_of(name), source.operations.call_rows, exact_inputs
     linear = make_linear(weight, its_bias, activation, out_dtype, *options)
     source.linears[name] = linear
     return linear

@@ -36,8 +36,14 @@ _PARTS = {
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
 _QUANTIZED = ("qkv", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
-"""The weights that int8 changes."""
-_SCALE_BYTES = 4  # of each output
+"""The weights that int8 changes, but for those of the first layers."""
+_KEPT_LAYERS, _KEPT_SHARE = 3, 4
+"""The first layers, up to 3 and one in 4, are not quantized: later layers amplify their errors."""
+OF_STREAM = ("qkv", "ffn_up", "head")
+"""The linears whose inputs are the channels of the residual stream."""
+EXACT_SHARE = 128
+"""At most one output, and one channel of the residual stream, in this many is not quantized."""
+_WIDE_BYTES = 4  # of scales, factors and what is not quantized
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +56,42 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
     return counts
 
 
+def quantization_of(linear: str, num_layers: int, quantization: Quantization | None) -> Quantization | None:
+    """Return what becomes of the weight of this linear, by its canonical name; None if it keeps its dtype."""
+    parts = linear.split(".")
+    num_kept = min(_KEPT_LAYERS, num_layers // _KEPT_SHARE)
+    is_first = parts[0] == "blocks" and int(parts[1]) < num_kept
+    is_kept = is_first and "experts" not in parts  # which are most of their model
+    return quantization if parts[-1] in _QUANTIZED and not is_kept else None
+
+
 def weight_bytes(
     model: ModelConfig, dtype_bytes: int, quantization: Quantization | None = None, share: Share = WHOLE
 ) -> dict[str, int]:
-    """Return the bytes of a rank's parameters by part. In int8 a tied head is held beside the embedding."""
+    """Return the bytes of a rank's parameters by part.
+
+    In int8 a tied head is held beside the embedding. There it is the most that the weights may take: how many outputs
+    and channels are not quantized depends on their values.
+    """
     sizes = {part: count * dtype_bytes for part, count in parameter_counts(model, share).items()}
     if quantization is None:
         return sizes
     for part, name, shape in _tensors(model):
-        if name in [f"{tensor}.weight" for tensor in _QUANTIZED]:
-            sizes[part] += _SCALE_BYTES * shape[0] - math.prod(shape) * (dtype_bytes - 1)
+        linear = name.removesuffix(".weight")
+        if linear != name and quantization_of(linear, model.num_layers, quantization):
+            sizes[part] += _int8_bytes(linear, shape) - math.prod(shape) * dtype_bytes
     if model.tied_head:
-        sizes["head"] += model.vocab_size * ((model.embed_size or model.hidden_size) + _SCALE_BYTES)
+        sizes["head"] += _int8_bytes("head", (model.vocab_size, model.embed_size or model.hidden_size))
     return sizes
+
+
+def _int8_bytes(linear: str, shape: tuple[int, ...]) -> int:
+    """Return the most bytes of a weight [out, in] in int8, with its scales, factors and what is not quantized."""
+    num_out, num_in = shape
+    num_wide = num_out + num_in + math.ceil(num_out / EXACT_SHARE) * num_in
+    if linear.rpartition(".")[2] in OF_STREAM:
+        num_wide += math.ceil(num_in / EXACT_SHARE) * num_out
+    return num_out * num_in + _WIDE_BYTES * num_wide
 
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
@@ -126,12 +155,11 @@ def plan_cache(
 
 
 def _tensors(model: ModelConfig, share: Share = WHOLE) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield each tensor's part, its canonical name without its layer, and its shape."""
+    """Yield each tensor's part, its canonical name, and its shape."""
     part_of = {tensor: part for part, tensors in _PARTS.items() for tensor in tensors}
     for name, source in share.of_sources(model, find_family(model.model_type).sources(model)).items():
-        tensor, _, kind = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
-        tensor = tensor.rpartition(".")[2]
-        yield "norms" if tensor.endswith("_norm") else part_of[tensor], f"{tensor}.{kind}", source.shape
+        tensor = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        yield "norms" if tensor.endswith("_norm") else part_of[tensor], name, source.shape
 
 
 def _choose_num_blocks(

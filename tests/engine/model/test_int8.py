@@ -162,6 +162,14 @@ def test_products_of_the_residual_stream_do_not_quantize_its_large_channels() ->
         assert torch.equal(take_linear(source, name, bias=False)(x), x @ weight.T) == (name in of_stream)
 
 
+def test_the_weights_of_the_first_layers_keep_their_dtype() -> None:
+    weight, x = torch.randn(96, 64), torch.randn(2, 64)
+    for name, is_kept in (("blocks.2.ffn_down", True), ("blocks.3.ffn_down", False)):
+        source = StreamedTensors(iter([(f"{name}.weight", weight)]), "int8", num_layers=12)
+        error = (take_linear(source, name, bias=False)(x) - x @ weight.T).abs().max()
+        assert (error < 1e-4) == is_kept
+
+
 @pytest.mark.parametrize("num_in", [1, 31, 65])
 def test_exact_products_are_those_of_fp32(num_in: int) -> None:
     x, weight = torch.randn(5, num_in), torch.randn(3, num_in)

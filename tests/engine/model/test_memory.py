@@ -16,6 +16,7 @@ from gptserve.engine.model.memory import (
     kv_bytes_per_token,
     parameter_counts,
     plan_cache,
+    quantization_of,
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
@@ -46,6 +47,18 @@ def test_parameters_are_counted_by_part() -> None:
     assert counts["attention"] == 12 * (768 * 4 * 768 + 4 * 768)
     assert counts["norms"] == 25 * 2 * 768
     assert counts["head"] == 0
+
+
+def test_the_first_layers_are_not_quantized() -> None:
+    def kept(num_layers: int) -> list[int]:
+        names = [f"blocks.{layer}.ffn_down" for layer in range(num_layers)]
+        return [i for i, name in enumerate(names) if quantization_of(name, num_layers, "int8") is None]
+
+    assert [kept(num_layers) for num_layers in (1, 4, 12, 48)] == [[], [0], [0, 1, 2], [0, 1, 2]]
+    assert quantization_of("head", 12, "int8") == "int8"
+    assert quantization_of("blocks.0.experts.1.ffn_up", 12, "int8") == "int8"
+    assert quantization_of("blocks.11.router", 12, "int8") is None
+    assert quantization_of("blocks.11.ffn_down", 12, None) is None
 
 
 def test_untying_the_head_adds_one_embedding() -> None:

@@ -33,8 +33,10 @@ def test_the_weights_are_counted_in_either_type() -> None:
 
     assert report.num_parameters == NUM_PARAMETERS
     in_int8, outputs = 2 * (8 * 24 + 8 * 8 + 2 * 8 * 32), 2 * (24 + 8 + 32 + 8)
-    head = 100 * 8 + 4 * 100  # in int8 beside the embedding, which it shares otherwise
-    int8_bytes = 2 * (NUM_PARAMETERS - in_int8) + in_int8 + 4 * outputs + head
+    factors, exact_outputs, exact_inputs = 2 * (8 + 8 + 8 + 32), 2 * (8 + 8 + 8 + 32), 2 * (24 + 32)
+    head = 100 * 8 + 4 * (100 + 8 + 8 + 100)  # in int8 beside the embedding, which it shares otherwise
+    wide = 4 * (outputs + factors + exact_outputs + exact_inputs)
+    int8_bytes = 2 * (NUM_PARAMETERS - in_int8) + in_int8 + wide + head
     assert [entry.weights_bytes for entry in report.by_dtype] == [4 * NUM_PARAMETERS, 2 * NUM_PARAMETERS, int8_bytes]
     assert report.by_dtype[2].part_bytes["head"] == head
 
