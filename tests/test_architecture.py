@@ -56,6 +56,7 @@ WITH_TORCH = {
     "gptserve.engine.model.norm",
     "gptserve.engine.model.operations",
     "gptserve.engine.model.operations_choice",
+    "gptserve.engine.model.streamed_tensors",
     "gptserve.engine.model.triton_operations",
     "gptserve.engine.parallel.group",
     "gptserve.engine.parallel.messages",

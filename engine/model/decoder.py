@@ -16,11 +16,12 @@ from gptserve.engine.config import Quantization
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.int8 import large_channels
 from gptserve.engine.model.kv_cache import KVCache
-from gptserve.engine.model.layers import Block, StreamedTensors, take_linear, take_norm
+from gptserve.engine.model.layers import Block
 from gptserve.engine.model.linear import make_linear
 from gptserve.engine.model.native_decoder import NativeDecoder, native_decoder
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
+from gptserve.engine.model.streamed_tensors import StreamedTensors, take_linear, take_norm
 from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import ModelConfig
 
@@ -89,8 +90,7 @@ class Decoder:
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         if config.tied_head:
             options = quantization, operations.call_rows, source.large_channels
-            self._head = make_linear(self._embedding, None, None, torch.float32, *options)
-            source.linears["head"] = self._head
+            self._head = source.linears["head"] = make_linear(self._embedding, None, None, torch.float32, *options)
         else:
             self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)
 

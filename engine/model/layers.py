@@ -6,59 +6,21 @@ tokens of all sequences, one after the other. Only decoder.py builds them. No pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
-from gptserve.engine.config import Quantization
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
-from gptserve.engine.model.linear import Linear, make_linear
-from gptserve.engine.model.memory import OF_STREAM, quantization_of
+from gptserve.engine.model.linear import make_linear
 from gptserve.engine.model.norm import Norm
-from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.operations import Operations
 from gptserve.engine.model.rotary import Rotation, rotate_
-from gptserve.engine.parallel.group import Group
-from gptserve.weights.config import Activation, ModelConfig
-
-
-class StreamedTensors:
-    """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
-
-    `quantization` is what becomes of the weights of linears once they are taken, but for those that memory.py keeps and
-    the columns of `large_channels`, int64, in those that take the residual stream. `group` has the ranks, if there are
-    several: then attention and feed-forwards are terms of sums. `operations` computes what is no product.
-    """
-
-    def __init__(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        quantization: Quantization | None = None,
-        group: Group | None = None,
-        operations: Operations = TORCH,
-        num_layers: int = 0,
-    ) -> None:
-        self._tensors, self.group, self.operations = tensors, group, operations
-        self._quantization, self._num_layers = quantization, num_layers
-        self._waiting: dict[str, Tensor] = {}
-        self.large_channels: Tensor | None = None
-        self.linears: dict[str, Linear] = {}
-        self.norms: dict[str, Norm] = {}
-        self.attentions: list[AttentionSpec] = []
-
-    def quantization_of(self, linear: str) -> Quantization | None:
-        """Return what becomes of the weight of this linear."""
-        return quantization_of(linear, self._num_layers, self._quantization)
-
-    def take(self, name: str) -> Tensor:
-        """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
-        while name not in self._waiting:
-            other, tensor = next(self._tensors)
-            self._waiting[other] = tensor
-        return self._waiting.pop(name)
+from gptserve.engine.model.streamed_tensors import StreamedTensors, take_linear, take_norm
+from gptserve.weights.config import ModelConfig
 
 
 def attention_spec(config: ModelConfig, layer: int, device: torch.device, sinks: Tensor | None) -> AttentionSpec:
@@ -251,31 +213,3 @@ def take_feed_forward(
     return MixtureOfExperts(
         router, [FeedForward(config, source, f"{name}.experts.{e}") for e in range(num)], num_active
     )
-
-
-def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
-    """Return the norm of this name."""
-    weight = source.take(f"{name}.weight") if config.norm_weight else None
-    bias = source.take(f"{name}.bias") if config.norm_bias else None
-    if weight is not None and config.norm == "rmsnorm":
-        weight = weight.float() + config.norm_weight_offset
-    norm = source.norms[name] = Norm(config.norm, weight, bias, config.norm_eps, source.operations.normalize)
-    return norm
-
-
-def take_linear(
-    source: StreamedTensors,
-    name: str,
-    *,
-    bias: bool,
-    activation: Activation | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Linear:
-    """Return the linear of this name."""
-    weight = source.take(f"{name}.weight")
-    its_bias = source.take(f"{name}.bias") if bias else None
-    exact_inputs = source.large_channels if name.rpartition(".")[2] in OF_STREAM else None
-    options = source.quantization_of(name), source.operations.call_rows, exact_inputs
-    linear = make_linear(weight, its_bias, activation, out_dtype, *options)
-    source.linears[name] = linear
-    return linear

@@ -18,8 +18,8 @@ from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.model.kv_cache import KVCache
-from gptserve.engine.model.layers import StreamedTensors
 from gptserve.engine.model.linear import NativeLinear
+from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.native.program import Norm, Program, Rotation, Table
 from gptserve.weights.config import ModelConfig
 

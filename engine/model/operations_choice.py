@@ -14,9 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.layers import StreamedTensors, take_feed_forward, take_norm
+from gptserve.engine.model.layers import take_feed_forward
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.streamed_tensors import StreamedTensors, take_norm
 from gptserve.engine.model.triton_operations import TritonOperations
 from gptserve.weights.config import Experts, ModelConfig
 

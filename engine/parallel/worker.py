@@ -20,8 +20,9 @@ from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.decoder import Layers
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
-from gptserve.engine.model.layers import StreamedTensors, layer_specs
+from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.operations_choice import choose_operations
+from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.parallel.group import Group, RankLostError
 from gptserve.engine.parallel.messages import Cache, Failed, Loaded, Memory, Step
 from gptserve.engine.process.child import end_with_parent

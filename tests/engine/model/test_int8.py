@@ -21,8 +21,8 @@ from gptserve.engine.model.int8 import (
     quantize_rows,
     quantize_weight,
 )
-from gptserve.engine.model.layers import StreamedTensors, take_linear
 from gptserve.engine.model.linear import NativeInt8Linear, build_of, make_linear, product_of
+from gptserve.engine.model.streamed_tensors import StreamedTensors, take_linear
 from gptserve.weights.config import Activation
 
 CPU = torch.device("cpu")

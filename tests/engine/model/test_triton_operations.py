@@ -20,10 +20,10 @@ from gptserve.engine.attention.reference import ReferenceAttention
 from gptserve.engine.model import operations_choice
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import Routing, stack
-from gptserve.engine.model.layers import StreamedTensors
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH
 from gptserve.engine.model.operations_choice import agreeing_kernels, choose_operations
+from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.model.triton_operations import TritonOperations
 from gptserve.weights.config import Activation
 from gptserve.weights.config import Norm as Kind
