@@ -59,7 +59,7 @@ class Engine:
     ) -> None:
         """Load the model and decode one token. `runner`, `drafter` and `pace` replace those that `config` asks for.
 
-        Steps overlap if `overlap` says so, without it (None) where that is faster.
+        Steps overlap if `overlap` says so; None: where the configuration wants it and the device can.
         """
         if drafter is None:
             drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
@@ -78,13 +78,13 @@ class Engine:
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"
-        warm_up(self._runner, self._pool)
         overlap = may_overlap(config, self._runner) if overlap is None else overlap
+        warm_up(self._runner, self._pool)
         self._steps = Steps(self._runner, self._scheduler, overlap=overlap)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would compute anything."""
+        """Whether a request is live."""
         return self._scheduler.has_work or self._grammar_queue.has_work
 
     @property

@@ -17,6 +17,7 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequenc
 logger = logging.getLogger(__name__)
 
 NOT_FINITE = "the model's logits for this request were not finite (NaN or infinity)"
+NOT_DECODING = f"the model cannot decode: {NOT_FINITE}"
 
 
 def warm_up(runner: ModelRunner, pool: BlockPool) -> None:
@@ -28,13 +29,13 @@ def warm_up(runner: ModelRunner, pool: BlockPool) -> None:
     finally:
         pool.free(block_ids)
     if result.sampled[0].token_ids == (None,):
-        raise EngineStartError(f"the model cannot decode: {NOT_FINITE}")
+        raise EngineStartError(NOT_DECODING)
 
 
 def may_overlap(config: EngineConfig, runner: ModelRunner) -> bool:
     """Whether steps are to overlap: on a GPU, unless a warning says why they do not.
 
-    Call it before any sequence owns a block.
+    Call it before any sequence owns a block, and `warm_up` after it: what fails here may have broken the device.
     """
     if runner.info.device == "cpu" or not config.overlap:
         return False
@@ -86,5 +87,6 @@ def _step(token_ids: list[int], num_computed: int, block_ids: list[int]) -> Sche
 
 def _only_token(collect: Collect) -> int:
     token_id = collect().sampled[0].token_ids[0]
-    assert token_id is not None, "the engine has decoded this token before"
+    if token_id is None:
+        raise EngineStartError(NOT_DECODING)
     return token_id

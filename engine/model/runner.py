@@ -149,7 +149,7 @@ class ModelRunner:
         """Begin to compute the batch's tokens, store their keys and values, and sample for the items that need it.
 
         A GPU computes steps in the order of their launches. Only the step that is launched next may have foreseen
-        tokens of this one, and a step with logprobs is collected before the next launch. A CPU computes at once.
+        tokens of this one, and a step with prompt_logprobs is collected before the next launch. A CPU computes at once.
         """
         if self.device.type != "cpu":
             return self._launch(batch)

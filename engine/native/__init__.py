@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"]
 
-ABI = 10
+ABI = 11
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: tuple[Variant, ...] = ("avx2", "avx512", "avx512_bf16", "amx")
 """Of products in bf16. The library's number of a variant is its index plus 1; a CPU that has one has those before."""

@@ -128,6 +128,7 @@ static int fastest_bf16_variant() {
 
 static bool has_amx() { return false; }
 static int last_bf16_variant() { return 0; }
+static int fastest_bf16_variant() { return 0; }
 static void compute_bf16(const Product&, int64_t, int64_t, int64_t, int64_t) {}
 
 #endif
@@ -180,7 +181,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 10; }
+EXPORT int native_abi() { return 11; }
 
 // The last variant that the CPU has of products in bf16, of which an element has 2 bytes, or in int8.
 EXPORT int native_last_variant(int64_t element_bytes) {

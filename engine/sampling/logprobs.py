@@ -6,9 +6,8 @@ On a CPU native/logprobs.cpp computes them in one call, without copies of the lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,26 +110,18 @@ def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
 
 
-def logprobs_to_report(
-    raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]
-) -> Callable[[], list[TokenLogprobs | None]]:
-    """Return what gives one entry per row: the logprobs of the chosen token, None if its request asks for none.
-
-    It keeps the logits if a request asks for some, and waits for the device.
-    """
+def reported_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]) -> list[TokenLogprobs | None]:
+    """Return one entry per row: the logprobs of the chosen token, None if its request asks for none."""
     num_top = _num_top(positions)
-    return partial(_reported, raw, chosen, len(positions), num_top) if num_top else lambda: [None] * len(positions)
-
-
-@torch.inference_mode()
-def _reported(raw: Tensor, chosen: Tensor, num_rows: int, num_top: dict[int, int]) -> list[TokenLogprobs | None]:
+    if not num_top:
+        return [None] * len(positions)
     entries = top_logprobs(*_rows_of(raw, chosen, num_top), list(num_top.values()))
     reported = dict(zip(num_top, entries, strict=True))
-    return [reported.get(row) for row in range(num_rows)]
+    return [reported.get(row) for row in range(len(positions))]
 
 
 def tokens_with_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-    """Return the chosen ids, and what logprobs_to_report needs of the device, as one flat tensor, without waiting."""
+    """Return the chosen ids, and what reported_logprobs needs of the device, as one flat tensor, without waiting."""
     num_top = _num_top(positions)
     if not num_top:
         return chosen
@@ -141,7 +132,7 @@ def tokens_with_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[Sampli
 def read_tokens_with_logprobs(
     numbers: Sequence[float], positions: Sequence[SamplingPosition]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return the ids, and what logprobs_to_report gives, from the numbers of tokens_with_logprobs."""
+    """Return the ids, and what reported_logprobs gives, from the numbers of tokens_with_logprobs."""
     num_top, num_rows = _num_top(positions), len(positions)
     token_ids, table = [int(number) for number in numbers[:num_rows]], numbers[num_rows:]
     width = len(table) // max(1, len(num_top))

@@ -28,7 +28,7 @@ from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling import native_draw
 from gptserve.engine.sampling.adjustments import SequenceAdjustments, adjusted
 from gptserve.engine.sampling.grammar_masks import with_masks
-from gptserve.engine.sampling.logprobs import logprobs_to_report, read_tokens_with_logprobs, tokens_with_logprobs
+from gptserve.engine.sampling.logprobs import read_tokens_with_logprobs, reported_logprobs, tokens_with_logprobs
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.scheduling.sequence import SequenceState
@@ -98,17 +98,14 @@ def sample(
 def begin_sampling(
     logits: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int], choose: Choose | None
 ) -> tuple[Tensor, Callable[[], SampledTokens]]:
-    """Have the device choose; return the ids (int64 [rows], -1 for None) and what waits for the result of `sample`.
-
-    On a CPU logprobs need the logits until then.
-    """
+    """Have the device choose; return the ids (int64 [rows], -1 for None) and what waits for the result of `sample`."""
     raw = logits[: len(positions)]
     if choose is None:
         choose = native_draw.choose if raw.device.type == "cpu" and native.is_available() else choose_by_torch
     chosen = choose(raw, [choice_at(position, raw.shape[1], eos_token_ids) for position in positions])
     if raw.device.type == "cpu":
-        report, read = logprobs_to_report(raw, chosen.clamp(min=0), positions), to_host(chosen)
-        return chosen, lambda: _sampled(read(), report())
+        sampled = _sampled(chosen.tolist(), reported_logprobs(raw, chosen.clamp(min=0), positions))
+        return chosen, lambda: sampled
     read = to_host(tokens_with_logprobs(raw, chosen, positions))
     return chosen, lambda: _sampled(*read_tokens_with_logprobs(read(), positions))  # a step waits for the device here
 

@@ -16,15 +16,18 @@ from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 def must_be_known(item: ScheduledSequence, drafter: Drafter | None) -> bool:
     """Whether the host needs what a step gives a sequence before the next step begins.
 
-    Drafts, grammars, penalties and bad_words read the tokens; the logits that logprobs are of are kept only so long.
+    Drafters, grammars, penalties and bad_words read the tokens; prompt_logprobs are computed when the step is awaited.
+    An item with a draft samples several rows, and nobody knows which of them holds: `foresee` counts one an item.
     """
     sequence, params = item.sequence, item.sequence.request.params
+    if item.draft:
+        return True
     if not sequence.is_running:  # aborted
         return False
     if params.prompt_logprobs is not None and sequence.num_generated == 0:
         return True
     has_penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-    reads = has_penalties or params.bad_words or params.grammar is not None or params.logprobs is not None
+    reads = has_penalties or params.bad_words or params.grammar is not None
     return item.needs_sampling and bool(reads or (drafter is not None and drafter.may_draft(sequence)))
 
 
@@ -34,7 +37,7 @@ def num_missing_blocks(running: Iterable[SequenceState], blocks: SequenceBlocks)
 
 
 def foresee(batch: ScheduledBatch, num_tokens_left: Callable[[SequenceState], int]) -> None:
-    """Count a running step as computed; give each sequence that goes on a foreseen token."""
+    """Count a running step without drafts as computed; give each sequence that goes on a foreseen token."""
     count_computed(batch)
     for row, item in enumerate(item for item in batch.items if item.needs_sampling):
         if item.sequence.is_running and num_tokens_left(item.sequence) > 1:

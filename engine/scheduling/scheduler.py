@@ -98,7 +98,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would return a batch that is not empty."""
+        """Whether a request is live."""
         return bool(self._live)
 
     def add(self, request: Request) -> SequenceState:
@@ -218,7 +218,8 @@ class Scheduler:
 
     def _new_budget(self) -> Budget:
         num_decoding = sum(sequence.num_uncomputed == 1 for sequence in self._running)
-        num_slots = min(self._max_num_seqs, len(self._running) + len(self._waiting))
+        num_ending = sum(sequence.num_uncomputed == 0 for sequence in self._running)  # their last token is on its way
+        num_slots = min(self._max_num_seqs, len(self._running) + len(self._waiting)) - num_ending
         return self._pace.budget(self._max_num_batched_tokens, num_decoding, num_slots - num_decoding)
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: Budget) -> None:

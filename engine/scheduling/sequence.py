@@ -24,7 +24,7 @@ class SequenceState:
     values of position p are in block_ids[p // block_size]. A waiting sequence has no blocks and num_computed is 0. One
     that has ended has a finish_reason and no blocks.
     Scheduler.foresee makes exceptions while a step runs: the newest of token_ids may be foreseen, and then counts as
-    known; or all are computed, as the token on its way is the last one.
+    known, until the real one replaces it; or all are computed, as the token on its way is the last one.
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.

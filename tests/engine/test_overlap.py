@@ -6,6 +6,7 @@ order. They see only what a step had at its launch.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
@@ -23,6 +24,7 @@ from gptserve.engine.probe import may_overlap
 from gptserve.engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenOutput
 from gptserve.engine.sampling.sampler import SampledTokens
 from gptserve.engine.scheduling import foresight
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 from tests.engine.runs import EvenPace, make_config, make_request, ragged_prompts, run, token_ids
@@ -136,7 +138,7 @@ class ShadowRunner:
             raise MemoryError("told to fail at the launch")
         for item in batch.items:
             params = item.sequence.request.params
-            if item.needs_sampling and (params.logprobs is not None or params.bad_words):
+            if item.needs_sampling and params.bad_words:
                 self._must_be_collected = True
         collect = self.stream.launch(lambda: self._compute(number, batch))
 
@@ -327,19 +329,23 @@ def test_random_service_catches_a_plan_that_was_made_too_early(
 # The model
 
 
-def late_engine(folder: Path, choose_delay: Callable[[], int], **options: Any) -> tuple[Engine, Stream]:
+def late_engine(
+    folder: Path, choose_delay: Callable[[], int], drafter: Drafter | None = None, **options: Any
+) -> tuple[Engine, Stream]:
     """Return an engine whose steps overlap on a late stand-in, and that."""
     config = make_config(folder, **options)
     runner = LateRunner(ModelRunner(config), choose_delay)
-    return Engine(config, runner=runner, pace=EvenPace(), overlap=True), runner.stream
+    return Engine(config, runner=runner, drafter=drafter, pace=EvenPace(), overlap=True), runner.stream
 
 
 def varied_requests() -> list[Request]:
     """Return requests whose answers have different lengths, greedy and drawn; a few read what was generated."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_p": 0.9}, {"top_k": 10}] * 2
-    kinds.append({"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 2})
+    kinds += [{"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 2}, {"logprobs": 3}]
     prompts = ragged_prompts(32, 60)
-    return [make_request(str(i), p, seed=i, max_tokens=1 + i % 13, **kinds[i % 9]) for i, p in enumerate(prompts)]
+    return [
+        make_request(str(i), p, seed=i, max_tokens=1 + i % 13, **kinds[i % len(kinds)]) for i, p in enumerate(prompts)
+    ]
 
 
 def answers(outputs: dict[str, list[TokenOutput]]) -> dict[str, Any]:
@@ -433,6 +439,43 @@ def test_an_abort_leaves_a_step_ahead_that_harms_nobody(tiny_gpt2: Path) -> None
     assert not engine.has_work
     assert engine.stats.num_used_blocks == 0
     assert answers(run(engine, [request])) == expected
+
+
+class DraftsFor:
+    """Drafts for one request, as a grammar does that forces the next tokens."""
+
+    max_step_tokens = MAX_DRAFTING_STEP_TOKENS
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return sequence.request.request_id == self._request_id
+
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        return (5, 6)[:max_tokens] if self.may_draft(sequence) else ()
+
+    def forget(self, sequence: SequenceState) -> None:
+        pass
+
+
+def test_an_abort_of_a_request_with_a_draft_leaves_the_others_their_own_tokens(tiny_gpt2: Path) -> None:
+    """The draft has rows in the step ahead: the token of the request behind it is not in the second row."""
+    first, drafting, behind = (make_request(i, [ord(i) % 50, 7, 5], max_tokens=20, temperature=1.0) for i in "fdb")
+    expected = answers(run(Engine(make_config(tiny_gpt2), pace=EvenPace()), [first, behind]))
+    engine, _ = late_engine(tiny_gpt2, lambda: 1, DraftsFor("d"))
+    engine.add(first)
+    outputs: dict[str, list[TokenOutput]] = {"f": engine.step(), "b": [], "d": []}
+    engine.add(drafting)
+    engine.add(behind)
+    for num_steps in itertools.count(1):
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        if num_steps == 1:
+            engine.abort("d")
+        if not engine.has_work:
+            break
+    assert {name: its for name, its in answers(outputs | {"d": outputs["f"]}).items() if name != "d"} == expected
 
 
 def test_a_launch_that_fails_leaves_the_tokens_of_the_step_before(tiny_gpt2: Path) -> None:

@@ -12,7 +12,7 @@ from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
-from gptserve.engine.scheduling.prompt_pace import Pace
+from gptserve.engine.scheduling.prompt_pace import Budget, Pace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, SequenceState
 from tests.engine.scheduling.invariants import check_scheduler
@@ -814,7 +814,6 @@ def test_a_block_that_ends_with_a_foreseen_token_is_shared_once_that_is_known() 
 @pytest.mark.parametrize(
     "params",
     [
-        {"logprobs": 0},
         {"prompt_logprobs": 0},
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.1},
@@ -875,6 +874,25 @@ def test_a_failed_step_takes_along_the_one_planned_after_it_without_blame() -> N
     assert (failing.blame.num_failures, bystander.blame.num_failures) == (1, 0)
     assert (failing.token_ids, bystander.token_ids) == ([0, 1, 2, 3], [10, 11, 12, 13])
     assert step(scheduler) == {"failing": 4, "bystander": 4}
+
+
+def test_sequences_whose_last_token_is_on_its_way_do_not_wait_for_chunks() -> None:
+    budgets: list[tuple[int, int]] = []
+
+    class Watch(Pace):
+        def budget(self, num_tokens: int, num_decoding: int, num_others: int) -> Budget:
+            budgets.append((num_decoding, num_others))
+            return super().budget(num_tokens, num_decoding, num_others)
+
+    pool = BlockPool(16, BLOCK_SIZE, enable_prefix_caching=True)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 8}
+    scheduler = Scheduler(pool, eos_token_ids=(), pace=Watch(), **limits)
+    for name, max_tokens in (("long", 9), ("ends", 1), ("ends, too", 1)):
+        add(scheduler, name, [1], max_tokens=max_tokens)
+    running = scheduler.schedule()
+    add(scheduler, "prompt", [1, 2, 3])
+    plan_ahead(scheduler, running)
+    assert budgets[-1] == (1, 1)
 
 
 def test_the_time_of_a_step_begins_where_that_of_the_one_before_it_ends() -> None:
