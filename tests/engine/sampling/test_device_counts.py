@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,13 +84,17 @@ class Sequences:
                     before.known.extend([*draft[: self._data.draw(st.integers(0, len(draft)))], *self.tokens(1, 1)])
 
 
-@settings(max_examples=150)
-@given(st.data())
-def test_counts_of_the_device_are_those_of_the_host(data: st.DataObject) -> None:
-    sequences = Sequences(data)
-    kinds = ["begin", "step", "step", "step", "end"]
-    for kind in data.draw(st.lists(st.sampled_from(kinds), max_size=25)):
-        getattr(sequences, kind)()
+@pytest.mark.parametrize("num", [25, pytest.param(300, marks=pytest.mark.slow)])
+def test_counts_of_the_device_are_those_of_the_host(num: int) -> None:
+    @settings(max_examples=num)
+    @given(st.data())
+    def serve(data: st.DataObject) -> None:
+        sequences = Sequences(data)
+        kinds = ["begin", "step", "step", "step", "end"]
+        for kind in data.draw(st.lists(st.sampled_from(kinds), max_size=25)):
+            getattr(sequences, kind)()
+
+    serve()
 
 
 def before(num_tokens: int) -> TokensBefore:
