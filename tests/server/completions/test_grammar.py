@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gptserve.engine.grammar.grammar import Grammar
+from gptserve.server.completions import grammar
 from gptserve.server.completions.grammar import LIMITS, GrammarChecker
 from gptserve.server.completions.harmony import MARKS
 from gptserve.weights.workers import Workers
@@ -86,10 +87,14 @@ def test_a_good_grammar_is_compiled_once(checking: Api, monkeypatch: pytest.Monk
     assert checking.complete(prompt="x", guided_regex="only once").status_code == 200
 
 
-def test_what_takes_too_long_ends_its_worker_and_no_other(checker: GrammarChecker) -> None:
+def test_what_takes_too_long_ends_its_worker_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes memory, too; a fast CPU would reach that limit first."""
+    monkeypatch.setattr(grammar, "LIMITS", replace(LIMITS, memory_bytes=2**40))
+    checker = GrammarChecker(STORYTELLER)
     slow = Grammar("json", '{"type":"integer","multipleOf":999983}')
     assert checker.fault_of(slow) == f"it took more than {LIMITS.cpu_s} s of CPU time"
     assert checker.fault_of(Grammar("regex", "a")) == ""
+    checker.close()
 
 
 def test_a_model_without_an_end_of_text_refuses_grammars() -> None:
