@@ -1,10 +1,10 @@
 // Products with packed weights, y = act(x W^T + b) + residual: a C ABI for __init__.py, and those in bf16 themselves.
 //
 // It knows no torch; the caller passes pointers. The instructions are chosen at run time: AVX2 or AVX-512 in fp32,
-// AVX512-BF16, or AMX. A Xeon multiplied twice as fast in fp32 as by AVX512-BF16, so Intel's CPUs take that before it; it
-// is the other way round on Zen 4. A sum in bf16 starts at 0. AVX2 and AVX-512 add element after element, with the same bits; AVX512-BF16 adds
-// pair after pair, and AMX sums each piece of 32 elements from 0 before it adds it, so their bits may differ; these two
-// take denormals as 0. linear_vectors.h and linear_kernel.h have the loops around them.
+// AVX512-BF16, or AMX. A Xeon multiplied twice as fast in fp32 as by AVX512-BF16, so Intel's CPUs take that before it.
+// A sum in bf16 starts at 0. AVX2 and AVX-512 add element after element, with the same bits; AVX512-BF16 adds pair after
+// pair, and AMX sums each piece of 32 elements from 0 before it adds it, so their bits may differ; these two take
+// denormals as 0. linear_vectors.h and linear_kernel.h have the loops around them.
 
 #include "linear.h"
 
