@@ -217,7 +217,7 @@ class ModelRunner:
                 allowed: Sequence[Mask | None] = masks.get(item.sequence) or [None] * size
                 positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
         if logits is None:
-            return tuple
+            return lambda: ()
         self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)
         return lambda: tuple(finish().split(sizes))
 

@@ -58,7 +58,7 @@ class Pace:
 
 
 class PromptPace(Pace):
-    """Lets a step with chunks take less than twice as long as one without: chunks get 3/4 of the time of decoding.
+    """Keeps a step with chunks from taking twice as long as one without: chunks get 3/4 of the time of decoding.
 
     They get more where nearly as many sequences wait for their first token as decode, or more: as many times the time
     of decoding as there are of those. So a burst of prompts is not computed in small pieces for the sake of a few

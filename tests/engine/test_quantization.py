@@ -90,7 +90,7 @@ def test_the_large_channels_of_the_embedding_are_not_quantized(tmp_path: Path, m
     write_model(tmp_path, *SHAPES["GPT-2"])
     tensors = load_file(tmp_path / "model.safetensors")
     for name in ("transformer.wte.weight", "transformer.wpe.weight"):
-        tensors[name][:, 5] *= 20
+        tensors[name][:, 5] *= 200
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     prompts = ragged_prompts(5, 20)
     requests = [make_request(str(i), ids, max_tokens=1, prompt_logprobs=1) for i, ids in enumerate(prompts)]
@@ -106,7 +106,7 @@ def test_the_large_channels_of_the_embedding_are_not_quantized(tmp_path: Path, m
     exact = logprobs()
     error = mean_error()
     monkeypatch.setattr("gptserve.engine.model.decoder.large_channels", lambda *_: torch.empty(0, dtype=torch.int64))
-    assert error < mean_error()
+    assert 2 * error < mean_error()
 
 
 @pytest.mark.parametrize(
