@@ -58,8 +58,9 @@ format: $(venv)/developing  ## format the code, and repair what lint can repair
 bench: $(venv)/developing  ## measure decoding against transformers on this machine
 	$(bin)/python -m bench.decode $(ARGS)
 
-gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure decoding on it, into bench/results
+gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure on it, into bench/results
 	$(bin)/pytest -m 'gpu or triton' $(ARGS)
+	$(bin)/python -m bench.chaos --device cuda --minutes 2
 	for shape in gpt2 gpt2-xl llama-8b; do \
 		$(bin)/python -m bench.decode --device cuda --alone --shape $$shape --batch 1 8 32 128 256 \
 			--kv-cache-bytes 17179869184 --output bench/results/gpu-$$shape.json || exit 1; \
@@ -67,6 +68,9 @@ gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure 
 	for option in enforce-eager batch-invariant; do \
 		$(bin)/python -m bench.decode --device cuda --alone --$$option --batch 1 8 32 128 256 \
 			--kv-cache-bytes 17179869184 --output bench/results/gpu-gpt2-$$option.json || exit 1; \
+	done
+	for shape in gpt2 llama-8b; do \
+		$(bin)/python -m bench.idle --shape $$shape --output bench/results/gpu-$$shape-idle.json || exit 1; \
 	done
 
 image:  ## build the container image gptserve; TARGET=cuda for the one with the CUDA libraries

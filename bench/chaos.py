@@ -1,6 +1,6 @@
 """Kill the engine and the server under clients of every kind, and check that no completion is lost or changed.
 
-    python -m bench.chaos [--minutes 2] [--clients 32] [--seed 0]
+    python -m bench.chaos [--minutes 2] [--clients 32] [--seed 0] [--device cuda]
 
 First each completion of a catalogue is computed alone, on an undisturbed server. Then clients stream, ask without a
 stream, in the background and with idempotency keys; they reconnect, hang up, read slowly and send bad bodies. Meanwhile
@@ -47,6 +47,8 @@ BAD_BODIES: tuple[dict[str, Any] | str, ...] = (
     "[" * 10_000,
     "no JSON",
 )
+DEVICE_FLAGS = {"cpu": ("--device", "cpu"), "cuda": ("--device", "cuda", "--batch-invariant")}
+"""Those with which a completion does not depend on its neighbours."""
 Event = tuple[str, str]  # id and choices
 
 
@@ -86,15 +88,16 @@ class Tally:
 class Server:
     """`gptserve serve` on one port and one state directory, in a process group of its own, as often as need be."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = folder
+        self._flags = DEVICE_FLAGS[device]
         self.starts = 0
         self.is_down = asyncio.Event()
 
     async def start(self) -> None:
-        command = serve_command(self.port, "--device", "cpu", "--state-dir", self._folder / "state")
+        command = serve_command(self.port, *self._flags, "--state-dir", self._folder / "state")
         with (self._folder / "log").open("a") as log:
             self.process = psutil.Popen(command, stderr=log, start_new_session=True)
         self.starts += 1
@@ -370,7 +373,7 @@ async def kill_engines(server: Server, deadline: float, rng: random.Random) -> i
 
 
 async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rng, server, tally = random.Random(args.seed), Server(folder), Tally()
+    rng, server, tally = random.Random(args.seed), Server(folder, args.device), Tally()
     await server.start()
     try:
         catalogue = make_catalogue(rng)
@@ -399,6 +402,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=DEVICE_FLAGS, default="cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         found = asyncio.run(run(args, Path(name)))

@@ -34,7 +34,7 @@ SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES)
 def write_model(folder: Path, shape: str) -> Any:
     """Write a model of this shape with random weights and return transformers' model of it, on the CPU.
 
-    GPT-2 is in fp32, a Llama in bf16, as they were published.
+    GPT-2 is in fp32, a Llama in bf16, as they were published. A GPU draws the weights where there is one.
     """
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
@@ -44,7 +44,8 @@ def write_model(folder: Path, shape: str) -> Any:
     else:
         sizes = dict(zip(_LLAMA_NAMES, LLAMA_SHAPES[shape], strict=True))
         config, dtype = LlamaConfig(**sizes, tie_word_embeddings=True), torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().cpu()
     model.save_pretrained(folder)
     return model
 

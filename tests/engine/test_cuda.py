@@ -14,6 +14,7 @@ from gptserve.engine.request import FinishReason
 from gptserve.engine.sampling.adjustments import adjusted
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 from tests.engine.sampling.test_adjustments import choices_at, random_batch
+from tests.engine.test_exactness import AXES, STORYTELLER, numbers, requests, reseeded, results
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 
@@ -86,6 +87,27 @@ def alone_and_together(folder: Path, dtype: str) -> list[dict[str, Any]]:
     return [
         {k: [(output.token_ids, output.logprobs) for output in outputs] for k, outputs in its.items()} for its in runs
     ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_batch_invariant_requests_are_the_same_along_every_axis(dtype: str) -> None:
+    """In a process of its own, as cuBLAS reads its variables once."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        assert process.submit(num_differing, dtype).result() == dict.fromkeys(AXES, 0)
+
+
+def num_differing(dtype: str) -> dict[str, int]:
+    """Return, for each axis, how many requests differ from the same ones alone. With other seeds most must."""
+    options: dict[str, Any] = {"device": DEVICE, "batch_invariant": True, "kv_cache_bytes": 2**27, **numbers(dtype)}
+    engine = make_engine(STORYTELLER, **options, enable_prefix_caching=False)
+    alone = {i: result for request in requests() for i, result in results(engine, (request,)).items()}
+    others = results(engine, reseeded(len(alone)))
+    assert sum(alone[i] != other for i, other in others.items()) > len(others) // 2
+    found = {}
+    for name, axis in AXES.items():
+        its = results(make_engine(STORYTELLER, **options | axis), requests())
+        found[name] = sum(its[i] != alone[i] for i in alone)
+    return found
 
 
 def test_the_storyteller_ends_its_story(storyteller: Path) -> None:
