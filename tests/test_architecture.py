@@ -80,6 +80,7 @@ WITH_TORCH = {
     "gptserve.engine.staging",
     "gptserve.weights.checkpoint",
     "gptserve.weights.mxfp4",
+    "gptserve.weights.huge_pages",
     "gptserve.weights.pinned_ring",
     "gptserve.weights.storyteller.recipe.evaluate",
     "gptserve.weights.storyteller.recipe.evaluate_chat",

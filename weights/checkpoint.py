@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError, foreign_code, shown
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import Family, Source
+from gptserve.weights.huge_pages import mapped
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.sharding import WHOLE, Share
@@ -35,6 +37,9 @@ NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every laye
 
 MAX_HEADER_BYTES = 2**23  # 200 bytes for each tensor
 MAX_TENSORS = 2**15  # ten times those of any model served
+
+MAPPED_BYTES = 2**20
+"""Tensors of so many bytes have mappings of their own."""
 
 SAMPLES = 8  # evenly spread over a tensor, its two ends included
 SAMPLE_BYTES = 512
@@ -78,8 +83,7 @@ class Checkpoint:
         num_bytes_read = 0
         copies = copier(torch.device(device))
         for name, source in self._sources.items():
-            make = torch.zeros if source.is_zero else torch.empty
-            tensor = make(source.shape, dtype=dtype, device=device)
+            tensor = _zeros(source.shape, dtype, torch.device(device))
             if not source.is_zero:
                 self._fill(tensor, source, copies.copy)
                 copies.join()
@@ -144,6 +148,13 @@ class Checkpoint:
         """Return how many stored bytes make this tensor."""
         sizes = [stored.end - stored.start for part, _ in source.parts for stored in self._stored[part]]
         return sum(sizes) if source.entry is None else sum(sizes) // source.parts[0][1][0]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < MAPPED_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return mapped(num_bytes).view(dtype).view(shape)
 
 
 def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]]:

@@ -89,7 +89,7 @@ class Decoder:
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
         if config.tied_head:
-            options = quantization, operations.call_rows, source.large_channels
+            options = quantization, operations.call_rows, source.large_channels, source.memory
             self._head = source.linears["head"] = make_linear(self._embedding, None, None, torch.float32, *options)
         else:
             self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)

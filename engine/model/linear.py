@@ -21,6 +21,7 @@ from gptserve.engine.config import Quantization
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.int8 import DenseInt8Linear, column_factors, exact_outputs, quantize_weight
 from gptserve.weights.config import Activation
+from gptserve.weights.huge_pages import HugePages
 
 Product = Literal["native", "onednn", "torch", "native_int8", "torch_int8"]
 """What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear or DenseInt8Linear."""
@@ -88,18 +89,19 @@ def make_linear(
     quantization: Quantization | None = None,
     call_rows: int | None = None,
     exact_inputs: Tensor | None = None,
+    memory: HugePages | None = None,
 ) -> Linear:
     """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
 
     `out_dtype` float32 spares a bf16 result its rounding where the product can give it; on a CPU oneDNN's and torch's
     cannot. With `call_rows`, torch's multiplies so many rows a call. In int8 the columns `exact_inputs`, int64 and
-    ascending, are not quantized.
+    ascending, are not quantized. Our own products keep the weight in `memory`, or in memory of its own.
     """
     match product_of(weight.device, weight.dtype, quantization):
         case "native":
-            return NativeLinear(weight, bias, activation, out_dtype)
+            return NativeLinear(weight, bias, activation, out_dtype, memory=memory)
         case "native_int8":
-            return NativeInt8Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs)
+            return NativeInt8Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
         case "torch_int8":
             return DenseInt8Linear(weight, bias, activation, out_dtype, exact_inputs)
         case "onednn":
@@ -156,13 +158,14 @@ class NativeLinear:
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
         variant: native.Variant | None = None,
+        memory: HugePages | None = None,
     ) -> None:
-        """Pack the weight. `variant` is one of _variants(); None means the best."""
+        """Pack the weight into `memory`. `variant` is one of _variants(); None means the best."""
         assert weight.device.type == "cpu"
         self._library, self._dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
         self._num_out, self._num_in = weight.shape
         self._padding = -self._num_in % native.ROW_MULTIPLE
-        self._kept: list[Tensor] = []
+        self._memory, self._kept = memory or HugePages(), list[Tensor]()
         known, supported = self._variants()
         self.weight = native.PackedWeight(
             num_in=self._num_in,
@@ -198,7 +201,7 @@ class NativeLinear:
     def _pack_rows(self, pieces: Iterable[Tensor], itemsize: int) -> int:
         """Keep pieces [rows, in] of a weight, all but the last of whole panels, in the library's layout; return it."""
         sizes = self._num_in, self._num_out, itemsize
-        start = address = self._keep(torch.empty(self._library.native_packed_size(*sizes), dtype=torch.uint8))
+        start = address = self._keep(self._memory.take(self._library.native_packed_size(*sizes)))
         for piece in pieces:
             rows, (num_rows, num_in) = piece.contiguous(), piece.shape
             self._library.native_pack(rows.data_ptr(), num_in, num_rows, itemsize, address)
@@ -229,10 +232,11 @@ class NativeInt8Linear(NativeLinear):
         out_dtype: torch.dtype | None = None,
         variant: native.Variant | None = None,
         exact_inputs: Tensor | None = None,
+        memory: HugePages | None = None,
     ) -> None:
         """Quantize and pack the weight, but for its columns `exact_inputs`, int64, ascending."""
         self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs
-        super().__init__(weight, bias, activation, out_dtype, variant)
+        super().__init__(weight, bias, activation, out_dtype, variant, memory)
 
     @staticmethod
     def _variants() -> tuple[tuple[native.Variant, ...], tuple[native.Variant, ...]]:

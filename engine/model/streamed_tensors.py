@@ -18,6 +18,7 @@ from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.huge_pages import HugePages
 
 
 class StreamedTensors:
@@ -40,6 +41,7 @@ class StreamedTensors:
         self._quantization, self._num_layers = quantization, num_layers
         self._waiting: dict[str, Tensor] = {}
         self.large_channels: Tensor | None = None
+        self.memory = HugePages()
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
         self.attentions: list[AttentionSpec] = []
@@ -78,6 +80,6 @@ def take_linear(
     weight = source.take(f"{name}.weight")
     its_bias = source.take(f"{name}.bias") if bias else None
     exact_inputs = source.large_channels if name.rpartition(".")[2] in OF_STREAM else None
-    options = source.quantization_of(name), source.operations.call_rows, exact_inputs
+    options = source.quantization_of(name), source.operations.call_rows, exact_inputs, source.memory
     linear = source.linears[name] = make_linear(weight, its_bias, activation, out_dtype, *options)
     return linear

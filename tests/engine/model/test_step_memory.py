@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model import kv_cache, step_memory
 from gptserve.engine.model.memory import kv_bytes_per_token
 from gptserve.engine.model.step_memory import StepMemory, compute_largest_steps, measure
+from gptserve.weights import huge_pages
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_config, make_engine, make_request
 
@@ -75,8 +77,10 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveMemory]:
-    """Watch, and draw tokens in torch, as on a GPU."""
+    """Watch, draw tokens in torch and let it allocate the cache, as on a GPU."""
     monkeypatch.setattr(native, "is_available", lambda: False)
+    monkeypatch.setattr(huge_pages, "MAPPING", 0)
+    monkeypatch.setattr(huge_pages, "mapped", partial(torch.zeros, dtype=torch.uint8))
     with LiveMemory() as watched:
         yield watched
 

@@ -1,0 +1,74 @@
+"""Pieces of mappings, as /proc shows them."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptserve.weights.huge_pages import HUGE_PAGE, HugePages
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+
+
+def mapping_at(address: int) -> str | None:
+    """Return what smaps says of the mapping around this address; None if there is none."""
+    smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    for entry in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps)[1:]:
+        start, end = (int(number, 16) for number in entry.split(maxsplit=1)[0].split("-"))
+        if start <= address < end:
+            return entry
+    return None
+
+
+def test_pieces_are_zeros_that_do_not_overlap() -> None:
+    memory = HugePages()
+    sizes = [1, 64, 1000, 2**20, 3 * 2**26 + 5, 2**26, 7]
+    pieces = [memory.take(size) for size in sizes]
+
+    assert [len(piece) for piece in pieces] == sizes
+    assert not any(piece.any() for piece in pieces)
+    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
+    for i, piece in enumerate(pieces):
+        piece.fill_(i + 1)
+    assert [piece.unique().tolist() for piece in pieces] == [[i + 1] for i in range(len(sizes))]
+
+
+def test_small_pieces_follow_each_other_from_the_first_byte_of_a_huge_page() -> None:
+    memory = HugePages()
+    first, second = memory.take(100), memory.take(100)
+
+    assert first.data_ptr() % HUGE_PAGE == 0
+    assert second.data_ptr() == first.data_ptr() + 128
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_huge_pages_are_asked_for() -> None:
+    piece = HugePages().take(HUGE_PAGE)
+    found = mapping_at(piece.data_ptr())
+
+    assert found is not None
+    assert " hg" in re.search(r"^VmFlags:.*$", found, re.M)[0]
+
+
+@ON_LINUX
+def test_a_mapping_is_given_back_with_its_last_piece() -> None:
+    memory, size = HugePages(), 2**26
+    before = resident_bytes()
+    pieces = [memory.take(size // 2).fill_(1) for _ in range(2)]
+    memory.take(size)  # the next mapping
+    held = resident_bytes()
+    del pieces[0]
+    half_dropped = resident_bytes()
+    pieces.clear()
+
+    assert held - before > 0.9 * size
+    assert held - half_dropped < 0.1 * size
+    assert held - resident_bytes() > 0.9 * size
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
