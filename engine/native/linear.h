@@ -44,7 +44,7 @@ struct QuantizedRow {
     int32_t near_sum, far_sum;
     int32_t num_far;           // words with a far element
     struct Far {
-        int32_t word, bytes;   // its index in the row, and its four elements
+        int32_t line, bytes;   // where its weights lie in a panel, and its four elements
     }* far;
     float* exact;              // [num_exact] products with the weights that are not quantized
     float* inputs;             // [num_exact_inputs] elements that are not quantized
