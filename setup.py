@@ -38,8 +38,8 @@ setup(
             [
                 f"engine/native/{name}.h"
                 for name in (
-                    *("activation", "bf16_avx2", "floats_avx2", "floats_avx512", "int8_kernel", "ints_avx512"),
-                    *("linear", "linear_kernel", "linear_vectors", "program", "rows_kernel", "softmax"),
+                    *("activation", "floats_avx2", "floats_avx512", "int8_kernel", "ints_avx512", "linear"),
+                    *("linear_avx2", "linear_kernel", "linear_vectors", "program", "rows_kernel", "softmax"),
                     *("team", "vectors"),
                 )
             ],

@@ -28,7 +28,23 @@ namespace avx2 {
 #include "floats_avx2.h"
 #include "activation.h"
 #include "linear_vectors.h"
-#include "bf16_avx2.h"
+#include "linear_avx2.h"
+
+// In fp32, with the bits of Bf16ByFma of AVX-512: a word is two elements of a row or of a weight, taken one after the
+// other, the first in its lower half.
+struct Bf16ByFma {
+    static constexpr int MAX_ROWS = 6, PARTS = 2;
+    typedef __m256 Sum;
+    static __m256i part_of_x(int i, __m256i words) {
+        return i == 0 ? _mm256_slli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(0xffff0000));
+    }
+    static __m256i part_of_weights(int i, __m256i words) { return part_of_x(i, words); }
+    static __m256 add_product(__m256 sum, __m256 x, __m256 weights) { return _mm256_fmadd_ps(x, weights, sum); }
+    template <int R>
+    static constexpr auto sum = sum_words<Bf16ByFma, R>;
+    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
+};
+
 }  // namespace avx2
 END_INSTRUCTIONS
 
