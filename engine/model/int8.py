@@ -2,7 +2,7 @@
 
 The weights of an output are whole multiples, -127 to 127, of its scale; so are most elements of a row of x. Products
 are sums of integers, exact in any order. engine/native/int8.cpp computes the same, bit for bit up to the activation,
-where the CPU has AVX512-VNNI. linear.py builds one or the other.
+where the CPU has AVX2. linear.py builds one or the other.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.d
         )
     if not native.supported_int8_variants():
         logger.warning(
-            "linear: without the compiled library and a CPU with AVX512-VNNI, products in int8 are slow; int8 saves "
-            "memory only"
+            "linear: without the compiled library or AVX2, products in int8 are slow; int8 saves memory only"
         )
 
 
@@ -194,7 +193,7 @@ def _some_rows(weight: Tensor) -> Sequence[Tensor]:
 
 
 class DenseInt8Linear:
-    """A product in int8 by torch, for a CPU without AVX512-VNNI; slow, as weights become fp32 at each call."""
+    """A product in int8 by torch, for a CPU without AVX2; slow, as weights become fp32 at each call."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The compiled parts of a step on a CPU: products in bf16 and int8, draws, logprobs, and the team of threads for them.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
-it, or on a CPU without AVX2 (in int8 AVX512-VNNI), the supported variants are none and callers use what torch has.
-Torch-free: callers pass addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
+it, or on a CPU without AVX2, the supported variants are none and callers use what torch has. Torch-free: callers pass
+addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"]
+Variant = Literal["avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 11
+ABI = 12
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: tuple[Variant, ...] = ("avx2", "avx512", "avx512_bf16", "amx")
-"""Of products in bf16. The library's number of a variant is its index plus 1; a CPU that has one has those before."""
-INT8_VARIANTS: tuple[Variant, ...] = ("avx512_vnni", "amx")
+"""Of products in bf16. The library's number of a variant is its index plus 1."""
+INT8_VARIANTS: tuple[Variant, ...] = ("avx2", "avx_vnni", "avx512_vnni", "amx")
 """Those of products in int8, of which all give the same bits."""
 COLUMNS = 32
 """What belongs to the outputs is padded to a multiple of this many."""
@@ -57,7 +57,7 @@ class PackedWeight(Structure):
 Functions = Mapping[str, tuple[Any, ...]]
 """By name, the type of a function's result (None: void), then those of its arguments."""
 FUNCTIONS: Functions = {
-    "native_last_variant": (c_int, c_int64),
+    "native_has_variant": (c_bool, c_int64, c_int),
     "native_fastest_variant": (c_int, c_int64),
     "native_packed_size": (c_int64, c_int64, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
@@ -144,10 +144,11 @@ def open_library(module: str, abi_function: str, abi: int, functions: Functions)
 
 def _supported(variants: tuple[Variant, ...], element_bytes: int) -> tuple[Variant, ...]:
     found = _load()
-    if found is None or not found.native_last_variant(element_bytes):
+    if found is None:
         return ()
-    fastest = variants[found.native_fastest_variant(element_bytes) - 1]
-    return tuple(sorted(variants[: found.native_last_variant(element_bytes)], key=fastest.__eq__))
+    numbers = [number for number, _ in enumerate(variants, 1) if found.native_has_variant(element_bytes, number)]
+    fastest = found.native_fastest_variant(element_bytes)
+    return tuple(variants[number - 1] for number in sorted(numbers, key=fastest.__eq__))
 
 
 def _load() -> ctypes.CDLL | None:

@@ -10,8 +10,9 @@
 //   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; then the products with
 //   elements that are not quantized are added, one after the other; the rest as in bf16.
 // Products that are not quantized have the same bits everywhere, too: exact_product sums in one order.
-// AVX512-VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is subtracted with the
-// sums of the rows. A row with an element that is not finite gives NaN. int8_kernel.h has all but the sums.
+// The instructions of VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is
+// subtracted with the sums of the rows. A row with an element that is not finite gives NaN. int8_kernel.h has all but the
+// sums.
 
 #include <stdlib.h>
 
@@ -19,12 +20,52 @@
 #include "team.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 
 constexpr int LEVEL = 20;    // the bits of a float from here on, without its sign: an eighth of an octave
 constexpr int LEVELS = 48;   // a far part stays below 64
 
+BEGIN_INSTRUCTIONS(WITH_AVX2)
+namespace avx2 {
+
+#include "floats_avx2.h"
+#include "ints_avx2.h"
+#include "activation.h"
+#include "linear_vectors.h"
+#include "linear_avx2.h"
+#include "int8_kernel.h"
+
+struct Int8 {
+    static constexpr int MAX_ROWS = 6, PARTS = 2;
+    typedef __m256i Sum;
+    static constexpr auto part_of_x = pairs_of_x, part_of_weights = pairs_of_weights;
+    static constexpr auto add_product = add_pairs;
+    template <int R>
+    static constexpr auto sum = sum_words<Int8, R>;
+    static constexpr auto finish_sums = finish_int8;
+};
+
+// By AVX-VNNI, in assembly, as compilers that know AVX512-BF16 may not know it.
+struct Int8ByVnni {
+    static constexpr int MAX_ROWS = 6, PARTS = 1;
+    typedef __m256i Sum;
+    static __m256i part_of_x(int, __m256i words) { return words; }
+    static __m256i part_of_weights(int, __m256i words) { return words; }
+    static __m256i add_product(__m256i sum, __m256i x, __m256i weights) {
+        __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(x));
+        return sum;
+    }
+    template <int R>
+    static constexpr auto sum = sum_words<Int8ByVnni, R>;
+    static constexpr auto finish_sums = finish_int8;
+};
+
+}  // namespace avx2
+END_INSTRUCTIONS
+
 #define WITH_VNNI WITH_AVX512 ",avx512vnni"
 BEGIN_INSTRUCTIONS(WITH_VNNI)
+namespace avx512 {
 
 #define MULTIPLY_TILES "tdpbsud"
 #include "linear_kernel.h"
@@ -39,15 +80,29 @@ struct Int8 {
     static constexpr auto finish_sums = finish_int8;
 };
 
-void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    (p.linear.variant == INT8_AMX ? compute_tiles<Int8> : compute_vectors<Int8>)(p, from, to, panel, last);
-}
-
+}  // namespace avx512
 END_INSTRUCTIONS
 
-int last_int8_variant(bool has_amx) {
-    if (!has_avx512() || !__builtin_cpu_supports("avx512vnni")) return 0;
-    return has_amx ? INT8_AMX : INT8_VNNI;
+void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
+    const int variant = p.linear.variant;
+    (variant == INT8_AMX        ? avx512::compute_tiles<avx512::Int8>
+     : variant == INT8_VNNI     ? avx512::compute_vectors<avx512::Int8>
+     : variant == INT8_AVX_VNNI ? avx2::compute_vectors<avx2::Int8ByVnni>
+                                : avx2::compute_vectors<avx2::Int8>)(p, from, to, panel, last);
+}
+
+static bool has_avx_vnni() {
+    constexpr unsigned AVX_VNNI = 1 << 4;
+    unsigned a, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
+}
+
+bool has_int8_variant(int variant, bool has_amx) {
+    const bool has_avx512_vnni = has_avx512() && __builtin_cpu_supports("avx512vnni");
+    return variant == INT8_AVX2       ? has_avx2()
+           : variant == INT8_AVX_VNNI ? has_avx_vnni()
+           : variant == INT8_VNNI     ? has_avx512_vnni
+                                      : has_avx512_vnni && has_amx;
 }
 
 namespace {
@@ -105,7 +160,8 @@ void quantize_rows(Product& p, const void* x, bool wide) {
     const int64_t rows_a_chunk = max_of(max_of(1, 32768 / size / (1 + num_exact)), p.rows / MAX_CHUNKS + 1);  // some 10 us
     Quantization q = {p.linear, (const uint8_t*)x, size, size * (wide ? 4 : 2), max_far, p.row_bytes, p.rows, rows_a_chunk,
                       quantized, far, exact, inputs, near,
-                      wide ? quantize_row<true> : quantize_row<false>};
+                      p.linear.variant >= INT8_VNNI ? (wide ? avx512::quantize_row<true> : avx512::quantize_row<false>)
+                                                    : (wide ? avx2::quantize_row<true> : avx2::quantize_row<false>)};
     run_chunks(quantize_chunk, &q, (p.rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
     p.x = near;
     p.quantized = quantized;
@@ -115,6 +171,6 @@ void quantize_rows(Product& p, const void* x, bool wide) {
 
 void compute_int8(const Product&, int64_t, int64_t, int64_t, int64_t) {}
 void quantize_rows(Product&, const void*, bool) {}
-int last_int8_variant(bool) { return 0; }
+bool has_int8_variant(int, bool) { return false; }
 
 #endif

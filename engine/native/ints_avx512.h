@@ -1,4 +1,4 @@
-// 16 int32 in a register of AVX-512, with AVX512-VNNI.
+// 16 int32 in a register of AVX-512, with AVX512-VNNI. ints_avx2.h has the same functions; it says what they do.
 //
 // int8.cpp includes this file after floats_avx512.h.
 

@@ -130,6 +130,7 @@ static bool has_amx() {
 #endif
 }
 
+// A CPU that has a variant has those before.
 static int last_bf16_variant() {
     if (!has_avx512()) return has_avx2() ? BF16_AVX2 : 0;
     return !__builtin_cpu_supports("avx512bf16") ? BF16_FMA : has_amx() ? BF16_AMX : BF16_DOT;
@@ -197,15 +198,19 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 11; }
+EXPORT int native_abi() { return 12; }
 
-// The last variant that the CPU has of products in bf16, of which an element has 2 bytes, or in int8.
-EXPORT int native_last_variant(int64_t element_bytes) {
-    return element_bytes == 1 ? last_int8_variant(has_amx()) : last_bf16_variant();
+// Whether the CPU has this variant of products in bf16, of which an element has 2 bytes, or in int8.
+EXPORT bool native_has_variant(int64_t element_bytes, int variant) {
+    return element_bytes == 1 ? has_int8_variant(variant, has_amx()) : variant <= last_bf16_variant();
 }
 
+// The fastest that the CPU has, or 0.
 EXPORT int native_fastest_variant(int64_t element_bytes) {
-    return element_bytes == 1 ? last_int8_variant(has_amx()) : fastest_bf16_variant();
+    if (element_bytes == 2) return fastest_bf16_variant();
+    int variant = INT8_AMX;
+    while (variant > 0 && !has_int8_variant(variant, has_amx())) variant--;
+    return variant;
 }
 
 // Bytes that a weight [num_out][num_in] takes packed.

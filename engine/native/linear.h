@@ -17,9 +17,9 @@ constexpr int TILE = 16 * LINE;
 constexpr int STEP = 2 * TILE;            // bytes of a panel for LINE bytes of a row
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
-// 0: the CPU has none. One that has a variant has those before.
+// 0: the CPU has none.
 enum Bf16Variant { BF16_AVX2 = 1, BF16_FMA = 2, BF16_DOT = 3, BF16_AMX = 4 };
-enum Int8Variant { INT8_VNNI = 1, INT8_AMX = 2 };
+enum Int8Variant { INT8_AVX2 = 1, INT8_AVX_VNNI = 2, INT8_VNNI = 3, INT8_AMX = 4 };
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
 
@@ -75,8 +75,8 @@ void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int
 // are valid until the calling thread quantizes others.
 void quantize_rows(Product& p, const void* x, bool wide);
 
-// The last Int8Variant that the CPU has, given whether AMX may be used.
-int last_int8_variant(bool has_amx);
+// Whether the CPU has an Int8Variant, given whether AMX may be used.
+bool has_int8_variant(int variant, bool has_amx);
 
 extern "C" void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                                 int width);

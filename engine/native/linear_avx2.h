@@ -1,9 +1,9 @@
 // The sums of products in vectors of AVX2. linear.h says how weights lie.
 //
-// linear.cpp includes this file after linear_vectors.h. A panel has four vectors of 8 outputs. Up to 3 rows
-// are multiplied with all four; more, up to 6, with two and then with the other two. Either way 12 sums of 8 outputs, and
-// what they are made of, fill the 16 registers. Besides what linear_vectors.h asks for, of which sum_words can be the
-// sum<R>, their Numbers have:
+// linear.cpp and int8.cpp include this file after linear_vectors.h. A panel has four vectors of 8 outputs. Up to 3 rows
+// are multiplied with all four; more, up to 6, with two and then with the other two. Either way 12 sums of 8 outputs,
+// and what they are made of, fill the 16 registers. Besides what linear_vectors.h asks for, of which sum_words can be
+// the sum<R>, their Numbers have:
 //   PARTS                         a word of 4 bytes is multiplied in so many parts
 //   part_of_x(i, words)           part i of 8 words of x
 //   part_of_weights(i, words)     the same of weights

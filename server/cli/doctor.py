@@ -89,8 +89,6 @@ def _kernels(build: Mapping[str, str], cpuinfo: Path) -> Finding:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     if not flags >= {"avx2", "fma"}:
         why = "the CPU has no AVX2"
-    elif build["product"] == "torch_int8" and not flags >= {"avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}:
-        why = "the CPU has no AVX512-VNNI"
     elif build["product"] == "onednn" and build["dtype"] != "bfloat16":
         why = f"they compute in bfloat16, and --dtype is {build['dtype']}"
     else:

@@ -229,6 +229,21 @@ def test_the_kernel_activates(variant: native.Variant, activation: Activation | 
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("activation", native.ACTIVATIONS)
+def test_all_variants_give_the_same_bits(activation: Activation | None) -> None:
+    first, *others = native.supported_int8_variants() or pytest.skip("no variant is built, or this CPU has none")
+    for dtype in DTYPES:
+        weight = with_large_outputs(with_outliers(torch.randn(300, 257))).to(dtype)
+        x, residual = rows_of_all_kinds(257, dtype), torch.randn(40, 300).to(dtype)
+        options: tuple[Any, ...] = (weight, torch.randn(300), activation, torch.float32)
+        expected = NativeInt8Linear(*options, first)(x, residual).view(torch.int32)
+        for variant in others:
+            linear = NativeInt8Linear(*options, variant)
+            for num_rows in (*range(1, 20), 40):
+                y = linear(x[:num_rows], residual[:num_rows]).view(torch.int32)
+                assert torch.equal(y, expected[:num_rows]), (variant, num_rows)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_never_becomes_a_number(variant: native.Variant, dtype: torch.dtype, bad: float) -> None:

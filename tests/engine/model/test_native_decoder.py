@@ -64,21 +64,34 @@ def test_families_without_experts_have_programs(shape: str, tmp_path: Path, capl
     assert obstacle(tmp_path, caplog) is None
 
 
+INT8: tuple[native.Variant, ...] = ("avx_vnni", "avx512_vnni")
+
+
 @pytest.mark.skipif("avx512" not in native.supported_variants(), reason="this CPU has no AVX-512")
 @pytest.mark.parametrize("shape", FAMILIES)
-def test_programs_give_the_same_bits_by_avx2_as_by_avx512(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", [None, *INT8])
+def test_programs_give_the_same_bits_by_avx2_as_by_others(
+    other: native.Variant | None,
+    shape: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where attention is computed by the same instructions."""
+    """Where attention is computed by the same instructions: in bf16, and in int8 by each variant but AMX."""
+    if other is not None and other not in native.supported_int8_variants():
+        pytest.skip(f"this CPU has no {other}")
+    quantization = None if other is None else "int8"
     write_model(tmp_path, *SHAPES[shape])
     requests = [make_request(str(i), [i + 1] * (3 + 9 * i), max_tokens=4, logprobs=3) for i in range(4)]
 
-    def told(variant: native.Variant) -> list[object]:
+    def told(variant: native.Variant, int8_variant: native.Variant | None) -> list[object]:
         monkeypatch.setattr(native, "supported_variants", lambda: (variant,))
-        outputs = run(make_engine(tmp_path, dtype="bfloat16"), requests)
+        monkeypatch.setattr(native, "supported_int8_variants", lambda: (int8_variant,))
+        assert obstacle(tmp_path, caplog, quantization=quantization) is None
+        outputs = run(make_engine(tmp_path, dtype="bfloat16", quantization=quantization), requests)
         return [(output.token_ids, output.logprobs) for request in requests for output in outputs[request.request_id]]
 
-    assert told("avx2") == told("avx512")
+    assert told("avx2", "avx2") == told("avx512", other)
 
 
 def test_the_embedded_model_has_programs(storyteller: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -210,11 +210,34 @@ def test_without_the_library_there_is_no_variant(monkeypatch: pytest.MonkeyPatch
 
 def test_the_fastest_variant_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Intel's CPUs AVX512-BF16, which comes after plain AVX-512, is slower than it."""
-    library = SimpleNamespace(native_last_variant=lambda itemsize: 3, native_fastest_variant=lambda itemsize: 2)
+    library = SimpleNamespace(
+        native_has_variant=lambda itemsize, variant: variant in (1, 2, 3), native_fastest_variant=lambda itemsize: 2
+    )
     monkeypatch.setattr(native, "_load", lambda: library)
     assert native.supported_variants.__wrapped__() == ("avx2", "avx512_bf16", "avx512")
-    library.native_fastest_variant = library.native_last_variant
+    library.native_fastest_variant = lambda itemsize: 3
     assert native.supported_variants.__wrapped__() == ("avx2", "avx512", "avx512_bf16")
+
+
+def test_a_cpu_may_lack_a_variant_before_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AMD's Zen 4 has AVX512-VNNI but no AVX-VNNI."""
+    library = SimpleNamespace(
+        native_has_variant=lambda itemsize, variant: variant in (1, 3), native_fastest_variant=lambda itemsize: 3
+    )
+    monkeypatch.setattr(native, "_load", lambda: library)
+    assert native.supported_int8_variants.__wrapped__() == ("avx2", "avx512_vnni")
+
+
+def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
+    """But for AMX, which the system may withhold."""
+    flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    needs: dict[native.Variant, str] = {
+        "avx2": "avx2 fma",
+        "avx_vnni": "avx2 fma avx_vnni",
+        "avx512_vnni": "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni",
+    }
+    found = [variant for variant in native.supported_int8_variants() if variant != "amx"]
+    assert found == [variant for variant, needed in needs.items() if flags >= set(needed.split())]
 
 
 def test_a_library_of_another_version_is_told_and_not_used(

@@ -42,11 +42,11 @@ AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl"
         ("onednn", "float32", "sse avx2", "warn", "the CPU has no AVX2"),
         ("onednn", "bfloat16", "avx2 fma", "warn", "their library is missing"),
         ("onednn", "float32", "avx2 fma", "warn", "they compute in bfloat16, and --dtype is float32"),
-        ("torch_int8", "float32", "avx2 fma avx_vnni", "warn", "the CPU has no AVX512-VNNI"),
+        ("torch_int8", "float32", "sse avx2", "warn", "the CPU has no AVX2"),
         ("onednn", "float32", AVX512, "warn", "they compute in bfloat16, and --dtype is float32"),
         ("onednn", "bfloat16", AVX512, "warn", "their library is missing"),
-        ("torch_int8", "bfloat16", AVX512, "warn", "the CPU has no AVX512-VNNI"),
-        ("torch_int8", "float32", f"{AVX512} avx512_vnni", "warn", "their library is missing"),
+        ("torch_int8", "float32", "avx2 fma", "warn", "their library is missing"),
+        ("torch_int8", "bfloat16", f"{AVX512} avx512_vnni", "warn", "their library is missing"),
     ],
 )
 def test_slower_products_are_explained(

@@ -1,0 +1,104 @@
+// 16 int32 in two registers of AVX2. Each function gives what its namesake of ints_avx512.h gives.
+//
+// int8.cpp includes this file after floats_avx2.h.
+
+typedef int32_t EightInts __attribute__((vector_size(32)));
+
+struct Ints {
+    EightInts low, high;
+};
+
+static inline Ints operator+(Ints a, Ints b) { return {a.low + b.low, a.high + b.high}; }
+static inline Ints operator-(Ints a, Ints b) { return {a.low - b.low, a.high - b.high}; }
+static inline Ints operator<<(Ints v, int bits) { return {v.low << bits, v.high << bits}; }
+static inline Ints operator>>(Ints v, int bits) { return {v.low >> bits, v.high >> bits}; }
+
+static inline EightInts load_eight(const void* p) { return (EightInts)_mm256_loadu_si256((const __m256i*)p); }
+static inline EightInts larger(EightInts a, EightInts b) {
+    return (EightInts)_mm256_max_epi32((__m256i)a, (__m256i)b);
+}
+
+static inline Ints all_of(int32_t x) {
+    const auto all = (EightInts)_mm256_set1_epi32(x);
+    return {all, all};
+}
+static inline Ints load_ints(const void* p) { return {load_eight(p), load_eight((const uint8_t*)p + 32)}; }
+static inline Ints bits_of(Floats v) { return {(EightInts)v.low, (EightInts)v.high}; }
+static inline Ints rounded(Floats v) {  // ties to even
+    return {(EightInts)_mm256_cvtps_epi32(v.low), (EightInts)_mm256_cvtps_epi32(v.high)};
+}
+static inline Floats floats_of(Ints v) {
+    return {_mm256_cvtepi32_ps((__m256i)v.low), _mm256_cvtepi32_ps((__m256i)v.high)};
+}
+static inline Ints larger(Ints a, Ints b) { return {larger(a.low, b.low), larger(a.high, b.high)}; }
+
+static inline int32_t largest_of(Ints v) {
+    const EightInts eight = larger(v.low, v.high);
+    int32_t largest = eight[0];
+    UNROLL for (int i = 1; i < 8; i++) largest = eight[i] > largest ? eight[i] : largest;
+    return largest;
+}
+
+static inline int32_t sum_of(Ints v) {
+    const EightInts eight = v.low + v.high;
+    int32_t sum = 0;
+    UNROLL for (int i = 0; i < 8; i++) sum += eight[i];
+    return sum;
+}
+
+// Have all bits set where |v| is above the limit.
+static inline Ints is_beyond(Ints v, int32_t limit) {
+    const EightInts all = all_of(limit).low;
+    return {(EightInts)_mm256_abs_epi32((__m256i)v.low) > all, (EightInts)_mm256_abs_epi32((__m256i)v.high) > all};
+}
+static inline bool any(Ints mask) { return _mm256_movemask_epi8((__m256i)(mask.low | mask.high)); }
+// Return v where the mask is set, else 0.
+static inline Ints only(Ints mask, Ints v) { return {mask.low & v.low, mask.high & v.high}; }
+
+// Store integers of -128 to 127 as bytes.
+static inline void store_bytes(void* p, Ints v) {
+    const __m256i mixed = _mm256_packs_epi32((__m256i)v.low, (__m256i)v.high);
+    const __m256i words = _mm256_permute4x64_epi64(mixed, 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128((__m128i*)p, bytes);
+}
+
+// Store the upper 16 bits of each.
+static inline void store_upper_halves(uint16_t* p, Ints v) {
+    const __m256i low = _mm256_srli_epi32((__m256i)v.low, 16), high = _mm256_srli_epi32((__m256i)v.high, 16);
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+}
+
+// Return how many of the keys, below 2^15 and a multiple of 32 in number, are above `last`.
+static inline int64_t count_above(const uint16_t* keys, int64_t size, uint16_t last) {
+    __m256i above = _mm256_setzero_si256();
+    for (int64_t k = 0; k < size; k += 16) {
+        const __m256i some = _mm256_loadu_si256((const __m256i*)(keys + k));
+        above = _mm256_sub_epi16(above, _mm256_cmpgt_epi16(some, _mm256_set1_epi16(last)));
+    }
+    return sum_of(Ints{(EightInts)_mm256_madd_epi16(above, _mm256_set1_epi16(1)), EightInts{}});
+}
+
+// The bytes 0 and 2 of each word, or 1 and 3, as pairs of 16 bits: signed ones of x, unsigned ones of weights. VPMADDWD
+// sums two products in 32 bits. VPMADDUBSW, which takes bytes, has 16 bits for the sum, which are too few.
+static inline __m256i pairs_of_x(int i, __m256i words) {
+    return _mm256_srai_epi16(i == 0 ? _mm256_slli_epi16(words, 8) : words, 8);
+}
+static inline __m256i pairs_of_weights(int i, __m256i words) {
+    return i == 0 ? _mm256_and_si256(words, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(words, 8);
+}
+static inline __m256i add_pairs(__m256i sum, __m256i x, __m256i weights) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, weights));
+}
+
+// Return sums of 16 outputs plus the products of 4 bytes of x with a line of weights.
+static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
+    const Ints words = load_ints(weights);
+    __m256i low = (__m256i)sum.low, high = (__m256i)sum.high;
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m256i pairs = pairs_of_x(i, _mm256_set1_epi32(x));
+        low = add_pairs(low, pairs, pairs_of_weights(i, (__m256i)words.low));
+        high = add_pairs(high, pairs, pairs_of_weights(i, (__m256i)words.high));
+    }
+    return {(EightInts)low, (EightInts)high};
+}
