@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +24,10 @@ from gptserve.weights import mxfp4
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError, foreign_code, shown
 from gptserve.weights.families import find_family
-from gptserve.weights.families.family import Family, Source
+from gptserve.weights.families.family import Family, Shape, Source
 from gptserve.weights.huge_pages import mapped
 from gptserve.weights.json_file import read_json_object
+from gptserve.weights.mxfp4_shapes import SUFFIXES, held_shapes, packed_shapes
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.sharding import WHOLE, Share
 from gptserve.weights.source import require_safetensors
@@ -73,42 +74,64 @@ class Checkpoint:
         self.num_bytes = sum(map(self._num_bytes, self._sources.values()))
 
     def stream(
-        self, *, dtype: torch.dtype, device: torch.device | str, progress: Callable[[int, int], None] | None = None
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        progress: Callable[[int, int], None] | None = None,
+        keeps_mxfp4: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (canonical name, contiguous tensor of its own memory) in canonical order.
 
-        Calls `progress` after each tensor with the bytes read so far and in all. Memory holds the tensors that the
-        caller keeps, the one being made, and the part of a file it is made from.
+        With keeps_mxfp4 a weight of an expert that is stored in MXFP4 comes as its blocks, and after it, as
+        {expert}.ffn_up.scales or {expert}.ffn_down.scales, its scales, in `held_shapes`. Calls `progress` after each
+        weight with the bytes read so far and in all. Memory holds the tensors that the caller keeps, the one being
+        made, and the part of a file it is made from.
         """
         num_bytes_read = 0
         copies = copier(torch.device(device))
         for name, source in self._sources.items():
-            tensor = _zeros(source.shape, dtype, torch.device(device))
+            on, shapes = torch.device(device), self._shapes(name, source, keeps_mxfp4)
+            its_dtype = dtype if len(shapes) == 1 else torch.uint8
+            tensors = {part: _zeros(shape, its_dtype, on) for part, shape in shapes.items()}
             if not source.is_zero:
-                self._fill(tensor, source, copies.copy)
+                self._fill(tuple(tensors.values()), source, copies.copy)
                 copies.join()
             num_bytes_read += self._num_bytes(source)
             if progress is not None:
                 progress(num_bytes_read, self.num_bytes)
-            yield name, tensor
+            yield from tensors.items()
 
-    def _fill(self, tensor: Tensor, source: Source, copy: Callable[[Tensor, Tensor], object]) -> None:
-        """Copy the rows and columns of a source. What is not copied is not read: parts lie in mapped files."""
+    def _shapes(self, name: str, source: Source, keeps_mxfp4: bool) -> dict[str, Shape]:
+        """Return the names and shapes of the tensors that a source becomes: of two, if it stays packed."""
+        is_stored_packed = all(len(self._stored[part]) == len(SUFFIXES) for part, _ in source.parts)
+        is_of_expert = source.entry is not None and source.transpose
+        shapes = held_shapes(source.shape) if keeps_mxfp4 and is_stored_packed and is_of_expert else None
+        names = name, f"{name.removesuffix('weight')}scales"
+        return {name: source.shape} if shapes is None else dict(zip(names, shapes, strict=True))
+
+    def _fill(self, tensors: Sequence[Tensor], source: Source, copy: Callable[[Tensor, Tensor], object]) -> None:
+        """Copy the rows and columns of a source: to one tensor, or to two if it stays packed.
+
+        What is not copied is not read: parts lie in mapped files.
+        """
         order, row = None if source.row_order is None else torch.tensor(source.row_order), 0
         for part, _ in source.parts:
-            values = self._read(part, source.entry, tensor.dtype)
-            values = values.t() if source.transpose else values
-            values = values if source.columns is None else values[:, slice(*source.columns)]
-            end = row + len(values)
-            if order is None:
-                copy(tensor[row:end], values)
-            else:
-                (places,) = torch.where((order >= row) & (order < end))
-                for run in places.tensor_split(torch.where(places.diff() > 1)[0] + 1):
-                    if len(run):
-                        copy(tensor[run[0] : run[-1] + 1], values[order[run] - row])
-            row = end
-            del values
+            values = self._values(part, source, tensors[0].dtype, is_packed=len(tensors) > 1)
+            for tensor, its_values in zip(tensors, values, strict=True):
+                _copy_rows(its_values, row, tensor, order, copy)
+            row += len(values[0])
+            del values, its_values
+
+    def _values(self, part: str, source: Source, dtype: torch.dtype, is_packed: bool) -> tuple[Tensor, ...]:
+        """Return the columns of all rows of a part; blocks and scales if it stays packed."""
+        values, *its_scales = self._read(part, source.entry)
+        start, end = source.columns or (0, source.shape[-1])
+        if is_packed:
+            return mxfp4.cut(values, its_scales[0], start, end)
+        values = mxfp4.unpack(values, its_scales[0], dtype) if its_scales else values
+        values = values.t() if source.transpose else values
+        return (values if source.columns is None else values[:, start:end],)
 
     @cached_property
     def digest(self) -> str:
@@ -132,8 +155,8 @@ class Checkpoint:
                 raise InvalidCheckpointError(f"{stored.path} could not be read: {fault.strerror}") from fault
         return digest.hexdigest()
 
-    def _read(self, part: str, entry: int | None, dtype: torch.dtype) -> Tensor:
-        """Return a part, or one entry of it, in its stored dtype, or in `dtype` if it is packed."""
+    def _read(self, part: str, entry: int | None) -> list[Tensor]:
+        """Return the stored tensors of a part, or one entry of each."""
         tensors: list[Tensor] = []
         for stored in self._stored[part]:
             # Opened for this tensor alone and unmapped with its values: pages never add up to whole files.
@@ -142,7 +165,7 @@ class Checkpoint:
                     tensors.append(file.get_tensor(stored.name))  # type: ignore[no-untyped-call]
                 else:
                     tensors.append(file.get_slice(stored.name)[entry])  # type: ignore[no-untyped-call]
-        return tensors[0] if len(tensors) == 1 else mxfp4.unpack(tensors[0], tensors[1], dtype)
+        return tensors
 
     def _num_bytes(self, source: Source) -> int:
         """Return how many stored bytes make this tensor."""
@@ -155,6 +178,20 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu" or num_bytes < MAPPED_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     return mapped(num_bytes).view(dtype).view(shape)
+
+
+def _copy_rows(
+    values: Tensor, row: int, tensor: Tensor, order: Tensor | None, copy: Callable[[Tensor, Tensor], object]
+) -> None:
+    """Copy the joined rows from `row` on to their places, which are the same without an order."""
+    end = row + len(values)
+    if order is None:
+        copy(tensor[row:end], values)
+        return
+    (places,) = torch.where((order >= row) & (order < end))
+    for run in places.tensor_split(torch.where(places.diff() > 1)[0] + 1):
+        if len(run):
+            copy(tensor[run[0] : run[-1] + 1], values[order[run] - row])
 
 
 def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]]:
@@ -172,7 +209,7 @@ def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]
         if len(found) > MAX_TENSORS:
             raise InvalidCheckpointError(f"{folder} must hold at most {MAX_TENSORS} tensors, got {len(found)} or more")
     tensors: dict[str, tuple[_Stored, ...]] = {name: (stored,) for name, stored in found.items()}
-    blocks, scales = mxfp4.SUFFIXES
+    blocks, scales = SUFFIXES
     for name in [name.removesuffix(blocks) for name in found if name.endswith(blocks)]:
         if name not in found and name + scales in found:
             tensors[name] = (*tensors.pop(name + blocks), *tensors.pop(name + scales))
@@ -269,8 +306,8 @@ def _check_tensors(
     misshapen, mistyped = [], []
     for name, shape in expected.items():
         files = found.get(name, ())
-        is_packed = len(files) == len(mxfp4.SUFFIXES)
-        shapes = mxfp4.packed_shapes(shape) if is_packed else (shape,)
+        is_packed = len(files) == len(SUFFIXES)
+        shapes = packed_shapes(shape) if is_packed else (shape,)
         dtypes = PACKED_DTYPES if is_packed else ACCEPTED_DTYPES
         for stored, its_shape in zip(files, shapes, strict=False):
             shown_name = stored.name if is_packed else name

@@ -11,11 +11,13 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
+from gptserve.weights.mxfp4_shapes import held_shapes
 from gptserve.weights.sharding import WHOLE, Share
 
 _CONTEXTS_PER_SEQUENCE = 2
@@ -66,15 +68,22 @@ def quantization_of(linear: str, num_layers: int, quantization: Quantization | N
 
 
 def weight_bytes(
-    model: ModelConfig, dtype_bytes: int, quantization: Quantization | None = None, share: Share = WHOLE
+    model: ModelConfig,
+    dtype_bytes: int,
+    quantization: Quantization | Literal["mxfp4"] | None = None,
+    share: Share = WHOLE,
 ) -> dict[str, int]:
     """Return the bytes of a rank's parameters by part.
 
-    In int8 a tied head is held beside the embedding. There it is the most that the weights may take: how many outputs
-    and channels are not quantized depends on their values.
+    In MXFP4 experts are held as they are stored. In int8 a tied head is held beside the embedding. There it is the most
+    that the weights may take: how many outputs and channels are not quantized depends on their values.
     """
-    sizes = {part: count * dtype_bytes for part, count in parameter_counts(model, share).items()}
-    if quantization is None:
+    sizes = dict.fromkeys(_PARTS, 0)
+    for part, name, shape in _tensors(model, share):
+        is_packed = quantization == "mxfp4" and ".experts." in name and name.endswith(".weight")
+        held = held_shapes(shape) if is_packed else None
+        sizes[part] += math.prod(shape) * dtype_bytes if held is None else sum(map(math.prod, held))
+    if quantization != "int8":
         return sizes
     for part, name, shape in _tensors(model):
         linear = name.removesuffix(".weight")

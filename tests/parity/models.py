@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+
+from gptserve.weights.mxfp4_shapes import packed_shapes
 
 
 def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving: Any) -> None:
@@ -28,6 +32,19 @@ def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving:
         elif spread and not name.endswith(("conv1d",)):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.save_pretrained(folder, **saving)
+
+
+def pack_experts(folder: Path) -> None:
+    """Put random experts in MXFP4 into the files of a gpt-oss model, as the published ones have them."""
+    config_path, weights_path = folder / "config.json", folder / "model.safetensors"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    config_path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}), encoding="utf-8")
+    tensors, generator = load_file(weights_path), torch.Generator().manual_seed(2)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        blocks, scales = packed_shapes(tuple(tensors.pop(name).shape))
+        tensors[f"{name}_blocks"] = torch.randint(256, blocks, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, scales, generator=generator, dtype=torch.uint8)
+    save_file(tensors, weights_path)
 
 
 def load_in_transformers(folder: Path) -> Any:

@@ -20,13 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
+from gptserve.engine.model.memory import weight_bytes
 from gptserve.weights import checkpoint, mxfp4
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError, ModelNotFoundError, UnsafeCheckpointError, WeightsError
 from gptserve.weights.families import FAMILIES, load_config
 from gptserve.weights.families.family import Family, Source
-from tests.parity.models import write_model
+from gptserve.weights.mxfp4_shapes import packed_shapes
+from gptserve.weights.sharding import WHOLE, Share
+from tests.parity.models import pack_experts, write_model
+from tests.parity.shapes import SHAPES
 
 TINY = {"vocab_size": 12, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
 SETTINGS = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -428,7 +432,7 @@ def test_experts_stored_as_mxfp4_equal_those_stored_plain(tmp_path: Path) -> Non
     replaced: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        shapes = mxfp4.packed_shapes(tuple(tensors[name].shape))
+        shapes = packed_shapes(tuple(tensors[name].shape))
         blocks, scales = (torch.randint(100, 140, shape, generator=generator, dtype=torch.uint8) for shape in shapes)
         replaced |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         tensors[name] = mxfp4.unpack(blocks, scales, torch.float32).contiguous()
@@ -454,3 +458,38 @@ def test_experts_stored_as_mxfp4_equal_those_stored_plain(tmp_path: Path) -> Non
     del replaced[f"{name}_scales"]
     save_file(kept | replaced, packed / "model.safetensors")
     refused(packed, InvalidCheckpointError, r"1 missing .*1 unexpected \('.*down_proj_blocks'\)")
+
+
+@pytest.mark.parametrize("share", [WHOLE, Share(0, 2), Share(1, 2), Share(3, 4)], ids=str)
+def test_experts_in_mxfp4_are_given_out_as_they_are_stored_and_counted(share: Share, tmp_path: Path) -> None:
+    """Those of a rank, too, whose inputs may begin within a group."""
+    write_model(tmp_path, *SHAPES["gpt-oss, past its window"])
+    pack_experts(tmp_path)
+    opened, config = Checkpoint(tmp_path, load_config(tmp_path), share), load_config(tmp_path)
+    plain = dict(opened.stream(dtype=torch.bfloat16, device="cpu"))
+    seen: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"progress": lambda *done: seen.append(done), "keeps_mxfp4": True}
+    held = dict(opened.stream(dtype=torch.bfloat16, device="cpu", **options))
+
+    assert sum(tensor.nbytes for tensor in held.values()) == sum(weight_bytes(config, 2, "mxfp4", share).values())
+    assert seen[-1] == (opened.num_bytes, opened.num_bytes)
+    scales = {name: held.pop(name) for name in list(held) if name.endswith(".scales")}
+    assert list(held) == list(plain)
+    assert len(scales) == 2 * 4 * 2  # two weights of four experts of two layers
+    for name, tensor in plain.items():
+        packed = scales.get(f"{name.removesuffix('weight')}scales") if name.endswith(".weight") else None
+        its_values = held[name] if packed is None else mxfp4.unpack(held[name], packed, torch.bfloat16).mT
+        assert torch.equal(its_values, tensor)
+
+
+def test_an_expert_whose_inputs_would_be_cut_within_a_byte_is_unpacked(tmp_path: Path) -> None:
+    model_type, fields = SHAPES["gpt-oss, past its window"]
+    write_model(tmp_path, model_type, {**fields, "num_attention_heads": 32, "num_key_value_heads": 32})
+    pack_experts(tmp_path)
+    config, share = load_config(tmp_path), Share(31, 32)
+    tensors = dict(Checkpoint(tmp_path, config, share).stream(dtype=torch.bfloat16, device="cpu", keeps_mxfp4=True))
+
+    down = "blocks.0.experts.0.ffn_down"
+    assert (tensors[f"{down}.weight"].dtype, tensors[f"{down}.weight"].shape) == (torch.bfloat16, (64, 3))
+    assert f"{down}.scales" not in tensors
+    assert sum(tensor.nbytes for tensor in tensors.values()) == sum(weight_bytes(config, 2, "mxfp4", share).values())

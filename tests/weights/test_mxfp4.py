@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptserve.weights.mxfp4 import packed_shapes, unpack
+from gptserve.weights.mxfp4 import cut, unpack
+from gptserve.weights.mxfp4_shapes import held_shapes, packed_shapes
 
 
 def test_every_value_times_every_power_of_two() -> None:
@@ -29,3 +30,21 @@ def test_unpacked_equals_what_transformers_unpacks(dtype: torch.dtype) -> None:
     scales = torch.randint(110, 140, scales_shape, generator=generator, dtype=torch.uint8)
 
     assert torch.equal(unpack(blocks, scales, dtype), convert_moe_packed_tensors(blocks, scales, dtype=dtype))
+
+
+@pytest.mark.parametrize(("width", "group"), [(96, 32), (48, 16), (24, 8), (6, 2)])
+def test_inputs_that_are_cut_within_a_group_keep_their_values(width: int, group: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks, scales = (
+        torch.randint(256, shape, generator=generator, dtype=torch.uint8) for shape in packed_shapes((96, 10))
+    )
+    whole = unpack(blocks, scales % 250, torch.float32).mT
+    assert held_shapes((10, width)) == ((10, width // group, group // 2), (10, width // group))
+    for start in range(0, 96, width):
+        parts = cut(blocks, scales % 250, start, start + width)
+        assert tuple(part.shape for part in parts) == held_shapes((10, width))
+        assert torch.equal(unpack(*parts, torch.float32).mT, whole[:, start : start + width])
+
+
+def test_inputs_that_would_be_cut_within_a_byte_are_not_held() -> None:
+    assert held_shapes((10, 3)) is None

@@ -18,7 +18,7 @@ from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.pinned_ring import CudaLane, PinnedRing
 from gptserve.weights.sharding import WHOLE, Share
-from tests.parity.models import write_model
+from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
 
 
@@ -60,9 +60,12 @@ class ForgetfulLane(LateLane):
         return lambda: None
 
 
-def loaded(folder: Path, dtype: torch.dtype, share: Share = WHOLE, lane: LateLane | None = None) -> dict[str, Tensor]:
+def loaded(
+    folder: Path, dtype: torch.dtype, share: Share = WHOLE, lane: LateLane | None = None, keeps_mxfp4: bool = False
+) -> dict[str, Tensor]:
     tensors = {}
-    for name, tensor in Checkpoint(folder, load_config(folder), share).stream(dtype=dtype, device="cpu"):
+    opened = Checkpoint(folder, load_config(folder), share)
+    for name, tensor in opened.stream(dtype=dtype, device="cpu", keeps_mxfp4=keeps_mxfp4):
         tensors[name] = tensor
         if lane is not None:
             assert lane.num_joined == lane.num_sent, f"{name} is given out before the device waits for it"
@@ -72,19 +75,24 @@ def loaded(folder: Path, dtype: torch.dtype, share: Share = WHOLE, lane: LateLan
 
 
 @pytest.mark.parametrize(
-    ("shape", "share"),
-    [("GPT-2", WHOLE), ("GPT-J", WHOLE), ("BLOOM", Share(1, 2)), ("gpt-oss, past its window", WHOLE)],
+    ("shape", "share", "in_mxfp4"),
+    [
+        *(("GPT-2", WHOLE, False), ("GPT-J", WHOLE, False), ("BLOOM", Share(1, 2), False)),
+        *(("gpt-oss, past its window", WHOLE, False), ("gpt-oss, past its window", WHOLE, True)),
+    ],
 )
 def test_weights_arrive_whole_however_late_the_device_fetches_them(
-    shape: str, share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, share: Share, in_mxfp4: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of parts, transposed, put in another order, split among ranks, and in another type than stored."""
+    """Of parts, transposed, put in another order, split among ranks, in another type than stored, and packed."""
     write_model(tmp_path, *SHAPES[shape])
-    expected = loaded(tmp_path, torch.bfloat16, share)
+    if in_mxfp4:
+        pack_experts(tmp_path)
+    expected = loaded(tmp_path, torch.bfloat16, share, keeps_mxfp4=in_mxfp4)
     for make_lane in (LateLane, ForgetfulLane):
         lane = make_lane()
         monkeypatch.setattr(checkpoint, "copier", lambda device, lane=lane: PinnedRing(lane, 1000, num_buffers=3))
-        found = loaded(tmp_path, torch.bfloat16, share, lane)
+        found = loaded(tmp_path, torch.bfloat16, share, lane, in_mxfp4)
         differing = {name for name in expected if not torch.equal(found[name], expected[name])}
         assert list(found) == list(expected)
         assert bool(differing) == (make_lane is ForgetfulLane)

@@ -21,13 +21,14 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("swiglu_alpha", 1.702, "no published gpt-oss has another")
     config = with_windows(raw, read_llama_config(raw, attention_bias=True), lambda layer: layer % 2 == 0)
     num_experts = raw.size("num_local_experts", limit=max(1, MAX_TENSORS // config.num_layers))
+    num_active = raw.size("num_experts_per_tok", limit=num_experts)
     return replace(
         config,
         attention_sinks=True,
         activation="gelu_sigmoid",
         ffn_limit=raw.positive("swiglu_limit", default=7.0),
         ffn_bias=True,
-        experts=Experts(num_experts, raw.size("num_experts_per_tok", limit=num_experts)),
+        experts=Experts(num_experts, num_active, "mxfp4" if "quantization_config" in raw else None),
     )
 
 
