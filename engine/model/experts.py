@@ -10,6 +10,7 @@ Shape letters: T rows, K experts of a row, P = T * K pairs of a row and an exper
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,10 +60,12 @@ class ExpertProducts(Protocol):
         bias_EN: Tensor | None,
         routing: Routing,
         out_dtype: torch.dtype | None = None,
+        scales_ENG: Tensor | None = None,
     ) -> Tensor:
         """Return x W^T + b [P, N] of each pair, with its expert's weight, in out_dtype (x's by default).
 
-        x is [P, I], or [T, I] with the row that all pairs of a row share.
+        x is [P, I], or [T, I] with the row that all pairs of a row share. With scales the weight is in MXFP4: blocks
+        [E, N, G, I / G / 2] for scales [E, N, G], both uint8.
         """
 
     def sum(self, parts_PN: Tensor, weights_TK: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -91,22 +94,33 @@ class GroupedExperts:
         top_TK, chosen_TK = self._router(x).float().topk(self._num_active, dim=-1)
         experts_P, pairs_P = chosen_TK.flatten().sort(stable=True)
         routing = Routing(pairs_P, torch.searchsorted(experts_P, self._bounds_E1, out_int32=True))
-        weights, multiply = self._weights, self._products.multiply
-        up = multiply(x, weights["ffn_up.weight"], weights.get("ffn_up.bias"), routing)
-        h = self._activate(up)
-        parts = multiply(h, weights["ffn_down.weight"], weights.get("ffn_down.bias"), routing, torch.float32)
+        h = self._activate(self._multiply(x, "ffn_up", routing, x.dtype))
+        parts = self._multiply(h, "ffn_down", routing, torch.float32)
         return self._products.sum(parts, top_TK.softmax(-1), residual, x.dtype)
+
+    def _multiply(self, x: Tensor, linear: str, routing: Routing, out_dtype: torch.dtype) -> Tensor:
+        weight, bias, scales = (self._weights.get(f"{linear}.{kind}") for kind in ("weight", "bias", "scales"))
+        assert weight is not None
+        return self._products.multiply(x, weight, bias, routing, out_dtype, scales)
 
 
 def stack(take: Callable[[str], Tensor], name: str, num: int, has_bias: bool) -> dict[str, Tensor]:
-    """Return each tensor of the experts {name}.experts.{e} as one of all experts; they are taken one by one."""
+    """Return each tensor of the experts {name}.experts.{e} as one of all experts; they are taken one by one.
+
+    A weight in MXFP4, uint8, has scales beside it.
+    """
     stacked: dict[str, Tensor] = {}
-    kinds = ("weight", "bias") if has_bias else ("weight",)
-    parts = [f"{linear}.{kind}" for linear in ("ffn_up", "ffn_down") for kind in kinds]
-    for e in range(num):
-        for part in parts:
-            tensor = take(f"{name}.experts.{e}.{part}")
-            if part not in stacked:
-                stacked[part] = tensor.new_empty(num, *tensor.shape)
-            stacked[part][e] = tensor
+
+    def add(part: str, e: int) -> Tensor:
+        tensor = take(f"{name}.experts.{e}.{part}")
+        if part not in stacked:
+            stacked[part] = tensor.new_empty(num, *tensor.shape)
+        stacked[part][e] = tensor
+        return tensor
+
+    for e, linear in product(range(num), ("ffn_up", "ffn_down")):
+        if add(f"{linear}.weight", e).dtype is torch.uint8:
+            add(f"{linear}.scales", e)
+        if has_bias:
+            add(f"{linear}.bias", e)
     return stacked

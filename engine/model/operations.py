@@ -26,10 +26,17 @@ class Operations:
     gate: Callable[[Tensor, Activation, float | None], Tensor] = gated
     experts: ExpertProducts | None = None
     """None: the host starts the chosen experts one by one."""
+    mxfp4_experts: ExpertProducts | None = None
+    """The same, proved with weights in MXFP4; None: these are unpacked while they load."""
     call_rows: int | None = None
     """Rows of a call of a product with a weight, as batch_invariance.py chose; None: as many as there are."""
     build: str = ""
     """What decides the bits where it is not torch: Triton's version, and the names of its kernels."""
+
+    @property
+    def keeps_mxfp4(self) -> bool:
+        """Whether `experts` multiplies with weights in MXFP4 as they are stored."""
+        return self.experts is not None and self.mxfp4_experts is not None
 
 
 TORCH = Operations()

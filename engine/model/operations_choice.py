@@ -8,6 +8,7 @@ for a device that no test has seen. That also compiles what steps need later. Mo
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.streamed_tensors import StreamedTensors, take_norm
 from gptserve.engine.model.triton_operations import TritonOperations
 from gptserve.weights.config import Experts, ModelConfig
+from gptserve.weights.mxfp4 import unpack
+from gptserve.weights.mxfp4_shapes import Shape, held_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,12 @@ _IDLE_EXPERTS = 3
 """So many more experts are made than a row chooses: all of a large model's would take gigabytes."""
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1.2e-2}
 """Of 1 plus the size of an output: torch rounds more often between two products. What is wrong differs by about 1."""
+
+_CODE_SIZE = 4
+"""About the root mean square of random 4-bit numbers times random powers of two from 1/2 to 2."""
+_INSTEAD = {"mxfp4_experts": "weights in MXFP4 are unpacked, which takes more memory,"}
+"""By the name of a kernel; of all others torch's operation is used."""
+_SLOWER = "torch, which is slower, is used"
 
 Compute = Callable[[Operations], Tensor]
 
@@ -51,7 +60,7 @@ def agreeing_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtyp
         if found is None:
             chosen = replace(chosen, **{name: kernel}, build=f"{chosen.build or kernels.build} {name}")
         else:
-            logger.warning("%s: torch, which is slower, is used instead of a Triton kernel: %s", name, found)
+            logger.warning("%s: %s instead of a Triton kernel: %s", name, _INSTEAD.get(name, _SLOWER), found)
     return chosen
 
 
@@ -72,18 +81,31 @@ def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) 
         yield "gate", lambda operations: _gate(model, _Numbers(device, dtype), operations)
     if model.experts is not None:
         few = replace(model.experts, num=min(model.experts.num, model.experts.num_active + _IDLE_EXPERTS))
-        yield "experts", lambda operations: _mix(model, few, _Numbers(device, dtype), operations)
+        plain = replace(few, stored=None)
+        yield "experts", lambda operations: _mix(model, plain, _Numbers(device, dtype), operations)
+        if few.stored is not None:
+            yield "mxfp4_experts", lambda operations: _mix(model, few, _Numbers(device, dtype), operations)
 
 
 class _Numbers:
     """Random numbers, the same for each computation."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._generator, self._dtype = torch.Generator(device).manual_seed(0), dtype
+        self._generator, self.dtype = torch.Generator(device).manual_seed(0), dtype
 
     def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
         numbers = torch.randn(*shape, generator=self._generator, device=self._generator.device)
-        return (numbers * scale).to(self._dtype)
+        return (numbers * scale).to(self.dtype)
+
+    def in_mxfp4(self, blocks: Shape, scales: Shape, size: float) -> tuple[Tensor, Tensor]:
+        """Return blocks and scales of these shapes, of numbers of about this size."""
+        power = 127 + round(math.log2(size / _CODE_SIZE))
+
+        def draw(low: int, end: int, shape: Shape) -> Tensor:
+            its = self._generator
+            return torch.randint(low, end, shape, generator=its, device=its.device, dtype=torch.uint8)
+
+        return draw(0, 256, blocks), draw(power - 1, power + 2, scales)
 
 
 def _normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
@@ -117,6 +139,7 @@ def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tens
 
 def _mix(model: ModelConfig, experts: Experts, numbers: _Numbers, operations: Operations) -> Tensor:
     """Return the output of a mixture of random experts, each as large as the model's."""
+    products = operations.mxfp4_experts
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         hidden, ffn = model.hidden_size, model.ffn_size
@@ -125,10 +148,21 @@ def _mix(model: ModelConfig, experts: Experts, numbers: _Numbers, operations: Op
             linears[f"experts.{e}.ffn_up"] = (ffn * (1 + model.gated_ffn), hidden)
             linears[f"experts.{e}.ffn_down"] = (hidden, ffn)
         for name, (num_out, num_in) in linears.items():
-            yield f"block.{name}.weight", numbers(num_out, num_in, scale=num_in**-0.5)
+            shapes = None if experts.stored is None or name == "router" else held_shapes((num_out, num_in))
+            if shapes is None:
+                yield f"block.{name}.weight", numbers(num_out, num_in, scale=num_in**-0.5)
+            else:
+                blocks, scales = numbers.in_mxfp4(*shapes, num_in**-0.5)
+                if products is None:
+                    yield f"block.{name}.weight", unpack(blocks, scales, numbers.dtype).mT.contiguous()
+                else:
+                    yield f"block.{name}.weight", blocks
+                    yield f"block.{name}.scales", scales
             if model.ffn_bias:
                 yield f"block.{name}.bias", numbers(num_out)
 
+    if products is not None:
+        operations = replace(operations, experts=products)
     source = StreamedTensors(tensors(), operations=operations)
     mixture = take_feed_forward(replace(model, experts=experts), source, "block")
     rows = [(numbers(num, model.hidden_size), numbers(num, model.hidden_size)) for num in _ROWS]

@@ -94,8 +94,8 @@ class ModelRunner:
         sampler = choose_sampler(whole.vocab_size, max_sampled_rows(config), self.device)
         self._ranks = Ranks(config, self.device) if share.size > 1 else None
         with torch.inference_mode():
-            tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress)
-            group = None if self._ranks is None else self._ranks.group
+            keeps_mxfp4, group = operations.keeps_mxfp4, None if self._ranks is None else self._ranks.group
+            tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress, keeps_mxfp4=keeps_mxfp4)
             self._decoder = Decoder(self._model, tensors, backend, quantization, group, operations)
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler

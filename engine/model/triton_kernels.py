@@ -103,6 +103,7 @@ def relu(x):
 def multiply_experts(
     x,
     weight,
+    scales,
     bias,
     out,
     pairs,
@@ -110,6 +111,7 @@ def multiply_experts(
     num_experts,
     NUM_IN: tl.constexpr,
     NUM_OUT: tl.constexpr,
+    GROUP: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -118,7 +120,8 @@ def multiply_experts(
 ):
     """Multiply ROWS pairs of one expert with COLUMNS of its outputs. EXPERTS is num_experts or more.
 
-    An expert has as many tiles as its pairs need, and none without pairs; tiles are counted over all experts.
+    An expert has as many tiles as its pairs need, and none without pairs; tiles are counted over all experts. With
+    scales, one for each GROUP inputs, the weight is in MXFP4.
     """
     tile = tl.program_id(1)
     e = tl.arange(0, EXPERTS)
@@ -145,13 +148,42 @@ def multiply_experts(
         k = depth + tl.arange(0, DEPTH)
         is_k = k < NUM_IN
         x_MK = tl.load(x + x_row_M[:, None] * NUM_IN + k[None, :], is_row_M[:, None] & is_k[None, :], other=0.0)
-        place_NK = weight_row_N[:, None] * NUM_IN + k[None, :]
-        weight_NK = tl.load(weight + place_NK, is_column_N[:, None] & is_k[None, :], other=0.0)
+        if scales is None:
+            place_NK = weight_row_N[:, None] * NUM_IN + k[None, :]
+            weight_NK = tl.load(weight + place_NK, is_column_N[:, None] & is_k[None, :], other=0.0)
+        else:
+            wide_NK = load_mxfp4(weight, scales, weight_row_N, is_column_N, depth, NUM_IN, GROUP, DEPTH)
+            weight_NK = wide_NK.to(x_MK.dtype)
         acc_MN = dot(x_MK, tl.trans(weight_NK), acc_MN)
     if bias is not None:
         acc_MN += tl.load(bias + weight_row_N, is_column_N, other=0.0).to(tl.float32)[None, :]
     place_MN = pair_M[:, None] * NUM_OUT + column_N[None, :]
     tl.store(out + place_MN, acc_MN.to(out.dtype.element_ty), is_row_M[:, None] & is_column_N[None, :])
+
+
+@triton.jit
+def load_mxfp4(blocks, scales, row_N, is_row_N, depth, NUM_IN: tl.constexpr, GROUP: tl.constexpr, DEPTH: tl.constexpr):
+    """Return the inputs from `depth` on, DEPTH of each row, in fp32, which is exact; those beyond NUM_IN are 0."""
+    ROWS: tl.constexpr = row_N.shape[0]
+    pair = depth // 2 + tl.arange(0, DEPTH // 2)
+    is_pair_NK = is_row_N[:, None] & (pair < NUM_IN // 2)[None, :]
+    byte_NK = tl.load(blocks + row_N[:, None] * (NUM_IN // 2) + pair[None, :], is_pair_NK, other=0).to(tl.int32)
+    group = depth // GROUP + tl.arange(0, DEPTH // GROUP)
+    is_group_NG = is_row_N[:, None] & (group < NUM_IN // GROUP)[None, :]
+    place_NG = row_N[:, None] * (NUM_IN // GROUP) + group[None, :]
+    exponent_NG = tl.load(scales + place_NG, is_group_NG, other=0).to(tl.int32)
+    # As the exponent of an fp32 number; 2**-127 has none.
+    power_NG = tl.where(exponent_NG == 0, 1 << 22, exponent_NG << 23).to(tl.float32, bitcast=True)
+    number_NKP = tl.join(decode_e2m1(byte_NK & 15), decode_e2m1(byte_NK >> 4))
+    number_NGI = number_NKP.reshape(ROWS, DEPTH // GROUP, GROUP) * power_NG[:, :, None]
+    return number_NGI.reshape(ROWS, DEPTH)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """Return the fp32 values of 4-bit floats: sign, exponent and mantissa at their places, with the exponent raised."""
+    bits = (code & 8) << 28 | (code & 7) << 22
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit

@@ -38,7 +38,7 @@ class TritonOperations:
 
     def operations(self) -> Operations:
         """Return all of them."""
-        return Operations(self.normalize, self.add_normalize, self.gate, experts=self)
+        return Operations(self.normalize, self.add_normalize, self.gate, experts=self, mxfp4_experts=self)
 
     def normalize(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """normalize_by_torch; x may be a strided view [rows, vectors, width] of one projection."""
@@ -85,19 +85,27 @@ class TritonOperations:
         bias_EN: Tensor | None,
         routing: Routing,
         out_dtype: torch.dtype | None = None,
+        scales_ENG: Tensor | None = None,
     ) -> Tensor:
         """ExpertProducts.multiply."""
-        assert x.is_contiguous() and weight_ENI.is_contiguous() and x.dtype is weight_ENI.dtype
-        num_experts, num_out, num_in = weight_ENI.shape
-        num_pairs, (rows, columns, depth) = len(routing.pairs_P), _TILES[x.itemsize]
-        assert x.shape[1] == num_in and num_pairs % len(x) == 0
+        num_experts, num_out = weight_ENI.shape[:2]
+        num_pairs, num_in, (rows, columns, depth) = len(routing.pairs_P), x.shape[1], _TILES[x.itemsize]
+        assert x.is_contiguous() and weight_ENI.is_contiguous() and num_pairs % len(x) == 0
+        group = 1
+        if scales_ENG is None:
+            assert x.dtype is weight_ENI.dtype and weight_ENI.shape[2] == num_in
+        else:
+            group = 2 * weight_ENI.shape[3]
+            assert scales_ENG.is_contiguous() and scales_ENG.shape == weight_ENI.shape[:3]
+            assert weight_ENI.dtype is scales_ENG.dtype is torch.uint8 and scales_ENG.shape[2] * group == num_in
         out_PN = x.new_empty(num_pairs, num_out, dtype=out_dtype or x.dtype)
         # As many as any routing may need: an expert's last tile may be partly empty.
         num_tiles = min(num_pairs, num_pairs // rows + num_experts)
         self._kernels.multiply_experts[-(-num_out // columns), num_tiles](
-            *(x, weight_ENI, bias_EN, out_PN, *routing, num_experts),
+            *(x, weight_ENI, scales_ENG, bias_EN, out_PN, *routing, num_experts),
             NUM_IN=num_in,
             NUM_OUT=num_out,
+            GROUP=group,
             PAIRS_PER_ROW=num_pairs // len(x),
             EXPERTS=max(_MIN_EXPERTS, power_of_two(num_experts)),
             ROWS=rows,

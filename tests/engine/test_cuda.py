@@ -15,7 +15,7 @@ from gptserve.engine.sampling.adjustments import adjusted
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 from tests.engine.sampling.test_adjustments import choices_at, random_batch
 from tests.engine.test_exactness import AXES, STORYTELLER, numbers, requests, reseeded, results
-from tests.parity.models import write_model
+from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
@@ -153,6 +153,17 @@ def test_every_family_is_as_exact_as_on_a_cpu(name: str, tmp_path: Path) -> None
     error = (prompt_logprobs(tmp_path, attention_backend=FAST, **options) - exact).abs().mean()
     of_reference = (prompt_logprobs(tmp_path, attention_backend="reference", **options) - exact).abs().mean()
     assert 0 < error < 1.5 * of_reference
+
+
+def test_experts_stay_in_mxfp4_without_a_word_and_are_as_exact_as_unpacked_on_a_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, *SHAPES["gpt-oss, past its window"])
+    pack_experts(tmp_path)
+    exact = prompt_logprobs(tmp_path)
+    in_fp32 = prompt_logprobs(tmp_path, device=DEVICE, attention_backend=FAST)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert (in_fp32 - exact).abs().max() < 1e-4
 
 
 def test_the_longest_prompts_in_a_full_batch_do_not_run_out_of_memory(

@@ -7,8 +7,12 @@ tests/engine/attention/test_triton_paged.py starts.
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.attention.reference import ReferenceAttention
-from gptserve.engine.model import operations_choice
+from gptserve.engine.model import operations_choice, runner
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import Routing, stack
 from gptserve.engine.model.norm import Norm, normalize_by_torch
@@ -25,21 +29,24 @@ from gptserve.engine.model.operations import TORCH
 from gptserve.engine.model.operations_choice import agreeing_kernels, choose_operations
 from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.model.triton_operations import TritonOperations
-from gptserve.weights.config import Activation
+from gptserve.weights.config import Activation, Experts
 from gptserve.weights.config import Norm as Kind
 from gptserve.weights.families import load_config
+from gptserve.weights.mxfp4 import unpack
 from tests.engine.attention.test_triton_paged import DEVICE, by_dtype, interpreted, slow
-from tests.engine.runs import ragged_prompts
-from tests.parity.models import write_model
+from tests.engine.runs import make_engine, make_request, ragged_prompts, run
+from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
 from tests.parity.test_families import paged_logits
 
 NAMES = ("normalize", "add_normalize", "gate", "experts")
+LINEARS = ("ffn_up", "ffn_down")
 OTHERS = ("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window")
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NUM_IN, NUM_OUT, NUM_EXPERTS = 40, 67, 5
 CHANGES: list[dict[str, Any]] = [{"ffn_bias": False, "ffn_limit": None}, {"gated_ffn": False}]
+PACKED: dict[str, Any] = {"experts": Experts(4, 2, "mxfp4")}
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
@@ -55,24 +62,27 @@ def folder(tmp_path: Path) -> Path:
 class Products:
     """Random experts, and rows of which each chose two: most the first, none the third."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, num_in: int = NUM_IN) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def numbers(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(dtype)
 
-        self.weight, self.bias = numbers(NUM_EXPERTS, NUM_OUT, NUM_IN) / 8, numbers(NUM_EXPERTS, NUM_OUT)
+        self.weight, self.bias = numbers(NUM_EXPERTS, NUM_OUT, num_in) / 8, numbers(NUM_EXPERTS, NUM_OUT)
+        self.scales: Tensor | None = None
         num_rows = 34 if dtype is torch.float32 else 68  # several tiles of the first expert
         self.chosen = [(0, 1 + 2 * (i % 2)) for i in range(num_rows)] + [(4, 0), (1, 4)]
-        self.x, self.pairs = numbers(len(self.chosen), NUM_IN), numbers(2 * len(self.chosen), NUM_IN)
+        self.x, self.pairs = numbers(len(self.chosen), num_in), numbers(2 * len(self.chosen), num_in)
 
     def multiply(self, x: Tensor, rows: list[int], bias: bool, dtype: torch.dtype | None = None) -> Tensor:
         """Return what the kernel gives for these rows, or for pairs of these rows."""
         experts, pairs = torch.tensor([self.chosen[row] for row in rows]).flatten().sort(stable=True)
         routing = Routing(pairs, torch.searchsorted(experts, torch.arange(NUM_EXPERTS + 1), out_int32=True))
         its_bias = self.bias.to(DEVICE) if bias else None
+        its_scales = None if self.scales is None else self.scales.to(DEVICE)
         on_device = Routing(*(indices.to(DEVICE) for indices in routing))
-        return TritonOperations().multiply(x.to(DEVICE), self.weight.to(DEVICE), its_bias, on_device, dtype).cpu()
+        multiply = TritonOperations().multiply
+        return multiply(x.to(DEVICE), self.weight.to(DEVICE), its_bias, on_device, dtype, its_scales).cpu()
 
 
 @interpreted
@@ -99,6 +109,38 @@ def test_the_bits_of_a_row_do_not_depend_on_what_others_chose(dtype: torch.dtype
     whole = data.multiply(data.x, list(range(num_rows)), bias=True).view(num_rows, 2, NUM_OUT)
     for rows in ([33], [num_rows - 1, 3, num_rows - 2], [20, 20]):
         assert torch.equal(data.multiply(data.x[rows], rows, bias=True).view(-1, 2, NUM_OUT), whole[rows])
+
+
+@interpreted
+@by_dtype
+@pytest.mark.parametrize("group", [32, 8])
+def test_weights_in_mxfp4_give_the_bits_of_unpacked_ones(group: int, dtype: torch.dtype) -> None:
+    """With inputs that fill no whole number of tiles."""
+    data, generator = Products(dtype, num_in=64 + 3 * group), torch.Generator().manual_seed(1)
+    rows = list(range(len(data.chosen)))
+    shape = NUM_EXPERTS, NUM_OUT, 64 // group + 3
+    blocks = torch.randint(256, (*shape, group // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(118, 124, shape, generator=generator, dtype=torch.uint8)
+    data.weight = unpack(blocks, scales, dtype).mT.contiguous()
+    inputs = ((data.x, False, None), (data.x, True, None), (data.pairs, True, torch.float32))
+    expected = [data.multiply(x, rows, bias, out_dtype) for x, bias, out_dtype in inputs]
+    data.weight, data.scales = blocks, scales
+    for (x, bias, out_dtype), wanted in zip(inputs, expected, strict=True):
+        assert torch.equal(data.multiply(x, rows, bias, out_dtype), wanted)
+    data.scales = scales.roll(1, -1)
+    assert not torch.equal(data.multiply(data.x, rows, bias=False), expected[0])
+
+
+@interpreted
+def test_every_code_is_read_with_every_scale() -> None:
+    exponents = torch.arange(252, dtype=torch.uint8)  # beyond, 6 times the power is more than fp32 holds
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks, scales = (codes | (15 - codes) << 4).expand(1, 252, 1, 16).contiguous(), exponents.view(1, 252, 1)
+    routing = Routing(torch.arange(32), torch.tensor([0, 32], dtype=torch.int32))
+    on_device = Routing(*(indices.to(DEVICE) for indices in routing))
+    rows = torch.eye(32, device=DEVICE)
+    out = TritonOperations().multiply(rows, blocks.to(DEVICE), None, on_device, None, scales.to(DEVICE))
+    assert torch.equal(out.cpu(), unpack(blocks, scales, torch.float32)[0])
 
 
 @interpreted
@@ -172,7 +214,7 @@ def test_a_model_has_the_logits_that_it_has_with_torch(name: str, tmp_path: Path
 
 @interpreted
 @by_dtype
-@pytest.mark.parametrize("change", [{}, *(pytest.param(change, marks=slow) for change in CHANGES)], ids=str)
+@pytest.mark.parametrize("change", [{}, PACKED, *(pytest.param(change, marks=slow) for change in CHANGES)], ids=str)
 def test_all_kernels_agree_with_torch(
     change: dict[str, Any], dtype: torch.dtype, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +223,38 @@ def test_all_kernels_agree_with_torch(
     assert not caplog.records
     is_of_torch = {name for name in NAMES if getattr(found, name) == getattr(TORCH, name)}
     assert is_of_torch == ({"gate"} if change.get("gated_ffn") is False else set())
+    assert found.keeps_mxfp4 == (change is PACKED)
+
+
+@interpreted
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/engine/test_cuda.py has the engine")
+def test_an_engine_with_experts_in_mxfp4_generates_the_tokens_of_one_that_unpacked_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit of their logprobs, if one kernel multiplies with both."""
+    pack_experts(folder)
+    requests = [
+        make_request(str(i), prompt, seed=i, max_tokens=4, temperature=i % 2, logprobs=2)
+        for i, prompt in enumerate(ragged_prompts(3, 10, vocab_size=90))
+    ]
+    multiply, dtypes = TritonOperations.multiply, set[torch.dtype]()
+
+    def multiply_noting(self: TritonOperations, x: Tensor, weight_ENI: Tensor, *others: Any) -> Tensor:
+        dtypes.add(weight_ENI.dtype)
+        return multiply(self, x, weight_ENI, *others)
+
+    found = []
+    for is_packed in (True, False):
+        kernels = TritonOperations()
+        chosen = replace(TORCH, experts=kernels, mxfp4_experts=kernels if is_packed else None)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "choose_operations", lambda *_, chosen=chosen: chosen)
+            patch.setattr(TritonOperations, "multiply", multiply_noting)
+            outputs = run(make_engine(folder), requests)
+        assert dtypes == {torch.uint8 if is_packed else torch.float32}
+        dtypes.clear()
+        found.append({i: [(output.token_ids, output.logprobs) for output in its] for i, its in outputs.items()})
+    assert found[0] == found[1]
 
 
 def test_on_a_cpu_all_operations_are_those_of_torch(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,8 +281,16 @@ class Kernels(TritonOperations):
         return gated(x, activation, limit) + (self.wrong == "gate")
 
     def multiply(
-        self, x: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None, routing: Routing, out_dtype: Any = None
+        self,
+        x: Tensor,
+        weight_ENI: Tensor,
+        bias_EN: Tensor | None,
+        routing: Routing,
+        out_dtype: Any = None,
+        scales_ENG: Tensor | None = None,
     ) -> Tensor:
+        if scales_ENG is not None:
+            weight_ENI = unpack(weight_ENI, scales_ENG, x.dtype).mT + (self.wrong == "mxfp4_experts")
         counts = routing.starts_E1.diff()
         experts = torch.arange(len(counts)).repeat_interleave(counts)
         rows = x[routing.pairs_P // (len(routing.pairs_P) // len(x))]
@@ -229,6 +311,16 @@ def test_a_model_that_hands_its_operations_on_computes_the_same(name: str, tmp_p
     prompts = ragged_prompts(3, 30, vocab_size=90)
     expected = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention()))
     logits = torch.cat(paged_logits(tmp_path, prompts, ReferenceAttention(), operations=Kernels().operations()))
+    assert (logits - expected).abs().max() < 1e-4 < 1e-2 < (logits - expected.roll(1, 0)).abs().max()
+
+
+def test_a_model_whose_experts_stay_in_mxfp4_computes_the_same(folder: Path) -> None:
+    pack_experts(folder)
+    prompts = ragged_prompts(3, 30, vocab_size=90)
+    expected = torch.cat(paged_logits(folder, prompts, ReferenceAttention()))
+    operations = Kernels().operations()
+    assert operations.keeps_mxfp4
+    logits = torch.cat(paged_logits(folder, prompts, ReferenceAttention(), operations=operations))
     assert (logits - expected).abs().max() < 1e-4 < 1e-2 < (logits - expected.roll(1, 0)).abs().max()
 
 
@@ -265,6 +357,26 @@ def test_torch_takes_the_place_of_the_kernel_that_differs(
     assert re.fullmatch(message, record.getMessage())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "failing"),
+    [("", []), ("mxfp4_experts", ["mxfp4_experts"]), ("experts", ["experts", "mxfp4_experts"])],
+)
+def test_experts_in_mxfp4_are_unpacked_unless_their_kernel_agrees(
+    wrong: str, failing: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack_experts(folder)
+    monkeypatch.setattr(operations_choice, "TritonOperations", type("", (Kernels,), {"wrong": wrong}))
+    found = agreeing_kernels(load_config(folder), CPU, torch.float32)
+    assert found.keeps_mxfp4 == (not failing)
+    assert (found.experts is None) == ("experts" in failing)
+    kept = [name for name in (*NAMES, "mxfp4_experts") if name not in failing]
+    assert found.build == " ".join(["triton 0", *kept])
+    assert [message.partition(":")[0] for message in caplog.messages] == failing
+    if failing:
+        message = "mxfp4_experts: weights in MXFP4 are unpacked, which takes more memory, instead of a Triton kernel: "
+        assert caplog.messages[-1].startswith(f"{message}it differs from torch by ")
+
+
 def test_kernels_that_agree_are_taken_without_a_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,3 +399,55 @@ def test_experts_are_taken_one_by_one_in_the_order_in_which_they_come() -> None:
         "ffn_down.bias": [3.0, 7.0, 11.0],
     }
     assert not source._waiting
+
+
+def test_experts_in_mxfp4_have_their_scales_between_weight_and_bias() -> None:
+    kinds = {"weight": torch.uint8, "scales": torch.uint8, "bias": torch.float32}
+    parts = [(f"b.experts.{e}.{n}.{kind}", kinds[kind]) for e in range(2) for n in LINEARS for kind in kinds]
+    source = StreamedTensors((name, torch.full((2,), i, dtype=dtype)) for i, (name, dtype) in enumerate(parts))
+    stacked = stack(source.take, "b", 2, has_bias=True)
+    firsts = {f"{n}.{kind}": 3 * i + j for i, n in enumerate(LINEARS) for j, kind in enumerate(kinds)}
+    assert {name: tensor[:, 0].tolist() for name, tensor in stacked.items()} == {
+        name: [first, first + 6] for name, first in firsts.items()
+    }
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gptserve.engine.model.triton_kernels import multiply_experts
+from gptserve.engine.model.triton_operations import _TILES
+
+TYPES = {"pairs": "*i64", "starts": "*i32", "num_experts": "i32"}
+SIZES = {"NUM_IN": 2880, "NUM_OUT": 5760, "PAIRS_PER_ROW": 4, "EXPERTS": 128}
+
+def compile(capability, number, out, constants):
+    constants = SIZES | dict(zip(("ROWS", "COLUMNS", "DEPTH"), _TILES[int(number[2:]) // 8])) | constants
+    types = TYPES | dict.fromkeys(("x", "bias", "weight"), f"*{number}") | {"out": f"*{out}"}
+    if "scales" not in constants:
+        types |= {"weight": "*u8", "scales": "*u8"}
+    names = multiply_experts.arg_names
+    source = ASTSource(
+        multiply_experts, {name: "constexpr" if name in constants else types[name] for name in names}, constants
+    )
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+for capability in (80, 90):
+    compile(capability, "bf16", "bf16", {"GROUP": 1, "scales": None})
+    compile(capability, "bf16", "bf16", {"GROUP": 32})
+    compile(capability, "bf16", "fp32", {"GROUP": 8, "NUM_IN": 360})
+    compile(capability, "fp32", "fp32", {"GROUP": 32})
+"""
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
+def test_the_products_of_experts_compile_for_gpus(tmp_path: Path) -> None:
+    """To machine code of an A100 and an H100, by the compiler that Triton brings: no GPU is needed for that."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error"}
+    environment.pop("TRITON_INTERPRET", None)
+    (tmp_path / "program.py").write_text(COMPILE)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
