@@ -6,6 +6,7 @@ engine/model/memory.py does the arithmetic. Reads no weights and does not import
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.memory import (
@@ -18,8 +19,14 @@ from gptserve.engine.model.memory import (
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.sharding import Share
 
-TYPES: dict[str, tuple[int, Quantization | None]] = {"float32": (4, None), "bfloat16": (2, None), "int8": (2, "int8")}
-"""The columns: bytes of a number, and the quantization of weights; int8 is bfloat16 with `--quantization int8`."""
+TYPES: dict[str, tuple[int, Quantization | Literal["mxfp4"] | None]] = {
+    "float32": (4, None),
+    "bfloat16": (2, None),
+    "int8": (2, "int8"),
+    "mxfp4": (2, "mxfp4"),
+}
+"""The columns: bytes of a number, and the quantization of weights. int8 is bfloat16 with `--quantization int8`; mxfp4
+is bfloat16 on a GPU that holds experts as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +79,13 @@ def inspect_model(
     num_parameters = sum(parameters.values())
     by_dtype = []
     for dtype, (num_bytes, quantization) in TYPES.items():
-        if num_ranks > 1 and quantization is not None:
-            continue  # it is not split
+        is_stored = whole.experts is not None and whole.experts.stored == quantization
+        if (num_ranks > 1 and quantization == "int8") or (quantization == "mxfp4" and not is_stored):
+            continue  # int8 is not split
         parts = weight_bytes(whole, num_bytes, quantization, share)
         total = sum(parts.values())
-        others = sum(weight_bytes(whole, num_bytes, None, Share(1, num_ranks)).values()) if num_ranks > 1 else None
+        of_other = Share(1, num_ranks)
+        others = sum(weight_bytes(whole, num_bytes, quantization, of_other).values()) if num_ranks > 1 else None
         fits = cache_capacity(model, memory_bytes - total, num_bytes, block_size, model.max_position)
         by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes_per_token(model, num_bytes), *fits))
     return ModelReport(

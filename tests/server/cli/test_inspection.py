@@ -11,6 +11,7 @@ import pytest
 from gptserve.server.cli.inspection import inspect_model, render
 from gptserve.weights.families import load_config
 from gptserve.weights.families.family import RawConfig
+from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.nanogpt import NANOGPT
 from tests.weights.families.known import KNOWN
@@ -39,6 +40,28 @@ def test_the_weights_are_counted_in_either_type() -> None:
     int8_bytes = 2 * (NUM_PARAMETERS - in_int8) + in_int8 + wide + head
     assert [entry.weights_bytes for entry in report.by_dtype] == [4 * NUM_PARAMETERS, 2 * NUM_PARAMETERS, int8_bytes]
     assert report.by_dtype[2].part_bytes["head"] == head
+
+
+@pytest.mark.parametrize(("name", "published"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_a_model_in_mxfp4_takes_as_much_as_its_published_files(name: str, published: float) -> None:
+    """In GiB, by OpenAI's model card."""
+    model = GPT_OSS.read_config(RawConfig(KNOWN[name][0]))
+    report = inspect_model(name, model, 2**36, 16)
+
+    assert [entry.dtype for entry in report.by_dtype] == ["float32", "bfloat16", "int8", "mxfp4"]
+    assert round(report.by_dtype[-1].weights_bytes / 2**30, 1) == published
+
+
+def test_each_rank_of_a_model_in_mxfp4_has_its_share_in_smaller_groups() -> None:
+    model = GPT_OSS.read_config(RawConfig(KNOWN["gpt-oss-20b"][0]))
+    whole, first = (inspect_model("20b", model, 2**36, 16, num_ranks).by_dtype[-1] for num_ranks in (1, 8))
+    experts, vocabulary = 24 * 32 * 3 * 2880 * 2880, 2 * 2 * 201088 * 2880
+
+    assert (whole.dtype, first.dtype) == ("mxfp4", "mxfp4")
+    assert first.other_rank_weights_bytes is not None
+    num_more_scales = experts // 3 * (1 / 8 - 1 / 32)  # of a third of the weights, whose rows are cut
+    of_layers = (whole.weights_bytes - vocabulary + num_more_scales) / 8
+    assert first.other_rank_weights_bytes == pytest.approx(of_layers, rel=0.01)
 
 
 def test_what_fits_is_what_the_weights_leave() -> None:
