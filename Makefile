@@ -64,6 +64,8 @@ gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure 
 	for shape in gpt2 gpt2-xl llama-8b; do \
 		$(bin)/python -m bench.decode --device cuda --alone --shape $$shape --batch 1 8 32 128 256 \
 			--kv-cache-bytes 17179869184 --output bench/results/gpu-$$shape.json || exit 1; \
+		$(bin)/python -m bench.decode --device cuda --alone --shape $$shape --batch 1 8 --prompt-len 1000 --max-tokens 1 \
+			--kv-cache-bytes 17179869184 --output bench/results/gpu-$$shape-prompt.json || exit 1; \
 	done
 	for option in enforce-eager batch-invariant; do \
 		$(bin)/python -m bench.decode --device cuda --alone --$$option --batch 1 8 32 128 256 \

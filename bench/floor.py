@@ -11,6 +11,7 @@ import torch
 
 from gptserve.engine.model.memory import kv_bytes_per_token, parameter_counts
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.huge_pages import mapped
 
 _PASSES = 5
 
@@ -28,11 +29,13 @@ def step_bytes(
 class Reader:
     """Reads the device's memory, as much as a model's weights: what a cache holds of these, it holds here.
 
-    On a CPU it takes torch's threads.
+    On a CPU it takes torch's threads, and huge pages as the weights do.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._buffer = torch.ones(num_bytes // torch.float32.itemsize, device=device)
+        size = num_bytes // torch.float32.itemsize * torch.float32.itemsize
+        whole = mapped(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        self._buffer = whole.view(torch.float32).fill_(1)
 
     def bytes_per_second(self) -> float:
         """Return the bandwidth of the fastest of some passes."""
