@@ -2,8 +2,9 @@
 
     python -m bench.startup [--shapes storyteller gpt2] [--repeats 5]
 
-A run starts `gptserve serve`, connects as soon as it listens and asks for one token. The first run of a shape brings
-the files into the page cache and is not counted. Prints the medians as a table and one JSON line.
+A run starts `gptserve serve`, connects as soon as it listens, and asks for one token until it gets it: while the model
+loads the answer is 503. The first run of a shape brings the files into the page cache and is not counted. Prints the
+medians as a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import statistics
 import tempfile
 import time
 import urllib.request
+from http import HTTPStatus
 from pathlib import Path
+from urllib.error import HTTPError
 
 import psutil
 
@@ -24,7 +27,7 @@ from bench.models import SHAPES, write_served_model
 from bench.server import START_LIMIT_S, free_port, serve_command
 from gptserve.weights.source import EMBEDDED_MODEL
 
-PAUSE_S = 0.005  # between attempts to connect
+PAUSE_S = 0.005  # between attempts
 
 
 def main() -> None:
@@ -56,12 +59,24 @@ def start_once(model: str) -> tuple[float, float]:
     try:
         connect(port, process)
         connected_s = time.perf_counter() - start
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", body) as response:
-            response.read()
+        while not is_answered(f"http://127.0.0.1:{port}/v1/completions", body):
+            time.sleep(PAUSE_S)
         return connected_s, time.perf_counter() - start
     finally:
         process.terminate()
         process.wait()
+
+
+def is_answered(url: str, body: bytes) -> bool:
+    """Ask for a completion; return whether there was one, or the model is yet loading."""
+    try:
+        with urllib.request.urlopen(url, body) as response:
+            response.read()
+    except HTTPError as error:
+        if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
+        return False
+    return True
 
 
 def connect(port: int, process: psutil.Popen) -> None:
