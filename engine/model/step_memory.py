@@ -172,7 +172,7 @@ def compute_largest_steps(
 ) -> None:
     """Compute as many tokens as a step may have, of few and of many sequences; sample with every parameter there is."""
     if sampler is not None:
-        sampler.counts.reserve(config.max_num_seqs)  # they stay from one step to the next
+        sampler.counts.reserve()  # they stay from one step to the next
     for num_seqs in (-(-config.max_num_batched_tokens // max_model_len), config.max_num_seqs):
         batch = _largest_batch(min(num_seqs, config.max_num_seqs), config, max_model_len)
         inputs = build_model_input(batch, config.block_size, device)

@@ -43,6 +43,7 @@ def agreeing_sampler(make: Callable[[], TritonSampler], vocab_size: int, device:
     try:
         sampler = make()
         found = disagreement(sampler, vocab_size, device)
+        sampler.counts.release()  # or its memory would count as that of weights when steps are measured
         if found is None:
             return sampler
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none

@@ -8,7 +8,6 @@ ask for it. With TRITON_INTERPRET=1 in the environment the kernels run on a CPU,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.sampling.adjustments import Entries, bias_and_ban
-from gptserve.engine.sampling.device_counts import DeviceCounts
+from gptserve.engine.sampling.device_counts import DeviceCounts, News
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import choose_by_torch
-from gptserve.engine.sampling.token_counts import TokensBefore
 from gptserve.engine.staging import Array, to_device
 
 PIECE = 4096
@@ -61,7 +59,7 @@ class TritonSampler:
     def _allocate(self, vocab_size: int, max_rows: int, device: torch.device, piece: int) -> None:
         self.max_rows, self._vocab_size, self._device, self._piece = max_rows, vocab_size, device, piece
         self._num_pieces = -(-vocab_size // piece)
-        self.counts = DeviceCounts(vocab_size, device)
+        self.counts = DeviceCounts(vocab_size, max_rows, device)
         pieces = max_rows, self._num_pieces
         self._scores = torch.zeros(max_rows, vocab_size, device=device)
         self._table = torch.full((max_rows, _COLUMNS), -1.0, dtype=torch.float64, device=device)  # padding
@@ -89,8 +87,8 @@ class TritonSampler:
         penalized = self._stage(logits, choices, table)
         token_ids = (draw or self.draw)(logits[:num_rows], kind_of(choices))[: len(choices)].clone()
         if penalized is not None:
-            sequences, rows_C, seats_C = penalized
-            self.counts.add_sampled(sequences, seats_C, token_ids[rows_C])
+            rows_C, seats_C = penalized
+            self.counts.add_sampled(seats_C, token_ids[rows_C])
         return token_ids
 
     def draw(self, logits: Tensor, kind: Kind) -> Tensor:
@@ -117,12 +115,10 @@ class TritonSampler:
         kernels.pick[num_rows,](*arguments, **padded, IS_FILTERED=bool(searches), num_warps=8)
         return self._token_ids[:num_rows]
 
-    def _stage(
-        self, logits: Tensor, choices: Sequence[Choice], table: Array
-    ) -> tuple[list[TokensBefore], Tensor, Tensor] | None:
+    def _stage(self, logits: Tensor, choices: Sequence[Choice], table: Array) -> tuple[Tensor, Tensor] | None:
         """Copy the table, and what adjustments need, in one go; compute the scores of rows that have any.
 
-        Return the sequences that the draw gives one token, with their rows and seats; None if there are none.
+        Return the rows whose tokens are to be counted, with their seats; None if there are none.
         """
         adjusted = [row for row, (*_, allowed, by) in enumerate(choices) if allowed is not None or by is not None]
         if not adjusted:
@@ -132,22 +128,19 @@ class TritonSampler:
             return None
         table[adjusted, _SOURCE] = 1
         penalized = {row: by.before for row in adjusted if (by := choices[row].adjustment) and by.before.known}
-        seats, *news = self.counts.seat(list(penalized.values())) if penalized else ([], *_NOTHING)
-        seat_of = dict(zip(penalized, seats, strict=True))
-        num_rows_of = Counter(before.kept for before in penalized.values())
-        # Rows with a draft, and the one before it, may give a token that the sequence does not get.
-        counted = {row: before for row, before in penalized.items() if num_rows_of[before.kept] == 1}
+        seats, news, alone = self.counts.seat(list(penalized.values())) if penalized else _NO_SEATS
+        seat_of, counted = dict(zip(penalized, seats, strict=True)), [list(penalized)[index] for index in alone]
         staged = to_device(
             self._device,
             *(table, *news, *_adjustment_arrays(choices, adjusted, seat_of), *_entries(choices, self._vocab_size)),
-            *(np.array(list(counted), np.int64), np.array([seat_of[row] for row in counted], np.int64)),
+            *(np.array(counted, np.int64), np.array([seat_of[row] for row in counted], np.int64)),
         )
         self._table[: len(table)].copy_(staged[0])
-        if len(news[0]):
-            self.counts.add(*staged[1:3])
-        self._adjust(logits, *staged[3:6])
-        bias_and_ban(self._scores, *staged[6:10])
-        return (list(counted.values()), staged[10], staged[11]) if counted else None
+        if penalized:
+            self.counts.update(*staged[1:4])
+        self._adjust(logits, *staged[4:7])
+        bias_and_ban(self._scores, *staged[7:11])
+        return (staged[11], staged[12]) if counted else None
 
     def _adjust(self, logits: Tensor, table_A8: Tensor, drafts: Tensor, masks: Tensor) -> None:
         counts = self._no_counts if self.counts.words is None else self.counts.words
@@ -159,7 +152,7 @@ class TritonSampler:
         )
 
 
-_NOTHING: tuple[Array, Array] = np.zeros(0, np.int64), np.zeros(0, np.int32)
+_NO_SEATS = list[int](), News(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32)), list[int]()
 
 
 def kind_of(choices: Sequence[Choice]) -> Kind:

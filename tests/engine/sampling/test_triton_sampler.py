@@ -117,6 +117,7 @@ def test_the_kernels_agree_with_torch_and_are_taken_without_a_word(caplog: pytes
     sampler = agreeing_sampler(lambda: sampler_for(300), 300, DEVICE)
     assert sampler is not None
     assert sampler.build.startswith("triton 3")
+    assert sampler.counts.words is None, "what it takes would count as weights when memory is measured"
     assert not caplog.records
 
 
@@ -131,7 +132,7 @@ class ByTorch(TritonSampler):
     build, wrong = "triton 0", -1
 
     def __init__(self, vocab_size: int) -> None:
-        self.counts = DeviceCounts(vocab_size, CPU)
+        self.counts = DeviceCounts(vocab_size, NUM_PROBES, CPU)
 
     def choose(self, logits: Tensor, choices: Any, draw: Any = None, num_rows: int | None = None) -> Tensor:
         chosen = choose_by_torch(logits, choices)
