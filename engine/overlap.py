@@ -41,7 +41,7 @@ class Steps:
         step, self._ahead = self._ahead or self._launch(schedule()), None
         if step is None:
             return
-        if self.overlap and not step.has_failed and self._scheduler.foresee(step.batch):
+        if self.overlap and not step.has_failed and self._foresee(step.batch):
             self._ahead = self._launch(schedule())
         yield step
         if self._ahead is not None and self._ahead.has_failed:
@@ -57,6 +57,9 @@ class Steps:
             with contextlib.suppress(Exception):
                 ahead.collect()  # so that the device is done with it
         return convicted
+
+    def _foresee(self, batch: ScheduledBatch) -> bool:
+        return self._scheduler.foresee(batch, host_counts=self._runner.host_counts)
 
     def _launch(self, batch: ScheduledBatch) -> RunningStep | None:
         if not batch.items:

@@ -145,6 +145,11 @@ class ModelRunner:
         """Whether `launch` waits for the device, in each layer, because the host starts the experts."""
         return self._decoder.host_starts_experts
 
+    @property
+    def host_counts(self) -> bool:
+        """Whether the host counts tokens for penalties, so that it must know them all before a step is launched."""
+        return self.choose is None
+
     def launch(self, batch: ScheduledBatch) -> Collect:
         """Begin to compute the batch's tokens, store their keys and values, and sample for the items that need it.
 

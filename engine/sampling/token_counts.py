@@ -56,6 +56,7 @@ class TokensBefore(NamedTuple):
     def counts(self) -> TokenCounts:
         """Return the counts of all these tokens."""
         kept, known, draft = self
+        assert not known or known[-1] >= 0, "only the device counts a foreseen token"
         if kept.num_tokens < len(known):
             kept.add(known[kept.num_tokens :])
         return kept.followed_by(draft) if draft else kept

@@ -13,11 +13,12 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequenc
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 
-def must_be_known(item: ScheduledSequence, drafter: Drafter | None) -> bool:
+def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
     """Whether the host needs what a step gives a sequence before the next step begins.
 
-    Drafters, grammars, penalties and bad_words read the tokens; prompt_logprobs are computed when the step is awaited.
-    An item with a draft samples several rows, and nobody knows which of them holds: `foresee` counts one an item.
+    Drafters, grammars and bad_words read the tokens, and so do penalties if the host counts for them. prompt_logprobs
+    are computed when the step is awaited. An item with a draft samples several rows, and nobody knows which of them
+    holds: `foresee` counts one an item.
     """
     sequence, params = item.sequence, item.sequence.request.params
     if item.draft:
@@ -27,7 +28,7 @@ def must_be_known(item: ScheduledSequence, drafter: Drafter | None) -> bool:
     if params.prompt_logprobs is not None and sequence.num_generated == 0:
         return True
     has_penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-    reads = has_penalties or params.bad_words or params.grammar is not None
+    reads = (has_penalties and host_counts) or params.bad_words or params.grammar is not None
     return item.needs_sampling and bool(reads or (drafter is not None and drafter.may_draft(sequence)))
 
 

@@ -146,15 +146,16 @@ class Scheduler:
             self._add_drafts(items, self._drafter, min(budget.tokens, self._drafter.max_step_tokens - num_scheduled))
         return ScheduledBatch(tuple(items), scheduled_at, unfilled)
 
-    def foresee(self, batch: ScheduledBatch) -> bool:
+    def foresee(self, batch: ScheduledBatch, *, host_counts: bool = True) -> bool:
         """Count the step that runs as computed, so that `schedule` can plan the next one; return whether it can.
 
-        It cannot if the next step needs the tokens of this one, if it might preempt, as an end may make that needless,
-        or while there are suspects. Otherwise each sequence that goes on gets a foreseen token
-        (SequenceState.is_foreseen). If the real token ends the sequence, its part of the next step is void.
+        It cannot if the host needs the tokens of this one, as it does with host_counts for penalties; if the next step
+        might preempt, as an end may make that needless; or while there are suspects. Otherwise each sequence that goes
+        on gets a foreseen token (SequenceState.is_foreseen). If the real token ends the sequence, its part of the next
+        step is void.
         """
         is_short_of_blocks = foresight.num_missing_blocks(self._running, self._blocks) > self._pool.num_free
-        is_needed = any(foresight.must_be_known(item, self._drafter) for item in batch.items)
+        is_needed = any(foresight.must_be_known(item, self._drafter, host_counts=host_counts) for item in batch.items)
         if self._suspects or is_short_of_blocks or is_needed:
             return False
         foresight.foresee(batch, self._num_tokens_left)

@@ -8,77 +8,43 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.model.runner import Collect, ModelRunner, StepResult
+from gptserve.engine.overlap import Steps
 from gptserve.engine.probe import may_overlap
-from gptserve.engine.request import EngineInfo, FinishReason, Request, SamplingParams, TokenOutput
+from gptserve.engine.request import FinishReason, Request, SamplingParams, TokenOutput
+from gptserve.engine.sampling.device_counts import DeviceCounts
 from gptserve.engine.sampling.sampler import SampledTokens
+from gptserve.engine.sampling.token_counts import TokensBefore
 from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 from tests.engine.runs import EvenPace, make_config, make_request, ragged_prompts, run, token_ids
-from tests.engine.test_cuda_graphs import Rerun, capture_for
-from tests.engine.test_scheduler_machine import EOS, STOP, FicklePace, complete_alone, next_token
-
-MAX_MODEL_LEN, BLOCK_SIZE = 12, 2
-Prefix = tuple[str, tuple[int, ...]]
-
-
-def as_launched(batch: ScheduledBatch) -> ScheduledBatch:
-    """Return the batch with copies of its sequences, as they are now."""
-
-    def item_of(item: ScheduledSequence) -> ScheduledSequence:
-        sequence = copy(item.sequence)
-        sequence.token_ids, sequence.block_ids = list(sequence.token_ids), list(sequence.block_ids)
-        return ScheduledSequence(sequence, item.num_tokens, item.draft)
-
-    return ScheduledBatch(tuple(map(item_of, batch.items)))
-
-
-class Stream:
-    """A device's queue: steps are computed in order, `choose_delay` of them later than they could be."""
-
-    def __init__(self, choose_delay: Callable[[], int]) -> None:
-        self._choose_delay = choose_delay
-        self._queue: list[Callable[[], None]] = []
-        self.num_launched = 0
-        self.num_ahead = 0
-        """How many steps were collected after a later one had been launched."""
-
-    def launch(self, compute: Callable[[], StepResult]) -> Collect:
-        """Queue a step. What it raises comes when it is collected."""
-        number, results = self.num_launched, list[StepResult | BaseException]()
-        self.num_launched += 1
-
-        def computed() -> None:
-            try:
-                results.append(compute())
-            except Exception as error:
-                results.append(error)
-
-        def collect() -> StepResult:
-            while not results:
-                self._queue.pop(0)()
-            self.num_ahead += self.num_launched > number + 1
-            if isinstance(results[0], BaseException):
-                raise results[0]
-            return results[0]
-
-        self._queue.append(computed)
-        while len(self._queue) > self._choose_delay():
-            self._queue.pop(0)()
-        return collect
+from tests.engine.shadow_gpu import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Faults,
+    ShadowRunner,
+    SomeDrafts,
+    Stream,
+    Violation,
+    as_launched,
+    keep_adjustments,
+)
+from tests.engine.test_cuda_graphs import ByLibrary, Rerun, capture_for
+from tests.engine.test_scheduler_machine import STOP, FicklePace, complete_alone
 
 
 class LateRunner:
@@ -88,112 +54,23 @@ class LateRunner:
         self.runner, self.info, self.stream = runner, runner.info, Stream(choose_delay)
         self.waits_in_launch = runner.waits_in_launch
 
+    @property
+    def host_counts(self) -> bool:
+        return self.runner.host_counts
+
     def launch(self, batch: ScheduledBatch) -> Collect:
+        keep_adjustments(batch, self.info.vocab_size)
         seen = as_launched(batch)
         return self.stream.launch(lambda: self.runner.launch(seen)())
 
 
-# The rules, with a cache that knows what it holds
+# Random service
 
 
-class Violation(BaseException):
-    """A rule was broken; no Exception, which the engine would take for a failed step."""
-
-
-@dataclass
-class Faults:
-    """Which steps fail, and how, by their number; the engine's own warm-up never does."""
-
-    launches: frozenset[int] = frozenset()
-    steps: frozenset[int] = frozenset()
-    unusable: frozenset[int] = frozenset()
-
-    def without(self, number: int) -> Faults:
-        return Faults(*(steps - {number} for steps in (self.launches, self.steps, self.unusable)))
-
-
-class ShadowRunner:
-    """Tokens drawn from what was attended to; raises Violation unless each sequence attends to its own prefix."""
-
-    def __init__(self, num_blocks: int, choose_delay: Callable[[], int], faults: Faults, max_num_seqs: int) -> None:
-        self.info = EngineInfo(
-            **dict.fromkeys(EngineInfo.__slots__, 0)
-            | {"vocab_size": 4, "max_model_len": MAX_MODEL_LEN, "eos_token_ids": (EOS,), "device": "cuda"}
-            | {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
-        )
-        self.stream, self._faults = Stream(choose_delay), faults
-        self._cells: dict[tuple[int, int], Prefix | None] = {}
-        self._chosen: list[int] = []
-        self._known_failures: dict[int, int] = {}  # a step that raised, and how many were launched when that was known
-        self._must_be_collected = False
-
-    def launch(self, batch: ScheduledBatch) -> Collect:
-        number, batch = self.stream.num_launched, as_launched(batch)
-        if batch.items[0].sequence.request.request_id == "probe":
-            self._faults = self._faults.without(number)
-        if self._must_be_collected:
-            raise Violation("launched before the tokens that it reads were known")
-        if number in self._faults.launches:
-            self.stream.num_launched += 1
-            raise MemoryError("told to fail at the launch")
-        for item in batch.items:
-            params = item.sequence.request.params
-            if item.needs_sampling and params.bad_words:
-                self._must_be_collected = True
-        collect = self.stream.launch(lambda: self._compute(number, batch))
-
-        def seen() -> StepResult:
-            self._must_be_collected = False
-            try:
-                return collect()
-            except MemoryError:
-                self._known_failures[number] = self.stream.num_launched
-                raise
-
-        return seen
-
-    def _compute(self, number: int, batch: ScheduledBatch) -> StepResult:
-        for item in batch.items:
-            self._resolve(item.sequence)
-            for position in range(item.sequence.num_computed, item.sequence.num_computed + item.num_tokens):
-                self._cells[_cell(item, position)] = _prefix(item, position)
-        if number in self._faults.steps:
-            for item in batch.items:
-                for position in range(item.sequence.num_computed, item.sequence.num_computed + item.num_tokens):
-                    self._cells[_cell(item, position)] = None
-            self._chosen = [0] * len(batch.items)
-            raise MemoryError("told to fail")
-        is_doomed = any(number < self._known_failures.get(f, 1 << 30) for f in self._faults.steps if f < number)
-        sampled = []
-        for item in batch.items:
-            end = item.sequence.num_computed + item.num_tokens
-            for position in range(0 if is_doomed else end):
-                content, own = self._cells.get(_cell(item, position)), _prefix(item, position)
-                if content != own:
-                    raise Violation(f"attends to {content} instead of {own}")
-            if item.needs_sampling:
-                sampled.append(next_token(item.sequence.request, _prefix(item, end - 1)[1]))
-        usable = [None if number in self._faults.unusable and row == 0 else token for row, token in enumerate(sampled)]
-        self._chosen = [-1 if token is None else token for token in usable]
-        return StepResult(tuple(SampledTokens((token,), (None,)) for token in usable), {})
-
-    def _resolve(self, sequence: SequenceState) -> None:
-        if any(token_id < 0 for token_id in sequence.token_ids[:-1]):
-            raise Violation("a token was never known")
-        if sequence.is_foreseen:
-            sequence.token_ids[-1] = max(0, self._chosen[~sequence.token_ids[-1]])
-
-
-def _cell(item: ScheduledSequence, position: int) -> tuple[int, int]:
-    return item.sequence.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
-
-
-def _prefix(item: ScheduledSequence, position: int) -> Prefix:
-    return item.sequence.request.cache_salt, tuple(item.sequence.token_ids[: position + 1])
-
-
-def random_requests(random: Random, started: list[Request], names: Counter[str]) -> list[Request]:
-    """Return the choices of a prompt, which may begin like an earlier one."""
+def random_requests(
+    random: Random, started: list[Request], names: Counter[str], penalties: Sequence[float]
+) -> list[Request]:
+    """Return the choices of a prompt, which may begin like an earlier one, with one of these penalties."""
     earlier = random.choice(started).prompt_token_ids if started else ()
     tail = [random.randrange(2) for _ in range(random.randrange(5))]
     prompt = ((*earlier[: random.randrange(9)], *tail) or (0,))[: MAX_MODEL_LEN - 1]
@@ -203,6 +80,7 @@ def random_requests(random: Random, started: list[Request], names: Counter[str])
         stop_token_ids=random.choice([(), (STOP,)]),
         logprobs=random.choice([None] * 9 + [0]),
         bad_words=random.choice([()] * 9 + [((3, 3, 3),)]),
+        repetition_penalty=random.choice(penalties),
     )
     params = replace(params, max_tokens=min(params.max_tokens, MAX_MODEL_LEN - len(prompt)))
     names["requests"] += (num := random.choice([1, 1, 2, 3]))
@@ -219,25 +97,32 @@ def serve_at_random(seed: int, seen: Counter[str], *, overlap: bool) -> dict[str
     num_blocks = MAX_MODEL_LEN // BLOCK_SIZE + random.choice([0, 1, 3, 6, 20])
     has_faults = random.random() < 0.5
     drawn = [frozenset(random.sample(range(2, 60), 3)) if has_faults else frozenset[int]() for _ in range(3)]
-    runner = ShadowRunner(num_blocks, lambda: late.choice([0, 1, 2]), Faults(*drawn), max_num_seqs)
+    host_counts, drafter = random.random() < 0.2, random.choice([None, *map(SomeDrafts, ("true", "false", "fickle"))])
+    delay = partial(late.choice, [0, 1, 2])
+    runner = ShadowRunner(num_blocks, delay, Faults(*drawn), max_num_seqs, host_counts=host_counts)
     config = EngineConfig(Path(), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    engine = Engine(config, runner=runner, pace=_AnyPace() if random.random() < 0.3 else EvenPace(), overlap=overlap)
+    pace = _AnyPace() if random.random() < 0.3 else EvenPace()
+    engine = Engine(config, runner=runner, drafter=drafter, pace=pace, overlap=overlap)
     started: list[Request] = []
+    penalties, num_idle = random.choice([[1.0], [1.0, 1.0, 1.5], [1.5]]), 0
     names: Counter[str] = Counter()
     outputs: dict[str, list[TokenOutput]] = {}
     aborted: set[str] = set()
     while len(started) < 14 or engine.has_work:
         if len(started) < 14 and (random.random() < 0.4 or not engine.has_work):
-            for request in random_requests(random, started, names):
+            for request in random_requests(random, started, names, penalties):
                 started.append(request)
                 outputs[request.request_id] = []
                 engine.add(request)
-        if random.random() < 0.06:
+        if len(started) < 14 and random.random() < 0.1:
             gone = random.choice(started).request_id
             if not any(output.finish_reason for output in outputs[gone]):
                 aborted.add(gone)
                 engine.abort(gone)
-        for output in engine.step():
+        given = engine.step()
+        num_idle = 0 if given else num_idle + 1
+        assert num_idle < 100, "no progress"
+        for output in given:
             assert output.request_id not in aborted
             outputs[output.request_id].append(output)
     stats = engine.stats
@@ -248,6 +133,8 @@ def serve_at_random(seed: int, seen: Counter[str], *, overlap: bool) -> dict[str
     seen["preemptions"] += stats.num_preemptions
     seen["prefix hits"] += stats.num_prefix_hit_tokens
     seen["aborted"] += len(aborted)
+    seen["accepted drafts"] += stats.num_accepted_tokens
+    seen["foreseen counts"] += runner.num_foreseen_counts
     return {r.request_id: checked(r, outputs[r.request_id], r.request_id in aborted, has_faults, seen) for r in started}
 
 
@@ -276,6 +163,9 @@ def checked(
     return tokens, reason
 
 
+EVENTS = "preemptions", "prefix hits", "aborted", "accepted drafts", "foreseen counts"
+
+
 def serve_often(num: int, seen: Counter[str]) -> None:
     for seed in range(num):
         serve_at_random(seed, seen, overlap=True)
@@ -286,7 +176,7 @@ def test_random_service_gives_each_request_what_it_gets_alone(num: int, often: i
     seen: Counter[str] = Counter()
     serve_often(num, seen)
     assert seen["ahead"] > 50 * often, seen
-    for event in ("preemptions", "prefix hits", "aborted", FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR):
+    for event in (*EVENTS, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR):
         assert seen[event] > often, seen
 
 
@@ -302,12 +192,51 @@ def _none_is_missing(sequences: object, blocks: object) -> int:
     return 0
 
 
-def _is_never_needed(item: ScheduledSequence, drafter: object) -> bool:
+def _is_never_needed(item: ScheduledSequence, drafter: object, *, host_counts: bool) -> bool:
     return False
+
+
+def _takes_the_device_to_count(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
+    return must_be_known(item, drafter, host_counts=False)
+
+
+def _reads_no_drafts(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
+    return must_be_known(item, None, host_counts=host_counts)
+
+
+def _stays(sequence: SequenceState) -> None:
+    pass
 
 
 def _registers_late_and_never_forgets(blocks: SequenceBlocks, unfilled: object) -> None:
     pass
+
+
+def _counts_anew(counts: DeviceCounts) -> None:
+    counts.release()
+    reserve(counts)
+
+
+def _trusts_abandoned_steps(counts: DeviceCounts, sequences: Sequence[TokensBefore]) -> Any:
+    for its_seat in counts._seats.values():
+        its_seat.num_due = 0
+    return seat(counts, sequences)
+
+
+def _clears_no_seat(counts: DeviceCounts, fresh: Tensor, places: Tensor, amounts: Tensor) -> None:
+    update(counts, fresh[:0], places, amounts)
+
+
+def _keeps_the_step_ahead(steps: Steps, batch: ScheduledBatch) -> SequenceState | None:
+    return steps._scheduler.abandon(batch)
+
+
+must_be_known, reserve, seat, update = (
+    foresight.must_be_known,
+    DeviceCounts.reserve,
+    DeviceCounts.seat,
+    DeviceCounts.update,
+)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +244,14 @@ def _registers_late_and_never_forgets(blocks: SequenceBlocks, unfilled: object) 
     [
         (foresight, "num_missing_blocks", _none_is_missing),
         (foresight, "must_be_known", _is_never_needed),
+        (foresight, "must_be_known", _takes_the_device_to_count),
+        (foresight, "must_be_known", _reads_no_drafts),
+        (foresight, "drop_foreseen", _stays),
         (SequenceBlocks, "forget_unfilled", _registers_late_and_never_forgets),
+        (DeviceCounts, "reserve", _counts_anew),
+        (DeviceCounts, "seat", _trusts_abandoned_steps),
+        (DeviceCounts, "update", _clears_no_seat),
+        (Steps, "abandon", _keeps_the_step_ahead),
     ],
 )
 def test_random_service_catches_a_plan_that_was_made_too_early(
@@ -324,6 +260,20 @@ def test_random_service_catches_a_plan_that_was_made_too_early(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises((Violation, AssertionError, IndexError, ValueError)):
         serve_often(200, Counter())
+
+
+def test_a_step_that_fails_takes_the_next_one_along_without_blame() -> None:
+    """The bystander is in the second step alone."""
+    faults = Faults(steps=frozenset({1}))  # 0 is the warm-up
+    runner = ShadowRunner(20, lambda: 2, faults, 8, host_counts=False)
+    engine = Engine(EngineConfig(Path(), max_num_seqs=2, max_num_batched_tokens=8), runner=runner, overlap=True)
+    engine.add(Request("failing", (0, 1, 0, 0, 1, 1, 0, 1), SamplingParams(max_tokens=3), 0))
+    engine.add(Request("bystander", (1,) * 6, SamplingParams(max_tokens=3), 0))
+    assert engine.step() == []
+    assert {name: its.blame.num_failures for name, its in engine._scheduler._live.items()} == {
+        "failing": 1,
+        "bystander": 0,
+    }
 
 
 # The model
@@ -378,6 +328,36 @@ def test_every_answer_has_the_bits_that_it_has_without_overlap(tiny_gpt2: Path, 
     assert stream.num_ahead > stream.num_launched // 4
     assert engine.stats.num_preemptions > 0 or load != "preempted"
     assert engine.stats.num_generated_tokens < sum(len(tokens) for tokens, *_ in expected.values())
+
+
+@pytest.mark.parametrize("load", ["small batches", "preempted"])
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_penalties_overlap_where_the_device_counts(storyteller: Path, load: str, has_graphs: bool) -> None:
+    """With their logprobs, stops and drawn tokens."""
+    options = {"dtype": "float32", "max_num_seqs": 7, **LOADS[load]}
+    requests = [
+        replace(r, params=replace(r.params, presence_penalty=0.7, repetition_penalty=1.3, logprobs=2, ignore_eos=False))
+        for r in varied_requests()
+    ]
+    plain = Engine(make_config(storyteller, **options), pace=EvenPace())
+    engine, stream = late_engine(storyteller, lambda: 2, **options)
+    late, sampler, capture = engine._runner, ByLibrary(engine.info.vocab_size), Rerun()
+    assert isinstance(late, LateRunner)
+    late.runner.choose = sampler.choose
+    if has_graphs:
+        engine._runner = late.runner
+        late.runner.graphs = capture_for(engine, capture, sampler=sampler)
+        engine._runner, capture.num_replays = late, 0
+    assert answers(run(engine, requests)) == answers(run(plain, requests))
+    assert stream.num_ahead > stream.num_launched // 2
+    assert engine.stats.num_preemptions > 0 or load != "preempted"
+    assert bool(capture.num_replays) == has_graphs
+
+
+def test_penalties_wait_where_the_host_counts(tiny_gpt2: Path) -> None:
+    engine, stream = late_engine(tiny_gpt2, lambda: 2)
+    run(engine, [make_request("a", [1, 2, 3], max_tokens=9, frequency_penalty=0.5)])
+    assert stream.num_ahead == 0
 
 
 def test_graphs_take_the_tokens_of_the_step_before(tiny_gpt2: Path) -> None:

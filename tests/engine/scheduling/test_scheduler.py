@@ -811,6 +811,17 @@ def test_a_block_that_ends_with_a_foreseen_token_is_shared_once_that_is_known() 
     assert ended.block_ids == []
 
 
+def test_a_block_that_a_failed_step_was_to_end_is_not_shared_before_it_is_filled() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(3))
+    running = scheduler.schedule()
+    ahead = plan_ahead(scheduler, running)
+    scheduler.abandon(running)
+    scheduler.abandon(ahead, blames=False)
+    update(scheduler, scheduler.schedule(), 7)
+    assert not any(scheduler._pool.findable)
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -831,6 +842,14 @@ def test_nothing_is_planned_before_tokens_that_the_next_step_reads(params: dict[
     update(scheduler, running, 7, 7)
     scheduler.abort("reads")
     assert scheduler.foresee(scheduler.schedule())
+
+
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_need_no_token_that_the_device_counts(penalty: str) -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", range(5), **{penalty: 0.5})
+    assert scheduler.foresee(scheduler.schedule(), host_counts=False)
+    assert sequence.is_foreseen
 
 
 def test_nothing_is_planned_before_tokens_that_may_be_followed_by_drafts() -> None:
