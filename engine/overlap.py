@@ -71,7 +71,13 @@ class Steps:
 
 
 def _raises(error: BaseException) -> Callable[[], NoReturn]:
+    """Return a Collect that raises the error, once, and then holds it no more.
+
+    Else the two would hold each other, and with them the tensors of the failed launch.
+    """
+    errors = [error]
+
     def collect() -> NoReturn:
-        raise error
+        raise errors.pop()
 
     return collect

@@ -6,7 +6,10 @@ order. They see only what a step had at its launch.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +19,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from gptserve.engine.config import EngineConfig
@@ -481,6 +485,29 @@ def test_a_launch_that_fails_leaves_the_tokens_of_the_step_before(tiny_gpt2: Pat
         for output in engine.step():
             outputs[output.request_id].append(output)
     assert answers(outputs) == expected
+
+
+def test_a_launch_that_fails_keeps_no_tensor(tiny_gpt2: Path) -> None:
+    """Nor has it to wait for a collection of garbage: what has no memory now would have none again."""
+    engine, _ = late_engine(tiny_gpt2, lambda: 1)
+    taken = list[weakref.ref[Tensor]]()
+
+    def fails(batch: ScheduledBatch) -> Collect:
+        logits = torch.zeros(9)
+        taken.append(weakref.ref(logits))
+        raise MemoryError("told to fail")
+
+    engine._runner.launch = fails  # type: ignore[method-assign]
+    engine.add(make_request("a", range(10), max_tokens=4))
+    logging.disable()  # a log of a test keeps the exception
+    gc.collect()
+    gc.disable()
+    try:
+        engine.step()
+        assert [tensor() for tensor in taken] == [None]
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
 
 
 # Where steps overlap
