@@ -121,13 +121,14 @@ class TritonSampler:
         Return the rows whose tokens are to be counted, with their seats; None if there are none.
         """
         adjusted = [row for row, (*_, allowed, by) in enumerate(choices) if allowed is not None or by is not None]
-        if not adjusted:
+        penalized = {row: by.before for row in adjusted if (by := choices[row].adjustment) and by.before.known}
+        if not penalized:
             self.counts.release_if_unused()
+        if not adjusted:
             (table_R8,) = to_device(self._device, table)
             self._table[: len(table)].copy_(table_R8)
             return None
         table[adjusted, _SOURCE] = 1
-        penalized = {row: by.before for row in adjusted if (by := choices[row].adjustment) and by.before.known}
         seats, news, alone = self.counts.seat(list(penalized.values())) if penalized else _NO_SEATS
         seat_of, counted = dict(zip(penalized, seats, strict=True)), [list(penalized)[index] for index in alone]
         staged = to_device(

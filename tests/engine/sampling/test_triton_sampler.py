@@ -6,10 +6,12 @@ tests/engine/attention/test_triton_paged.py starts.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
 import sys
+from array import array
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,13 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import staging
-from gptserve.engine.sampling.adjustments import adjusted
+from gptserve.engine.sampling.adjustments import Adjustment, adjusted
 from gptserve.engine.sampling.device_counts import DeviceCounts
 from gptserve.engine.sampling.grammar_masks import with_masks
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import choose_by_torch
 from gptserve.engine.sampling.sampler_choice import NUM_PROBES, agreeing_sampler, choose_sampler
+from gptserve.engine.sampling.token_counts import TokenCounts, TokensBefore
 from gptserve.engine.sampling.triton_sampler import TritonSampler
 from tests.engine.attention.test_triton_paged import DEVICE, interpreted, slow
 from tests.engine.host_copies import DEVICE as META
@@ -219,6 +222,23 @@ def test_penalties_bias_and_bans_take_no_copy_more(monkeypatch: pytest.MonkeyPat
         with Lists(), Copies() as copies:
             sampler.choose(torch.empty(12, VOCAB, device=META), choices_at(positions))
         assert copies.count == 1
+
+
+def test_counts_are_given_back_though_other_requests_have_masks() -> None:
+    sampler = object.__new__(TritonSampler)
+    vars(sampler).update(_kernels=Launches())
+    sampler._allocate(VOCAB, 12, CPU, PIECE)
+    before = TokensBefore(TokenCounts(1), [1, 2])
+    nothing = array("q"), array("f"), array("q")
+    sampler.choose(torch.zeros(1, VOCAB), [Choice(adjustment=Adjustment(1.3, 0.0, 0.0, before, *nothing))])
+    assert sampler.counts.words is not None
+    masked = [Choice(allowed=np.zeros(16, np.uint32))]
+    sampler.choose(torch.zeros(1, VOCAB), masked)
+    assert sampler.counts.words is not None, "the sequence waits"
+    del before
+    gc.collect()
+    sampler.choose(torch.zeros(1, VOCAB), masked)
+    assert sampler.counts.words is None
 
 
 COMPILE = """
