@@ -8,7 +8,7 @@ newest token when it plans the next step (overlap.py). triton_sampler.py calls i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -69,9 +69,10 @@ class DeviceCounts:
         self.reserve()
         num_rows_of = Counter(before.kept for before in sequences)
         distinct = {before.kept: before.known for before in sequences}
+        free_rows = self._free_rows(distinct)
         for kept in distinct:
             if kept not in self._seats:
-                self._seats[kept] = _Seat(self._free_row(distinct))
+                self._seats[kept] = _Seat(next(free_rows))
         fresh, places, amounts = list[int](), [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         for kept, known in distinct.items():
             seat = self._seats[kept]
@@ -117,15 +118,14 @@ class DeviceCounts:
         self._seats.clear()
         self.words = None
 
-    def _free_row(self, wanted: Mapping[TokenCounts, object]) -> int:
-        """Return a row that no sequence has, or that of one that is not wanted now."""
-        taken = {seat.row: kept for kept, seat in self._seats.items()}
-        free = next((row for row in range(self._num_seats) if row not in taken), None)
-        if free is not None:
-            return free
-        row, kept = next((row, kept) for row, kept in taken.items() if kept not in wanted)
-        del self._seats[kept]
-        return row
+    def _free_rows(self, wanted: Mapping[TokenCounts, object]) -> Iterator[int]:
+        """Yield the rows that no sequence has, then those of sequences that are not wanted now, which lose them."""
+        owners = {seat.row: kept for kept, seat in self._seats.items()}
+        yield from (row for row in range(self._num_seats) if row not in owners)
+        for row, kept in owners.items():
+            if kept not in wanted:
+                del self._seats[kept]
+                yield row
 
     def _lacking(self, seat: _Seat, known: list[int], num_prompt_tokens: int) -> tuple[Array, Array]:
         """Return the tokens that a seat lacks, as places in the flat words and amounts."""
