@@ -60,3 +60,11 @@ def _begin_copy(tensor: Tensor) -> Callable[[], list[Any]]:
         return values
 
     return read
+
+
+def begin_wait(device: torch.device) -> Callable[[], object]:
+    """Return what waits for all that a GPU has been given so far, and not for what comes later."""
+    if device.type != "cuda":
+        return lambda: None
+    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    return event.synchronize

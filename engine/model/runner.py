@@ -43,6 +43,7 @@ from gptserve.engine.request import EngineInfo, TokenLogprobs
 from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, begin_sampling
 from gptserve.engine.sampling.sampler_choice import choose_sampler
 from gptserve.engine.scheduling.sequence import ScheduledBatch
+from gptserve.engine.staging import begin_wait
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.sharding import Share
@@ -222,9 +223,23 @@ class ModelRunner:
                 allowed: Sequence[Mask | None] = masks.get(item.sequence) or [None] * size
                 positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
         if logits is None:
-            return lambda: ()
+            return _no_tokens(self.device)
         self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)
         return lambda: tuple(finish().split(sizes))
+
+
+def _no_tokens(device: torch.device) -> Callable[[], tuple[SampledTokens, ...]]:
+    """Return what waits for a step that samples nothing, such as a part of a prompt.
+
+    Without the wait the step would seem to take no time, and the host would run ahead of the device by a whole prompt.
+    """
+    wait = begin_wait(device)
+
+    def finish() -> tuple[SampledTokens, ...]:
+        wait()
+        return ()
+
+    return finish
 
 
 def _log_model(info: EngineInfo) -> None:

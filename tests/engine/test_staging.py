@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gptserve.engine import staging
 from gptserve.engine.model.batch import build_model_input, known_token_ids
+from gptserve.engine.model.runner import _no_tokens
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling.logprobs import (
     best_of_rows,
@@ -23,7 +24,7 @@ from gptserve.engine.sampling.logprobs import (
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import SamplingPosition, choose_by_torch, sample
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
-from gptserve.engine.staging import to_device, to_host
+from gptserve.engine.staging import begin_wait, to_device, to_host
 from tests.engine.host_copies import DEVICE, Copies, Lists
 
 CHOICES = [Choice(), Choice(0.5, 0.9, 1.0, 0.1, 5), Choice(0.3, 1.0, 0.7), Choice(0.1, 0.5, 1.0)]
@@ -122,20 +123,36 @@ def test_the_tokens_of_the_step_before_take_no_copy_and_nothing_waits(copies: Co
     assert copies.count == 0
 
 
-def test_the_way_back_waits_for_its_own_copy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the stream: what comes after the copy is neither awaited nor seen."""
-    events: list[str] = []
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to the events of a stand-in for the stream."""
+    happened: list[str] = []
 
     class Stream:
         def record_event(self) -> Stream:
-            events.append("recorded")
+            happened.append("recorded")
             return self
 
         def synchronize(self) -> None:
-            events.append("awaited")
+            happened.append("awaited")
 
-    monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    return happened
+
+
+def test_a_step_without_tokens_is_awaited(events: list[str]) -> None:
+    """Or a part of a prompt would take no time, by the clock of the scheduler."""
+    finish = _no_tokens(torch.device("cuda"))
+    assert events == ["recorded"], "at the launch, before the next step is given to the device"
+    assert finish() == ()
+    assert events == ["recorded", "awaited"]
+    begin_wait(torch.device("cpu"))()
+    assert len(events) == 2
+
+
+def test_the_way_back_waits_for_its_own_copy_alone(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the copy is neither awaited nor seen."""
+    monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     tensor = torch.tensor([3, -1, 2])
     read = staging._begin_copy(tensor)
     assert events == ["recorded"]

@@ -16,7 +16,7 @@ from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model import hardware
+from gptserve.engine.model import hardware, runner
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.model.memory import kv_bytes_per_token
@@ -255,3 +255,11 @@ def test_progress_ends_at_the_whole_models_bytes(tiny_gpt2: Path) -> None:
 
 def header_bytes(folder: Path) -> int:
     return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+
+
+def test_a_step_that_computes_a_part_of_a_prompt_is_awaited(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[torch.device]()
+    monkeypatch.setattr(runner, "begin_wait", lambda device: lambda: waits.append(device))
+    engine = make_engine(tiny_gpt2, max_num_batched_tokens=8, max_num_seqs=2)
+    run(engine, [make_request("a", range(20), max_tokens=1)])
+    assert waits == [torch.device("cpu")] * 2, "8 tokens, 8 more, and 4 with the one that comes after them"
