@@ -73,8 +73,6 @@ class DecodeGraphs:
     ) -> None:
         self._cache, self._block_size, self._max_model_len = cache, config.block_size, max_model_len
         self._sampler = sampler
-        self.choose: Choose | None = None if sampler is None else self._choose
-        """Chooses from the logits that `logits` returned last; None without a sampler whose draws can be recorded."""
         # The largest first: the others find room in the memory that it needs between its kernels.
         self._steps = [
             _Step(size, decoder, cache, config.block_size, max_model_len, device, capture)
@@ -84,6 +82,14 @@ class DecodeGraphs:
         if sampler is not None:
             for step in self._steps:
                 step.record_draws(sampler, capture)
+
+    @property
+    def choose(self) -> Choose | None:
+        """Chooses from the logits that `logits` returned last; None without a sampler whose draws can be recorded.
+
+        It is no attribute, as an object that holds its own method is freed only when garbage is collected.
+        """
+        return None if self._sampler is None else self._choose
 
     def logits(self, batch: ScheduledBatch, chosen_R: Tensor | None = None) -> Tensor | None:
         """Return fp32 logits, a row for each sequence and then padding; None unless all sequences decode.

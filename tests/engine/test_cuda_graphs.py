@@ -6,6 +6,8 @@ recorded waits for the device or reads the host. That CUDA repeats it is seen in
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -268,6 +270,23 @@ def keep_first(compute: Callable[[], Tensor]) -> Replay:
 
 def fail(compute: Callable[[], Tensor]) -> Replay:
     raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_graphs_that_are_dropped_are_freed_at_once(tiny_gpt2: Path) -> None:
+    """Those with which memory is measured: what they hold until garbage is collected, the cache would lack."""
+    engine = make_engine(tiny_gpt2)
+    runner, config = engine._runner, make_config(tiny_gpt2, max_num_seqs=4)
+    sampler = ByLibrary(engine.info.vocab_size)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.inference_mode():
+            graphs = DecodeGraphs(runner._decoder, runner._cache, config, 64, CPU, keep_first, sampler)
+        held = [weakref.ref(graphs), *map(weakref.ref, graphs._steps)]
+        del graphs
+        assert [ref() for ref in held] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
