@@ -225,6 +225,9 @@ def test_graphs_under_preemption_and_drafts_give_every_request_its_tokens(storyt
         assert engine.stats.num_preemptions > 0
 
 
+KINDS: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.2, "logprobs": 2}, {"frequency_penalty": 0.4}]
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_overlapping_steps_give_the_bits_of_steps_one_after_the_other(
     storyteller: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture
@@ -232,20 +235,21 @@ def test_overlapping_steps_give_the_bits_of_steps_one_after_the_other(
     """All requests at once and of different lengths: the batches are the same but for rows that are void."""
     options = {"device": DEVICE, "max_num_seqs": 4, "enforce_eager": enforce_eager, "batch_invariant": True}
     requests = [
-        make_request(str(i), p, seed=i, max_tokens=10 + 7 * i, temperature=i % 2, ignore_eos=False)
+        make_request(str(i), p, seed=i, max_tokens=10 + 7 * i, temperature=i % 2, ignore_eos=False, **KINDS[i % 3])
         for i, p in enumerate(ragged_prompts(12, 60))
     ]
     found, expected = (
-        {i: token_ids(outputs) for i, outputs in run(engine, requests).items()}
+        {i: (token_ids(its), [output.logprobs for output in its]) for i, its in run(engine, requests).items()}
         for engine in (make_engine(storyteller, **options), make_engine(storyteller, overlap=False, **options))
     )
     assert found == expected
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_steps_overlap(storyteller: Path) -> None:
+@pytest.mark.parametrize("params", KINDS, ids=str)
+def test_steps_overlap(storyteller: Path, params: dict[str, Any]) -> None:
     engine = make_engine(storyteller, device=DEVICE)
-    engine.add(make_request("a", [1, 2, 3], max_tokens=8))
+    engine.add(make_request("a", [1, 2, 3], max_tokens=8, **params))
     assert [len(engine.step()) for _ in range(2)] == [1, 1]
     assert engine._steps._ahead is not None
 
