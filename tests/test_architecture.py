@@ -65,6 +65,7 @@ WITH_TORCH = {
     "gptserve.engine.llm",
     "gptserve.engine.overlap",
     "gptserve.engine.probe",
+    "gptserve.engine.recorded_steps",
     "gptserve.engine.model.prompt_logprobs",
     "gptserve.engine.model.runner",
     "gptserve.engine.model.rotary",

@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.config import EngineConfig, Quantization
-from gptserve.engine.cuda_graphs import batch_sizes
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.linear import MIN_ROWS, Linear, make_linear, product_of
 from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.recorded_steps import batch_sizes
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.config import ModelConfig

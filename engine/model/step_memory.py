@@ -109,8 +109,9 @@ def make_cache(
     reserved = backend.scratch_bytes(longest, model.head_size, num_threads)
     memory, measured = memory_of(device), None
 
-    def capture(cache: KVCache, max_model_len: int) -> DecodeGraphs | None:
-        return capture_decoding(config, model, decoder, backend, cache, max_model_len, device, sampler=sampler)
+    def capture(cache: KVCache, max_model_len: int, ranks: Ranks | None = None) -> DecodeGraphs | None:
+        sizes = max_model_len, device
+        return capture_decoding(config, model, decoder, backend, cache, *sizes, sampler=sampler, ranks=ranks)
 
     if memory is not None:
         decoder.set_max_model_len(longest)
@@ -127,16 +128,16 @@ def make_cache(
     num_blocks, max_model_len = plan_cache(config, model, dtype.itemsize, *budget)
     cache = KVCache(model, num_blocks, config.block_size, dtype, device)
     decoder.set_max_model_len(max_model_len)
+    has_graphs = measured is not None and measured.graphs is not None
     if ranks is not None:
-        ranks.begin(num_blocks, max_model_len)
+        ranks.begin(num_blocks, max_model_len, has_graphs=has_graphs)
     if measured is not None:
         sizes = (measured.weights, measured.activations, measured.graphs or 0, sum(kv.nbytes for kv in cache.layers))
         logger.info(
             "GPU memory: %.2f GiB of weights, %.2f GiB for activations, %.2f GiB of CUDA graphs, %.2f GiB of KV cache",
             *(size / 2**30 for size in sizes),
         )
-    has_graphs = measured is not None and measured.graphs is not None
-    return Made(cache, capture(cache, max_model_len) if has_graphs else None, num_blocks, max_model_len)
+    return Made(cache, capture(cache, max_model_len, ranks) if has_graphs else None, num_blocks, max_model_len)
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:

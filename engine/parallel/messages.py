@@ -26,6 +26,15 @@ class Cache:
 
     num_blocks: int
     max_model_len: int
+    has_graphs: bool
+    """Whether the ranks are to record decoding steps next (recorded_steps.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """From a rank: what keeps it from graphs, None if nothing does; and back: what keeps one of the ranks."""
+
+    obstacle: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,8 @@ class Step:
     """To a rank: compute the layers for these arrays of batch.py."""
 
     arrays: tuple[Array, ...]
+    graph_size: int | None
+    """The size of the graph to replay; None: start the kernels one by one."""
     num_torch_threads: int
     num_threads: int
 

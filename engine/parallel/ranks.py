@@ -32,7 +32,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
 from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.parallel.group import Group, RankLostError
-from gptserve.engine.parallel.messages import Cache, Failed, Memory, Step
+from gptserve.engine.parallel.messages import Cache, Failed, Finding, Memory, Step
 from gptserve.engine.parallel.worker import run_rank
 from gptserve.engine.process.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
 from gptserve.engine.staging import Array
@@ -112,7 +112,7 @@ class Ranks:
         for rank in self._ranks:
             self._receive(rank)  # Loaded
         self._end.takes_engine = self._is_engine  # whoever waits for a dead rank here hears nothing
-        with self._known_cause():
+        with self.together():
             self.group.meet()
         self._end.takes_engine = False
         others: list[Memory] = [self._receive(rank) for rank in self._ranks]
@@ -123,23 +123,36 @@ class Ranks:
             budget = min(budget, max(0, memory.budget_bytes - reserved_bytes))
         return free, budget
 
-    def begin(self, num_blocks: int, max_model_len: int) -> None:
-        """Have all ranks allocate their caches. From here on the death of a rank is the engine's."""
-        self._send(pickle.dumps(Cache(num_blocks, max_model_len)))
+    def begin(self, num_blocks: int, max_model_len: int, *, has_graphs: bool) -> None:
+        """Have all ranks allocate their caches, and then record steps if there are graphs (capture_decoding).
+
+        From here on the death of a rank is the engine's.
+        """
+        self._send(pickle.dumps(Cache(num_blocks, max_model_len, has_graphs)))
         for rank in self._ranks:
             self._receive(rank)
         self._end.takes_engine = self._is_engine
 
+    def agree(self, found: str | None) -> str | None:
+        """Return what keeps this rank from graphs, or else another one, and tell them; None if nothing does."""
+        for rank in self._ranks:
+            finding: Finding = self._receive(rank)
+            if finding.obstacle is not None:
+                found = found or f"of rank {rank.number}: {finding.obstacle}"
+        self._send(pickle.dumps(Finding(found)))
+        return found
+
     @contextmanager
-    def step(self, arrays: Sequence[Array]) -> Iterator[None]:
-        """Have the ranks compute these arrays while the caller does. What the caller raises ends them."""
-        step = Step(tuple(arrays), torch.get_num_threads(), native.num_threads())
-        with self._known_cause():
+    def step(self, arrays: Sequence[Array], graph_size: int | None = None) -> Iterator[None]:
+        """Have the ranks compute these arrays while the caller does, by their graphs of this size if it is given."""
+        step = Step(tuple(arrays), graph_size, torch.get_num_threads(), native.num_threads())
+        with self.together():
             self._send(pickle.dumps(step, pickle.HIGHEST_PROTOCOL))
             yield
 
     @contextmanager
-    def _known_cause(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
+        """Compute what the other ranks compute. What the caller raises ends them; once they end, this raises."""
         try:
             yield
         except RankLostError as error:

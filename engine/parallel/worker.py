@@ -1,6 +1,7 @@
 """A rank beyond the first: it computes its share of the layers for each step that the first rank sends, and no more.
 
-It has its heads' KV cache. It knows no requests, vocabulary or sampling. ranks.py starts it as a child process.
+It has its heads' KV cache, and graphs of its decoding steps. It knows no requests, vocabulary or sampling. ranks.py
+starts it as a child process.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import pickle
 from multiprocessing.connection import Connection
 
 import torch
+from torch import Tensor
 
 from gptserve.engine import native
+from gptserve.engine.attention import AttentionMetadata
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import explain
@@ -24,8 +27,9 @@ from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.parallel.group import Group, RankLostError
-from gptserve.engine.parallel.messages import Cache, Failed, Loaded, Memory, Step
+from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
 from gptserve.engine.process.child import end_with_parent
+from gptserve.engine.recorded_steps import RecordedSteps, capture_of, obstacle
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.sharding import Share
@@ -67,11 +71,45 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     cache = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     layers.set_max_model_len(plan.max_model_len, device)
     connection.send(plan)
+
+    def compute(token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = torch.empty(len(positions_T), model.hidden_size, dtype=dtype, device=device)
+        group.broadcast_(x)
+        return layers(x, positions_T, cache, metadata)
+
+    steps: RecordedSteps | None = None
+    if plan.has_graphs:
+        steps = RecordedSteps(compute, cache, config, plan.max_model_len, device)
+        starts_experts = model.experts is not None and operations.experts is None
+        found = obstacle(backend, host_starts_experts=starts_experts)
+        if _record(steps, found, model.vocab_size, device, connection) is not None:
+            steps = None
     while True:
         step: Step = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(step.num_torch_threads)
         native.set_num_threads(step.num_threads)
-        inputs = model_input(step.arrays, device)
-        x = torch.empty(len(inputs.positions_T), model.hidden_size, dtype=dtype, device=device)
-        group.broadcast_(x)
-        layers(x, inputs.positions_T, cache, inputs.metadata)
+        if step.graph_size is None:
+            inputs = model_input(step.arrays, device)
+            compute(inputs.token_ids_T, inputs.positions_T, inputs.metadata)
+        else:
+            assert steps is not None, "all ranks have graphs, or none"
+            recorded = steps.of(step.graph_size)
+            recorded.fill(step.arrays)
+            recorded.replay()
+
+
+def _record(
+    steps: RecordedSteps, found: str | None, vocab_size: int, device: torch.device, connection: Connection
+) -> str | None:
+    """Record the steps while the first rank does (capture_decoding); return what kept a rank from it, or None."""
+
+    def agree(found: str | None) -> str | None:
+        connection.send(Finding(found))
+        finding: Finding = connection.recv()
+        return finding.obstacle
+
+    capture = capture_of(device)
+    assert capture is not None, "the first rank has one"
+    found = agree(found) or steps.record(capture, agree)
+    found = found or agree(None)  # the first rank has recorded its draws
+    return found or steps.disagreement(vocab_size, agree)

@@ -1,0 +1,216 @@
+"""Decoding steps of one rank as CUDA graphs: one call starts all kernels of a step.
+
+A graph repeats kernels with the addresses and sizes that they were recorded with. So there is one for each of a few
+batch sizes, to which a step is padded, and the inputs lie in tensors that stay where they are. A row of padding is a
+sequence of one token with slot -1: it stores nothing, and nobody reads its logits.
+
+The ranks of an engine record together: what they send each other is recorded with the kernels, so a replay of one is a
+replay of all, with as many rows. cuda_graphs.py makes those of the first rank, parallel/worker.py those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptserve.engine.attention import AttentionBackend, AttentionMetadata
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.model.batch import build_arrays, known_token_ids
+from gptserve.engine.model.kv_cache import KVCache
+from gptserve.engine.model.linear import MIN_ROWS
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.staging import Array, to_device
+
+Replay = Callable[[], Tensor]
+Capture = Callable[[Callable[[], Tensor]], Replay]
+"""Records what a function starts on the device. What it returns does the same again and returns the same tensor."""
+Agree = Callable[[str | None], str | None]
+"""Takes what keeps this rank from graphs, None if nothing does; returns what keeps one of the ranks. All call it."""
+
+
+class Compute(Protocol):
+    """What a rank computes of a step."""
+
+    def __call__(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return [T, any width]; read nothing else that differs from step to step."""
+
+
+class CudaCapture:
+    """The Capture of CUDA. Its graphs share one pool of memory, as no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the one that watches NCCL, may ask for their events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+def capture_of(device: torch.device) -> Capture | None:
+    """Return the Capture of a device; None for a CPU, which has none."""
+    return CudaCapture() if device.type == "cuda" else None
+
+
+def obstacle(backend: AttentionBackend, *, host_starts_experts: bool) -> str | None:
+    """Return why steps of a rank cannot be recorded; None if they can."""
+    if host_starts_experts:
+        return "the host starts the experts of each step"
+    if backend.name == "reference":
+        return "attention is 'reference', which the host steers by the lengths of the sequences"
+    return None
+
+
+def failure(error: BaseException) -> str:
+    """Return an obstacle: an error of a driver or a library that no test has seen."""
+    return f"they failed with {type(error).__name__}: {error}"
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the sizes of batches that have a graph, ascending: powers of two, and the largest batch.
+
+    Up to some hundred rows a step takes as long as reading its weights, so rows of padding cost little. The smallest is
+    MIN_ROWS, to which all steps are padded.
+    """
+    sizes = [MIN_ROWS]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(min(2 * sizes[-1], max_num_seqs))
+    return sizes
+
+
+class RecordedSteps:
+    """What a rank computes of decoding steps, recorded for each size of `batch_sizes`."""
+
+    def __init__(
+        self, compute: Compute, cache: KVCache, config: EngineConfig, max_model_len: int, device: torch.device
+    ) -> None:
+        self._cache, self._block_size, self._max_model_len = cache, config.block_size, max_model_len
+        # The largest first: the others find room in the memory that it needs between its kernels.
+        self.steps = [
+            RecordedStep(size, compute, config.block_size, max_model_len, device)
+            for size in reversed(batch_sizes(config.max_num_seqs))
+        ]
+
+    def of(self, num_seqs: int) -> RecordedStep:
+        """Return the smallest step with a row for each of so many sequences."""
+        return next(step for step in reversed(self.steps) if step.size >= num_seqs)
+
+    def record(self, capture: Capture, agree: Agree) -> str | None:
+        """Record all sizes; return what kept a rank from it, or None. The ranks meet between two recordings alone."""
+        for step in self.steps:
+            step.compute()  # compiles kernels, makes workspaces and connects ranks, which no recording may
+            found = agree(step.record(capture))
+            if found is not None:
+                return found
+            step.replay()
+        return None
+
+    def disagreement(
+        self,
+        vocab_size: int,
+        agree: Agree,
+        compare_more: Callable[[RecordedStep, int], str | None] = lambda step, num_rows: None,
+    ) -> str | None:
+        """Return in which size a graph of a rank gives other bits than its kernels started one by one, or None.
+
+        Call it before any sequence owns a block. compare_more(step, rows) may find more after a replay.
+        """
+        for step in self.steps:
+            batch = ScheduledBatch(tuple(self._probes(step.size, vocab_size)))
+            num_rows = len(batch.items)
+            step.fill(build_arrays(batch, self._block_size, step.size))
+            expected = step.compute()[:num_rows].view(torch.uint8).clone()  # bits, as NaN equals nothing
+            for layer in self._cache.layers:
+                layer.zero_()  # so that a graph that stores nothing is seen
+            is_same = torch.equal(step.replay()[:num_rows].view(torch.uint8), expected)
+            found = compare_more(step, num_rows) if is_same else f"they give other numbers for a batch of {step.size}"
+            found = agree(found)
+            if found is not None:
+                return found
+        return None
+
+    def _probes(self, num_seqs: int, vocab_size: int) -> Iterator[ScheduledSequence]:
+        """Yield sequences that share blocks, each at the position after the one before; fewer in a small cache."""
+        length = min(self._block_size, self._max_model_len)
+        request = Request("probe", (), SamplingParams(), seed=0)
+        for i in range(min(num_seqs, self._cache.layers[0].shape[1] * length)):
+            position, token_id = i % length, (7 * i + 3) % vocab_size
+            known = [token_id] * (position + 1)
+            sequence = SequenceState(request, 0, known, num_computed=position, block_ids=[i // length])
+            yield ScheduledSequence(sequence, 1)
+
+
+class RecordedStep:
+    """A decoding step of `size` rows. `compute` starts its kernels one by one, `replay` all at once."""
+
+    def __init__(self, size: int, compute: Compute, block_size: int, max_model_len: int, device: torch.device) -> None:
+        self.size, self._device = size, device
+        self._replay: Replay | None = None
+        self.out = torch.empty(0)
+        """What the last replay returned; the next one overwrites it."""
+        self._rows_4B, self._tables_SN = to_device(
+            device, _rows(size), np.zeros((size, -(-max_model_len // block_size)), np.int32)
+        )
+        starts = tuple(range(size + 1))
+        (starts_S1,) = to_device(device, np.array(starts, np.int32))
+        token_ids_T, positions_T, slots_T, lengths = self._rows_4B
+        # The tuple is what tiles and pieces are counted by, so it has the longest contexts there may be.
+        metadata = AttentionMetadata(
+            *(starts, (max_model_len,) * size, starts_S1),
+            *(lengths.view(torch.int32)[:size], self._tables_SN, slots_T),
+        )
+        self.compute: Callable[[], Tensor] = lambda: compute(token_ids_T, positions_T, metadata)
+
+    def __del__(self) -> None:
+        """Drop the graph before what it recorded: NCCL ends a group once no graph has it, and waits for that."""
+        self._replay = None
+
+    def record(self, capture: Capture) -> str | None:
+        """Record `compute`, which has been called before; return why that failed, or None."""
+        try:
+            self._replay = capture(self.compute)
+        except Exception as error:
+            return failure(error)
+        return None
+
+    def replay(self) -> Tensor:
+        assert self._replay is not None
+        self.out = self._replay()
+        return self.out
+
+    def fill(self, arrays: tuple[Array, ...], chosen_R: Tensor | None = None) -> None:
+        """Put build_arrays' arrays of `size` rows where the graph reads them: one copy from the host.
+
+        Foreseen tokens are taken from chosen_R. Rows of padding read the block that was last at their place in the
+        table.
+        """
+        token_ids, positions, _, _, kv_lens, tables, slots = arrays
+        num_seqs, width = tables.shape
+        rows = _rows(self.size)
+        rows[:3] = token_ids, positions, slots
+        rows[3].view(np.int32)[:num_seqs] = kv_lens
+        rows_4B, tables_SN = to_device(self._device, rows, tables)
+        if chosen_R is not None and token_ids.min() < 0:
+            rows_4B[0] = known_token_ids(rows_4B[0], chosen_R)
+        self._rows_4B.copy_(rows_4B)
+        self._tables_SN[:num_seqs, :width].copy_(tables_SN)
+
+
+def _rows(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return the inputs of rows of padding: token ids, positions, slots and, as int32, lengths."""
+    rows = np.zeros((4, size), np.int64)
+    rows[2] = -1
+    rows[3].view(np.int32)[:size] = 1
+    return rows
