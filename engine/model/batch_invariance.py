@@ -2,7 +2,8 @@
 
 On a CPU the products are made to be so. On a GPU cuBLAS chooses the order of its sums by the number of rows. If
 EngineConfig.batch_invariant asks for it, `set_up_device` forbids split sums, and where rows still differ, products are
-computed in calls of one size. attention/check.py compares attention. ModelRunner calls this.
+computed in calls of one size. attention/check.py compares attention; parallel/group.py sums the terms of ranks in their
+order. ModelRunner calls this, and each other rank for its own products.
 """
 
 from __future__ import annotations
@@ -102,8 +103,6 @@ def _on_gpu(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
 ) -> Products | str:
     """Return the products, in calls of one size if need be, or why rows depend on the batch even so."""
-    if config.tensor_parallel_size > 1:
-        return "NCCL sums the terms of ranks in an order that depends on the number of rows"
     if backend.name == "reference":
         return "attention is 'reference', whose sums on a GPU depend on the lengths of sequences"
     counts = sorted({*PROBED_ROWS, *batch_sizes(config.max_num_seqs), config.max_num_batched_tokens})

@@ -52,6 +52,7 @@ def _allocate(num: int, shape: tuple[int, ...], dtype: torch.dtype, device: torc
 def cache_memory_bytes(config: EngineConfig, device: torch.device, scratch_bytes: int) -> tuple[int, int]:
     """Return a rank's free bytes, and how many of them its cache may take by default; attention takes scratch_bytes."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what self-tests took and no tensor holds is free, too
         free, total = torch.cuda.mem_get_info(device)
         free = max(0, free - scratch_bytes)
         return free, max(0, int(free - (1 - config.gpu_memory_utilization) * total))

@@ -8,29 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineError
 from gptserve.weights.sharding import Share
+
+SumOrder = Literal["ranks", "library"]
+"""How the terms of a sum are added: in the order of the ranks, or as the library of the device finds fast."""
 
 
 class RankLostError(EngineError):
     """Another rank is gone, or too slow for the library."""
 
 
+def choose_order(config: EngineConfig, device: torch.device) -> SumOrder:
+    """Return the order that answers need which do not depend on the batch; a GPU gives such answers if asked to."""
+    return "ranks" if device.type == "cpu" or config.batch_invariant else "library"
+
+
 class Group:
     """Joins ranks that meet at `path`, a file that nobody has made before.
 
-    On a CPU the terms of a sum are added in the order of the ranks, in fp32, and rounded once. So the bits of a row do
-    not depend on the other rows: a ring begins the sum of each piece of a tensor at another rank. On a GPU NCCL sums.
+    In the order "ranks" each rank gathers the terms of a sum, adds them in fp32, and rounds once. So the bits of a row
+    do not depend on the other rows. In that of a library they do: a ring begins the sum of each piece of a tensor at
+    another rank, and NCCL chooses its algorithm by the size of the tensor.
     """
 
-    def __init__(self, share: Share, path: str, device: torch.device) -> None:
-        self._share, self._path, self._device = share, path, device
+    def __init__(self, share: Share, path: str, device: torch.device, order: SumOrder) -> None:
+        self._share, self._path, self._device, self._order = share, path, device, order
         self._group: Any = None  # torch's stubs of its groups have no methods
 
     def meet(self) -> None:
@@ -44,7 +54,8 @@ class Group:
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
                 self._group = dist.ProcessGroupGloo(store, rank, size, options)
-        self.broadcast_(torch.zeros(1, device=self._device))  # NCCL connects at its first call
+        self.broadcast_(torch.zeros(1, device=self._device))  # NCCL connects at the first call of each kind
+        self.sum(torch.zeros(1, device=self._device))
 
     def broadcast_(self, x: Tensor) -> None:
         """Overwrite x with that of rank 0."""
@@ -53,19 +64,33 @@ class Group:
                 self._group.broadcast(x, 0).wait()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks; all get the same bits. May overwrite x."""
-        if self._group is None:
-            return x
-        with _lost():
-            if self._device.type == "cuda":
+        """Return the sum of x, contiguous, over all ranks; all get the same bits. May overwrite x."""
+        if self._order == "ranks":
+            return _in_order(self._gather(x))
+        if self._group is not None:
+            with _lost():
                 self._group.allreduce(x).wait()
-                return x
-            terms = [torch.empty_like(x) for _ in range(self._share.size)]
-            self._group.allgather(terms, x).wait()
-        total = terms[0].float()
-        for term in terms[1:]:
-            total = total + term
-        return total.to(x.dtype)
+        return x
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Return the terms of all ranks, [ranks, *x.shape]; before they have met, zeros but for this one's."""
+        shape = (self._share.size, *x.shape)
+        if self._group is None:
+            terms = x.new_zeros(shape)
+            terms[self._share.rank] = x
+            return terms
+        terms = x.new_empty(shape)
+        with _lost():
+            self._group._allgather_base(terms.flatten(0, 1), x).wait()
+        return terms
+
+
+def _in_order(terms: Tensor) -> Tensor:
+    """Return the sum over the first dimension, one term after the other; torch's sum may cut it up."""
+    total = terms[0].to(torch.float32, copy=True)
+    for term in terms[1:]:
+        total += term
+    return total.to(terms.dtype)
 
 
 @contextmanager

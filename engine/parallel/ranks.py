@@ -31,7 +31,7 @@ from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
 from gptserve.engine.model.kv_cache import cache_memory_bytes
-from gptserve.engine.parallel.group import Group, RankLostError
+from gptserve.engine.parallel.group import Group, RankLostError, choose_order
 from gptserve.engine.parallel.messages import Cache, Failed, Finding, Memory, Step
 from gptserve.engine.parallel.worker import run_rank
 from gptserve.engine.process.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
@@ -86,7 +86,7 @@ class Ranks:
             )
         self._folder = tempfile.TemporaryDirectory(prefix="gptserve-ranks-")
         path = str(Path(self._folder.name) / "meeting")
-        self.group = Group(Share(0, size), path, device)
+        self.group = Group(Share(0, size), path, device, choose_order(config, device))
         self._config, self._device = config, device
         self._is_engine = multiprocessing.current_process().name == ENGINE_NAME
         self._end = _End()

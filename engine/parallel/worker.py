@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -20,13 +21,14 @@ from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import explain
 from gptserve.engine.model.batch import model_input
+from gptserve.engine.model.batch_invariance import choose_products, set_up_device
 from gptserve.engine.model.decoder import Layers
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.model.streamed_tensors import StreamedTensors
-from gptserve.engine.parallel.group import Group, RankLostError
+from gptserve.engine.parallel.group import Group, RankLostError, choose_order
 from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
 from gptserve.engine.process.child import end_with_parent
 from gptserve.engine.recorded_steps import RecordedSteps, capture_of, obstacle
@@ -56,13 +58,17 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     device = choose_device(config)
     if device.type == "cuda":
         torch.cuda.set_device(share.rank)  # which "cuda" means from here on
+    set_up_device(config, device)
     dtype, whole = choose_dtype(config, device), load_config(config.model_dir)
     model = share.of_config(whole)
     backend = choose_backend(config.attention_backend, device, dtype, layer_specs(model, device), config.block_size)
     operations = choose_operations(model, device, dtype)
+    if device.type != "cpu":  # each GPU has its products; on a CPU those of the first rank are those of all
+        products = choose_products(config, model, device, dtype, backend)
+        operations = replace(operations, call_rows=products.call_rows)
     checkpoint = Checkpoint(config.model_dir, whole, share)
     tensors = checkpoint.stream(dtype=dtype, device=device, keeps_mxfp4=operations.keeps_mxfp4)
-    group = Group(share, path, device)
+    group = Group(share, path, device, choose_order(config, device))
     layers = Layers(model, StreamedTensors(tensors, group=group, operations=operations), backend, device)
     connection.send(Loaded())
     group.meet()

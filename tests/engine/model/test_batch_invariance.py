@@ -133,6 +133,7 @@ def test_independent_products_of_a_gpu_are_called_with_the_rows_there_are(
     calls = Calls(monkeypatch, exact)
     assert chosen_on_gpu(tiny_gpt2, max_num_batched_tokens=300) == Products(are_invariant=True)
     assert calls.rows == {2, 3, 4, 8, 9, 24, 33, 64, 65, 160, 256, 300}
+    assert chosen_on_gpu(tiny_gpt2, tensor_parallel_size=2) == Products(are_invariant=True)
 
 
 def test_products_of_a_gpu_that_depend_on_the_number_of_rows_get_calls_of_one_size(
@@ -153,7 +154,6 @@ def test_products_of_a_gpu_that_depend_on_the_number_of_rows_get_calls_of_one_si
     ("options", "found"),
     [
         ({}, r"a row of a product \(\d+ inputs, \d+ outputs\) has other bits among 1 rows than among 512"),
-        ({"tensor_parallel_size": 2}, "NCCL sums the terms of ranks in an order that depends on the number of rows"),
         (
             {"backend": ReferenceAttention()},
             "attention is 'reference', whose sums on a GPU depend on the lengths of sequences",
