@@ -39,7 +39,7 @@ def may_overlap(config: EngineConfig, runner: ModelRunner) -> bool:
     """
     if runner.info.device == "cpu" or not config.overlap:
         return False
-    obstacle = _obstacle(config, runner)
+    obstacle = _obstacle(runner)
     if obstacle is not None:
         logger.warning(
             "steps: one after the other, which is slower, are used instead of overlapping ones: %s", obstacle
@@ -47,10 +47,8 @@ def may_overlap(config: EngineConfig, runner: ModelRunner) -> bool:
     return obstacle is None
 
 
-def _obstacle(config: EngineConfig, runner: ModelRunner) -> str | None:
+def _obstacle(runner: ModelRunner) -> str | None:
     """Return why steps cannot overlap; None if they can."""
-    if config.tensor_parallel_size > 1:
-        return "the ranks of a tensor-parallel engine meet in every step"
     if runner.waits_in_launch:
         return "the host waits for the experts of each layer"
     try:

@@ -1,8 +1,9 @@
 """The other ranks of a tensor-parallel engine, as the first one has them: child processes that compute with it.
 
 The first rank is the engine itself. It sends each step to the others (worker.py), and all meet in the Group of
-group.py. If one of them dies, no rank can go on: the engine's process ends too, and its supervisor starts another.
-ModelRunner makes one of these where tensor_parallel_size is above 1.
+group.py. The others may get a step while they compute the one before (overlap.py): they need no token ids, as the first
+rank embeds them. If one of them dies, no rank can go on: the engine's process ends too, and its supervisor starts
+another. ModelRunner makes one of these where tensor_parallel_size is above 1.
 """
 
 from __future__ import annotations
@@ -152,7 +153,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Compute what the other ranks compute. What the caller raises ends them; once they end, this raises."""
+        """Compute what the other ranks compute. What the caller raises ends them; once they end, this raises.
+
+        They end when they are needed next, as a step that was launched before may need them until it is collected.
+        """
         try:
             yield
         except RankLostError as error:
@@ -162,11 +166,11 @@ class Ranks:
             raise
         except BaseException as error:  # the others would wait for the rest of this step
             self._end.set(f"the first rank raised {type(error).__name__} in the middle of a step")
-            _kill(self._ranks)
             raise
 
     def _send(self, data: bytes) -> None:
         if self._end.cause is not None:
+            _kill(self._ranks)
             raise EngineDiedError(self._end.cause)
         with contextlib.suppress(OSError):  # a dead rank; its watch says why
             for rank in self._ranks:
