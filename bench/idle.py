@@ -84,10 +84,11 @@ def profiled(engine: Engine, batch: int, num_steps: int, vocab_size: int) -> lis
         engine.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
-            engine.step()
+            assert all(output.finish_reason is None for output in engine.step()), "too many steps for the context"
     for i in range(batch):
         engine.abort(str(i))
     events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    assert events, "torch's profiler has recorded nothing of the GPU"
     return [(event.time_range.start, event.time_range.end) for event in events]
 
 

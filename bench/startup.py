@@ -60,6 +60,8 @@ def start_once(model: str) -> tuple[float, float]:
         connect(port, process)
         connected_s = time.perf_counter() - start
         while not is_answered(f"http://127.0.0.1:{port}/v1/completions", body):
+            if time.perf_counter() - start > START_LIMIT_S:
+                raise TimeoutError("the model did not load")
             time.sleep(PAUSE_S)
         return connected_s, time.perf_counter() - start
     finally:

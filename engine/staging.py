@@ -63,7 +63,7 @@ def _begin_copy(tensor: Tensor) -> Callable[[], list[Any]]:
 
 
 def begin_wait(device: torch.device) -> Callable[[], object]:
-    """Return what waits for all that a GPU has been given so far, and not for what comes later."""
+    """Return a function that waits for the work that a GPU has been given so far, and not for what comes later."""
     if device.type != "cuda":
         return lambda: None
     event: torch.cuda.Event = torch.cuda.current_stream().record_event()

@@ -1,8 +1,8 @@
 """Memory apart from malloc's, in huge pages where the system has them: for weights, and what else steps on a CPU read.
 
-The CPU keeps the places of the pages that it used last. With pages of 2 MiB instead of 4 KiB these cover 512 times as
-much memory, so it waits less often for the place of the next one. And weights that come, are packed and go leave holes
-in malloc's memory, which it fills with small tensors that stay; a mapping is given back whole.
+The CPU keeps the addresses of the pages that it used last in its TLB. With pages of 2 MiB instead of 4 KiB these cover
+512 times as much memory, so it waits less often for an address. And weights that come, are packed and go fragment
+malloc's memory, as small tensors that stay take what they leave; a mapping is given back whole.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2**21
-MAPPING = 2**26  # what is not taken of it is only an address
+MAPPING = 2**26  # for small pieces; what is not taken of it is only addresses, unless the system counts those as memory
 _ALIGNMENT = 64
 
 
 class HugePages:
-    """Gives pieces of mappings, one after the other. The system frees a mapping once none of its pieces is left."""
+    """Gives pieces of mappings, small ones one after the other. A mapping is freed once none of its pieces is left."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
@@ -27,8 +27,10 @@ class HugePages:
     def take(self, num_bytes: int) -> Tensor:
         """Return zeros, uint8 [num_bytes], at a multiple of 64 bytes. Raises MemoryError if there is no memory."""
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if size > MAPPING // 4:
+            return mapped(num_bytes)
         if len(self._rest) < size:
-            self._rest = mapped(max(MAPPING, size))
+            self._rest = mapped(MAPPING)
         piece, self._rest = self._rest[:num_bytes], self._rest[size:]
         return piece
 

@@ -93,6 +93,7 @@ class Decoder:
             self._head = source.linears["head"] = make_linear(self._embedding, None, None, torch.float32, *options)
         else:
             self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)
+        source.end()
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Compute the tables of positions [0, max_model_len)."""

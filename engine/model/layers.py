@@ -205,7 +205,7 @@ def take_feed_forward(
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
     bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
-    router = make_linear(weight, bias, call_rows=source.operations.call_rows)
+    router = make_linear(weight, bias, call_rows=source.operations.call_rows, memory=source.memory)
     num, num_active, operations = config.experts.num, config.experts.num_active, source.operations
     if operations.experts is not None:
         weights = stack(source.take, name, num, config.ffn_bias)

@@ -57,6 +57,10 @@ class StreamedTensors:
             self._waiting[other] = tensor
         return self._waiting.pop(name)
 
+    def end(self) -> None:
+        """Let the stream go, which holds the last tensor that it gave."""
+        self._tensors = iter(())
+
 
 def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
     """Return the norm of this name."""

@@ -35,7 +35,7 @@ class News(NamedTuple):
 class _Seat:
     """A row of the tensor, and how many tokens of its sequence it counts once its latest step has been computed.
 
-    That step gives the sequence at least one token: it knows `num_due` by then, unless the step was abandoned.
+    num_due: how many tokens the sequence knows once its latest step is done; if it knows fewer, that was abandoned.
     """
 
     row: int

@@ -232,6 +232,8 @@ def test_the_kernel_activates(variant: native.Variant, activation: Activation | 
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
 def test_all_variants_give_the_same_bits(activation: Activation | None) -> None:
     first, *others = native.supported_int8_variants() or pytest.skip("no variant is built, or this CPU has none")
+    if not others:
+        pytest.skip("this CPU has one variant")
     for dtype in DTYPES:
         weight = with_large_outputs(with_outliers(torch.randn(300, 257))).to(dtype)
         x, residual = rows_of_all_kinds(257, dtype), torch.randn(40, 300).to(dtype)

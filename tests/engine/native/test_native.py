@@ -236,7 +236,8 @@ def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
         "avx_vnni": "avx2 fma avx_vnni",
         "avx512_vnni": "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni",
     }
-    found = [variant for variant in native.supported_int8_variants() if variant != "amx"]
+    unlisted = {"amx"} if "avx_vnni" in flags else {"amx", "avx_vnni"}  # old kernels do not know that name
+    found = [variant for variant in native.supported_int8_variants() if variant not in unlisted]
     assert found == [variant for variant, needed in needs.items() if flags >= set(needed.split())]
 
 
