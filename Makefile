@@ -71,6 +71,7 @@ gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure 
 		$(bin)/python -m bench.decode --device cuda --alone --$$option --batch 1 8 32 128 256 \
 			--kv-cache-bytes 17179869184 --output bench/results/gpu-gpt2-$$option.json || exit 1; \
 	done
+	$(bin)/python -m bench.serving --streams 64 --kv-cache-bytes 17179869184 --output bench/results/gpu-gpt2-http.json
 	for shape in gpt2 llama-8b; do \
 		$(bin)/python -m bench.idle --shape $$shape --output bench/results/gpu-$$shape-idle.json || exit 1; \
 	done

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.machine import versions
 from bench.models import SHAPES, write_served_model
 from bench.server import running_server
@@ -46,11 +48,17 @@ def main() -> None:
         folder = resolve_model(None) if args.shape == EMBEDDED_MODEL else Path(name)
         if args.shape != EMBEDDED_MODEL:
             write_served_model(folder, args.shape)
-        arguments = [folder, "--dtype", args.dtype, *["--in-process"] * args.in_process]
+        cache = [] if args.kv_cache_bytes is None else ["--kv-cache-bytes", str(args.kv_cache_bytes)]
+        arguments = [folder, "--dtype", args.dtype, *cache, *["--in-process"] * args.in_process]
         with running_server(*arguments) as (_, port):
             load = Load(f"http://127.0.0.1:{port}", {}, folder.name)
             found = measure_gaps(load, args) if args.beside else measure_rates(load, folder, args)
-    print(json.dumps({"benchmark": "serving", **vars(args), **found, **versions()}))
+    device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    options = {name: value for name, value in vars(args).items() if name != "output"}
+    result = json.dumps({"benchmark": "serving", **options, **found, **versions(), **device})
+    print(result)
+    if args.output is not None:
+        args.output.write_text(result + "\n", encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -63,11 +71,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--in-process", action="store_true", help="run the server's engine in a thread")
+    parser.add_argument("--kv-cache-bytes", type=int, help="of each engine: two must fit on one GPU")
+    parser.add_argument("--output", type=Path, help="a file for the line of JSON")
     return parser.parse_args()
 
 
 def measure_rates(load: Load, folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    with own_engine(folder, args.dtype) as engine:
+    with own_engine(folder, args.dtype, args.kv_cache_bytes) as engine:
         rates = [measure(engine, load, args) for _ in range(1 + args.repeats)][1:]  # the first warms up
     own, http = (statistics.median(column) for column in zip(*rates, strict=True))
     ratio = statistics.median(b / a for a, b in rates)
@@ -126,11 +136,11 @@ def measure(engine: Connection, load: Load, args: argparse.Namespace) -> tuple[f
 
 
 @contextmanager
-def own_engine(folder: Path, dtype: str) -> Iterator[Connection]:
+def own_engine(folder: Path, dtype: str, kv_cache_bytes: int | None) -> Iterator[Connection]:
     """Run an Engine in a process that answers (prompts, max_tokens) with seconds."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=compute_on_request, args=(theirs, folder, dtype))
+    process = context.Process(target=compute_on_request, args=(theirs, folder, dtype, kv_cache_bytes))
     process.start()
     theirs.close()
     try:
@@ -140,12 +150,13 @@ def own_engine(folder: Path, dtype: str) -> Iterator[Connection]:
         process.join()
 
 
-def compute_on_request(pipe: Connection, folder: Path, dtype: str) -> None:
+def compute_on_request(pipe: Connection, folder: Path, dtype: str, kv_cache_bytes: int | None) -> None:
     from bench.engines import seconds
     from gptserve.engine.config import EngineConfig
     from gptserve.engine.engine import Engine
 
-    engine = Engine(EngineConfig(model_dir=folder, dtype=dtype))  # type: ignore[arg-type]
+    config = EngineConfig(model_dir=folder, dtype=dtype, kv_cache_bytes=kv_cache_bytes)  # type: ignore[arg-type]
+    engine = Engine(config)
     while True:
         try:
             prompts, max_tokens = pipe.recv()
