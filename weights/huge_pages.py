@@ -38,17 +38,16 @@ class HugePages:
 def mapped(num_bytes: int) -> Tensor:
     """Return zeros, uint8 [num_bytes], in a mapping of their own from the begin of a huge page on.
 
-    Memory is taken when it is written. Where the system has no huge pages, or keeps them from this process, they are
-    small. Raises MemoryError if so much cannot be mapped.
+    Memory is taken when it is written. What fills no huge page lies in small ones, and so does all where the system has
+    no huge pages or keeps them from this process. Raises MemoryError if so much cannot be mapped.
     """
-    size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
     try:
-        mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{size:,} bytes could not be mapped: {error.strerror}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # of a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+        raise MemoryError(f"{num_bytes:,} bytes could not be mapped: {error.strerror}") from error
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE
+    start, size = -whole.data_ptr() % HUGE_PAGE, num_bytes // HUGE_PAGE * HUGE_PAGE
+    if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, size)
     return whole[start : start + num_bytes]
