@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import gptserve
 from gptserve.server.cli.bench.load import Load
@@ -60,9 +62,9 @@ class Bench:
 
     def _reports(self, load: Load) -> Iterator[Report]:
         for clients in self.concurrency:
-            yield asyncio.run(self._closed(load, clients))
+            yield _run(self._closed(load, clients))
         for rate in self.rate:
-            yield asyncio.run(self._open(load, rate))
+            yield _run(self._open(load, rate))
 
     async def _closed(self, load: Load, clients: int) -> Report:
         await self._warm_up(load, clients)
@@ -88,3 +90,20 @@ class Bench:
         start, cpu_start = time.perf_counter(), time.process_time()
         ended = await outcomes
         return summarize(name, ended, time.perf_counter() - start, time.process_time() - cpu_start, self.slo)
+
+
+def _run(measuring: Coroutine[Any, Any, Report]) -> Report:
+    """Run it. SIGTERM waits until asyncio has its handler: sooner, it would leave a task that has not begun."""
+
+    async def begun() -> Report:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        try:
+            return await measuring
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return asyncio.run(begun())
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
