@@ -93,7 +93,8 @@ class Checkpoint:
         for name, source in self._sources.items():
             on, shapes = torch.device(device), self._shapes(name, source, keeps_mxfp4)
             its_dtype = dtype if len(shapes) == 1 else torch.uint8
-            tensors = {part: _zeros(shape, its_dtype, on) for part, shape in shapes.items()}
+            make = torch.zeros if source.is_zero else _empty
+            tensors = {part: make(shape, dtype=its_dtype, device=on) for part, shape in shapes.items()}
             if not source.is_zero:
                 self._fill(tuple(tensors.values()), source, copies.copy)
                 copies.join()
@@ -173,10 +174,10 @@ class Checkpoint:
         return sum(sizes) if source.entry is None else sum(sizes) // source.parts[0][1][0]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < MAPPED_BYTES:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     return mapped(num_bytes).view(dtype).view(shape)
 
 
