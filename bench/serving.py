@@ -111,6 +111,7 @@ async def gaps(load: Load, args: argparse.Namespace, *, prompts_arrive: bool) ->
     failures = {outcome.failure for outcome in [*outcomes, *others]} - {None}
     assert not failures, failures
     begun, ended = max(o.arrivals[0] for o in outcomes), min(o.arrivals[-1] for o in outcomes)
+    assert begun < ended, "the first stream has ended before the last one began: raise --max-tokens"
     found = percentiles(b - a for o in outcomes for a, b in pairwise(o.arrivals) if begun <= a and b <= ended)
     ratio = found["p99"] / found["p50"] if found["p50"] else math.inf  # 0 where most events came with the one before
     return {"p50 ms": found["p50"], "p99 ms": found["p99"], "p99/p50": ratio, "prompts": len(others)}
