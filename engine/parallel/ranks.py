@@ -241,5 +241,6 @@ def _close(
             thread.join()
     for rank in ranks:
         rank.connection.close()
+        rank.process.join()  # where this is the thread that watches it, nobody has
         rank.process.close()
     folder.cleanup()
