@@ -15,7 +15,8 @@ _MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
 _CHUNK_SHARE = 0.75
 """Chunks may add this share of the time of decoding. It is below 1, as steps vary: of a hundred at most one is to take
 more than twice as long as a step that only decodes."""
-_WEIGHT = 0.25  # of the newest step in an average
+_DECODE_WEIGHT = 1 / 4  # of the newest step in an average
+_CHUNK_WEIGHT = 1 / 16  # less, as the time of chunks is a difference of two times that vary
 _STEPS_BETWEEN = 16  # a step without chunks comes at least so often, so that the time of decoding is known
 _UNLIMITED = 1 << 30
 
@@ -90,18 +91,19 @@ class PromptPace(Pace):
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         num_chunk_tokens = sum(item.num_tokens for item in batch.items if _is_chunk(item))
         if num_chunk_tokens == 0:
-            self._decode_seconds = _average(self._decode_seconds, seconds)
+            self._decode_seconds = _average(self._decode_seconds, seconds, _DECODE_WEIGHT)
             self._num_steps_with_chunks = 0
             return
         self._num_steps_with_chunks += 1
         if self._decode_seconds is not None:
-            self._chunk_seconds = _average(self._chunk_seconds, max(seconds - self._decode_seconds, 0.0))
-            self._chunk_tokens = _average(self._chunk_tokens, num_chunk_tokens)
+            chunk_seconds = max(seconds - self._decode_seconds, 0.0)
+            self._chunk_seconds = _average(self._chunk_seconds, chunk_seconds, _CHUNK_WEIGHT)
+            self._chunk_tokens = _average(self._chunk_tokens, num_chunk_tokens, _CHUNK_WEIGHT)
 
 
 def _is_chunk(item: ScheduledSequence) -> bool:
     return not item.needs_sampling or item.num_tokens - len(item.draft) > 1
 
 
-def _average(average: float | None, newest: float) -> float:
-    return newest if average is None else average + _WEIGHT * (newest - average)
+def _average(average: float | None, newest: float, weight: float) -> float:
+    return newest if average is None else average + weight * (newest - average)
