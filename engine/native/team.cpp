@@ -7,10 +7,16 @@
 //
 // A thread without work spins shortly, as the next job of a step is near, and then sleeps until it is woken. Threads
 // start with the first job that can use them. They end with the process, or by native_stop.
+//
+// Where other processes want the CPUs, too, Linux may let the caller and a worker share one and leave the other to
+// another process for good: to it, two threads on one of two CPUs and one on the other are as good as any three. So a
+// worker that finds itself on the caller's CPU leaves it. And a worker that has to wait for its CPU in the middle of a
+// chunk gets that of the caller, which waits for it. Both then may run where they might before.
 
 #include "team.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <time.h>
 
@@ -25,7 +31,8 @@
 namespace {
 
 constexpr int64_t WORKER_SPIN_NS = 50000;  // longer than the pauses between the jobs of a step
-constexpr int64_t CALLER_SPIN_NS = 20000;  // the last chunks mostly end sooner; else someone else has the CPU: give ours
+constexpr int64_t CALLER_SPIN_NS = 100000;  // the last chunks end sooner, or their thread does not run
+constexpr int64_t STEP_ASIDE_NS = 1000000;  // at most so often
 constexpr int MAX_WORKERS = 255;
 
 typedef void (*Chunk)(void*, int64_t);
@@ -33,7 +40,11 @@ typedef std::atomic<uint32_t> Word;
 
 struct alignas(64) Worker {
     Word asleep{0};
+    Word in_chunk{0};
+    Word was_pulled{0};  // to the caller's CPU, which it leaves to the caller
     int index = 0;
+    int64_t id = 0;  // the system's
+    int64_t stepped_aside_ns = 0;
     pthread_t thread{};
 };
 
@@ -44,6 +55,7 @@ struct Team {
     alignas(64) Chunk chunk = nullptr;            // the job: written while no chunk is under way
     void* job = nullptr;
     std::atomic<int> num_helpers{0};              // workers that may take chunks
+    std::atomic<int> caller_cpu{-1};
     std::atomic<bool> stopping{false};
     std::atomic<bool> owned{false};               // by a caller
     int num_workers = 0;
@@ -89,6 +101,38 @@ void pause() {
 #endif
 }
 
+#ifdef __linux__
+typedef cpu_set_t Cpus;
+
+int64_t thread_id() { return syscall(SYS_gettid); }
+
+int current_cpu() { return sched_getcpu(); }
+
+// Keep a thread on this CPU, or off it, among those where it may run, and say which these are. Return false if that
+// leaves none, or the system refuses.
+bool restrict_to(int64_t thread, int cpu, bool is_on, Cpus& allowed) {
+    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(thread, sizeof allowed, &allowed)) return false;
+    Cpus one, cpus;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    CPU_AND(&cpus, &allowed, &one);
+    if (!is_on) CPU_XOR(&cpus, &allowed, &cpus);
+    return CPU_COUNT(&cpus) > 0 && sched_setaffinity(thread, sizeof cpus, &cpus) == 0;
+}
+
+void allow(int64_t thread, const Cpus& cpus) { sched_setaffinity(thread, sizeof cpus, &cpus); }
+#else
+struct Cpus {};
+
+int64_t thread_id() { return 0; }
+
+int current_cpu() { return -1; }
+
+bool restrict_to(int64_t, int, bool, Cpus&) { return false; }
+
+void allow(int64_t, const Cpus&) {}
+#endif
+
 // Spin until ready() or for this long; return whether it was ready.
 template <class Ready>
 bool spin(int64_t limit_ns, Ready ready) {
@@ -104,12 +148,14 @@ bool spin(int64_t limit_ns, Ready ready) {
 
 bool has_chunk(uint64_t ticket) { return (ticket & 0xffff) < (ticket >> 16 & 0xffff); }
 
-// Take chunks and compute them until none is left.
-void compute_chunks() {
+// Take chunks and compute them until none is left. `in_chunk` is 1 during each.
+void compute_chunks(Word& in_chunk) {
     uint64_t ticket = team.ticket.load();
     while (has_chunk(ticket)) {
         if (!team.ticket.compare_exchange_weak(ticket, ticket + 1)) continue;
+        in_chunk.store(1, std::memory_order_relaxed);
         team.chunk(team.job, ticket & 0xffff);
+        in_chunk.store(0, std::memory_order_relaxed);
         const uint32_t num_chunks = ticket >> 16 & 0xffff;
         if (team.done.fetch_add(1) + 1 == num_chunks && team.caller_asleep.load()) wake(team.done);
         ticket = team.ticket.load();
@@ -118,13 +164,26 @@ void compute_chunks() {
 
 bool may_help(const Worker& me) { return has_chunk(team.ticket.load()) && me.index < team.num_helpers.load(); }
 
+// Leave the caller's CPU, if this is it and there are others.
+void step_aside(Worker& me) {
+    const int cpu = team.caller_cpu.load();
+    if (cpu < 0 || cpu != current_cpu()) return;
+    const int64_t now = now_ns();
+    if (now - me.stepped_aside_ns < STEP_ASIDE_NS) return;
+    me.stepped_aside_ns = now;
+    Cpus allowed;
+    if (restrict_to(me.id, cpu, false, allowed)) allow(me.id, allowed);
+}
+
 void* work(void* self) {
     Worker& me = *(Worker*)self;
+    me.id = thread_id();
     const auto called = [&] { return may_help(me) || team.stopping.load(); };
     while (!team.stopping.load()) {
         if (may_help(me)) {
-            compute_chunks();
-        } else if (!spin(WORKER_SPIN_NS, called)) {
+            step_aside(me);
+            compute_chunks(me.in_chunk);
+        } else if (me.was_pulled.exchange(0) || !spin(WORKER_SPIN_NS, called)) {
             me.asleep.store(1);  // before the last look: who calls looks for sleepers after the call
             while (!called() && me.asleep.load()) wait_while(me.asleep, 1);
             me.asleep.store(0);
@@ -164,6 +223,22 @@ void start_workers(int num) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+// Give this CPU to a worker that is in a chunk, and sleep until all chunks are done.
+void sleep_until_done(int64_t num_chunks, int num_helpers) {
+    Cpus allowed;
+    Worker* pulled = nullptr;
+    team.caller_asleep.store(1);
+    for (int i = 0; i < num_helpers && !pulled; i++) {
+        Worker& worker = team.workers[i];
+        if (!worker.in_chunk.load()) continue;
+        worker.was_pulled.store(1);
+        if (restrict_to(worker.id, current_cpu(), true, allowed)) pulled = &worker;
+    }
+    for (uint32_t done; (done = team.done.load()) != num_chunks;) wait_while(team.done, done);
+    team.caller_asleep.store(0);
+    if (pulled) allow(pulled->id, allowed);
+}
+
 }  // namespace
 
 void run_chunks(Chunk chunk, void* job, int64_t num_chunks, int64_t num_threads) {
@@ -176,18 +251,14 @@ void run_chunks(Chunk chunk, void* job, int64_t num_chunks, int64_t num_threads)
     if (team.num_workers < num_helpers) start_workers(num_helpers);
     team.chunk = chunk;
     team.job = job;
+    team.caller_cpu.store(current_cpu());
     team.done.store(0);
     team.num_helpers.store(num_helpers);
     team.ticket.store(((team.ticket.load() >> 32) + 1) << 32 | (uint64_t)num_chunks << 16);
     wake_workers(num_helpers < team.num_workers ? num_helpers : team.num_workers);
-    compute_chunks();
-
-    const auto all_done = [&] { return team.done.load() == num_chunks; };
-    if (!spin(CALLER_SPIN_NS, all_done)) {
-        team.caller_asleep.store(1);
-        for (uint32_t done; (done = team.done.load()) != num_chunks;) wait_while(team.done, done);
-        team.caller_asleep.store(0);
-    }
+    Word in_chunk{0};
+    compute_chunks(in_chunk);
+    if (!spin(CALLER_SPIN_NS, [&] { return team.done.load() == num_chunks; })) sleep_until_done(num_chunks, num_helpers);
     team.owned.store(false);
 }
 

@@ -41,6 +41,12 @@ def _no_threads_before_or_after() -> Iterator[None]:
     assert all_end()
 
 
+@pytest.fixture
+def _two_cpus() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+
+
 def all_end() -> bool:
     """Stop the team; return whether its threads are gone. The system shows a thread for a moment after its end."""
     stopped, deadline = native.stop(), time.monotonic() + LIMIT_S
@@ -169,6 +175,41 @@ def test_a_team_at_work_is_not_stopped() -> None:
     assert stopped == [False, False]
 
 
+@pytest.mark.usefixtures("_two_cpus")
+def test_a_thread_in_a_chunk_gets_the_cpu_of_the_caller_that_waits_for_it() -> None:
+    caller, both_are_here, pulled_to = threading.get_native_id(), threading.Barrier(2), set[int]()
+
+    def chunk() -> None:
+        both_are_here.wait(LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
+        while threading.get_native_id() != caller and len(os.sched_getaffinity(0)) > 1 and time.monotonic() < deadline:
+            pass
+        if threading.get_native_id() != caller:
+            pulled_to.update(os.sched_getaffinity(0))
+
+    before = os.sched_getaffinity(0)
+    parallel(chunk, 2)
+    assert len(pulled_to) == 1
+    (worker,) = team_threads()
+    assert os.sched_getaffinity(worker) == before, "afterwards it may run where it might"
+
+
+@pytest.mark.usefixtures("_two_cpus")
+def test_threads_stay_on_the_cpus_that_they_are_kept_to() -> None:
+    linear, x, y = linear_and_rows()
+    native.set_num_threads(2)
+    linear(x)
+    (worker,), everywhere = team_threads(), os.sched_getaffinity(0)
+    kept_to = {min(everywhere)}
+    try:
+        os.sched_setaffinity(0, kept_to)  # this thread
+        os.sched_setaffinity(worker, kept_to)
+        assert all(torch.equal(linear(x), y) for _ in range(300))
+        assert os.sched_getaffinity(worker) == kept_to
+    finally:
+        os.sched_setaffinity(0, everywhere)
+
+
 def test_beside_busy_processes_the_results_are_the_same() -> None:
     linear, x, y = linear_and_rows(1000)
     native.set_num_threads(3)
@@ -181,6 +222,9 @@ def test_beside_busy_processes_the_results_are_the_same() -> None:
         for process in busy:
             process.kill()
             process.wait()
+    everywhere, deadline = os.sched_getaffinity(0), time.monotonic() + LIMIT_S
+    while any(os.sched_getaffinity(thread) != everywhere for thread in team_threads()):  # it is about to step back
+        assert time.monotonic() < deadline, "a thread is kept from CPUs for good"
 
 
 def test_a_process_that_forks_computes_on_both_sides() -> None:
