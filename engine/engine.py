@@ -81,11 +81,17 @@ class Engine:
         overlap = may_overlap(config, self._runner) if overlap is None else overlap
         warm_up(self._runner, self._pool)
         self._steps = Steps(self._runner, self._scheduler, overlap=overlap)
+        self._is_doubted = False  # a step failed for unknown reason, and none has succeeded since
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is live."""
+        return self._scheduler.has_work or self._grammar_queue.has_work
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live."""
-        return self._scheduler.has_work or self._grammar_queue.has_work
+        """Whether a request is live, or a step is to show that the engine still can decode."""
+        return self.has_requests or self._is_doubted
 
     @property
     def stats(self) -> EngineStats:
@@ -119,6 +125,9 @@ class Engine:
         If steps overlap, the next one is launched before this one is awaited, and runs when this returns.
         """
         outputs = self._grammar_queue.let_in(self._scheduler)
+        if self._is_doubted and not self._scheduler.has_work:
+            self._is_doubted = False
+            warm_up(self._runner, self._pool)
         for step in self._steps.due(partial(self._schedule, outputs)):
             outputs += self._collect(step)
         return outputs
@@ -137,6 +146,7 @@ class Engine:
             result = step.collect()
         except BaseException as error:
             return self._recover(batch, error)
+        self._is_doubted = False
         outputs: list[TokenOutput] = []
         self._scheduler.stats.count_step(batch.num_tokens)
         for index, entries in result.prompt_logprobs.items():
@@ -194,6 +204,7 @@ class Engine:
             raise error
         logger.error("a step of %d sequences failed", len(batch.items), exc_info=error)
         if convicted is None:
+            self._is_doubted = True
             return []
         try:
             warm_up(self._runner, self._pool)

@@ -72,7 +72,7 @@ class LLM:
 
         Only one stream at a time: a second one raises EngineError until the first has ended.
         """
-        if self.engine.has_work:
+        if self.engine.has_requests:
             raise EngineError("this LLM is computing another stream: exhaust or close that first")
         live = {request.request_id for request in requests}
         try:

@@ -73,7 +73,7 @@ class Decoder:
         operations: Operations = TORCH,
     ) -> None:
         self._config, self._backend, self._group = config, backend, group
-        self.host_starts_experts = config.experts is not None and operations.experts is None
+        self.host_starts_experts = operations.host_starts_experts(config)
         source = self._source = StreamedTensors(tensors, quantization, group, operations, config.num_layers)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None

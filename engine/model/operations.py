@@ -13,7 +13,7 @@ from torch import Tensor
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import ExpertProducts
 from gptserve.engine.model.norm import Norm, normalize_by_torch
-from gptserve.weights.config import Activation
+from gptserve.weights.config import Activation, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class Operations:
     def keeps_mxfp4(self) -> bool:
         """Whether `experts` multiplies with weights in MXFP4 as they are stored."""
         return self.experts is not None and self.mxfp4_experts is not None
+
+    def host_starts_experts(self, model: ModelConfig) -> bool:
+        """Whether the host must know which experts are chosen, before it can start them."""
+        return model.experts is not None and self.experts is None
 
 
 TORCH = Operations()

@@ -67,9 +67,16 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
         products = choose_products(config, model, device, dtype, backend)
         operations = replace(operations, call_rows=products.call_rows)
     checkpoint = Checkpoint(config.model_dir, whole, share)
-    tensors = checkpoint.stream(dtype=dtype, device=device, keeps_mxfp4=operations.keeps_mxfp4)
     group = Group(share, path, device, choose_order(config, device))
-    layers = Layers(model, StreamedTensors(tensors, group=group, operations=operations), backend, device)
+    layers = Layers(  # nothing else may hold the stream, as it holds its last tensor
+        model,
+        StreamedTensors(
+            checkpoint.stream(dtype=dtype, device=device, keeps_mxfp4=operations.keeps_mxfp4),
+            group=group,
+            operations=operations,
+        ),
+        *(backend, device),
+    )
     connection.send(Loaded())
     group.meet()
     connection.send(Memory(*cache_memory_bytes(config, device, 0)))
@@ -86,8 +93,7 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     steps: RecordedSteps | None = None
     if plan.has_graphs:
         steps = RecordedSteps(compute, cache, config, plan.max_model_len, device)
-        starts_experts = model.experts is not None and operations.experts is None
-        found = obstacle(backend, host_starts_experts=starts_experts)
+        found = obstacle(backend, host_starts_experts=operations.host_starts_experts(model))
         if _record(steps, found, model.vocab_size, device, connection) is not None:
             steps = None
     while True:

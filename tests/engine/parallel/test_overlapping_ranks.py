@@ -31,7 +31,7 @@ from gptserve.engine.request import Request, TokenOutput
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.client_harness import run as asyncio_run
 from tests.engine.parallel.recording_ranks import num_replays, record
-from tests.engine.parallel.test_ranks import _grandchild, ranks
+from tests.engine.parallel.test_ranks import _grandchild, process_of_rank
 from tests.engine.runs import EvenPace, make_config, make_engine, make_request, run, token_ids
 from tests.engine.test_overlap import LateRunner, answers, varied_requests
 
@@ -114,19 +114,24 @@ def test_a_rank_that_dies_while_a_step_is_ahead_ends_the_engine_with_its_cause(
         engine.add(request)
     while engine._steps._ahead is None:
         engine.step()
-    (rank,) = ranks()
+    rank = process_of_rank(pair.runner)
     os.kill(rank.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError, match=r"^rank 1 was killed by signal 9 \(Killed\)"):
         finish(engine)
-    assert not ranks()
+    assert not rank.is_alive()
     caplog.clear()  # its tracebacks hold the engine
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_last", [False, True])
 def test_a_launch_ahead_that_fails_in_the_middle_leaves_the_others_the_step_before(
-    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_last: bool
 ) -> None:
-    """On a GPU that step is still computed then, by all ranks."""
+    """On a GPU that step is still computed then, by all ranks. is_last: it ends the only request."""
+    before = set(threading.enumerate())
+    (first,) = token_ids(
+        run(make_engine(tiny_gpt2), [make_request("a", range(10), max_tokens=1, temperature=0.0)])["a"]
+    )
     engine = Engine(make_config(tiny_gpt2, tensor_parallel_size=2), pace=EvenPace(), overlap=True)
     embed, num_embedded = engine._runner._decoder._embed, 0
 
@@ -145,11 +150,13 @@ def test_a_launch_ahead_that_fails_in_the_middle_leaves_the_others_the_step_befo
 
     monkeypatch.setattr(parallel_ranks, "_kill", noting)
     monkeypatch.setattr(engine._runner._decoder, "_embed", fails)
-    engine.add(make_request("a", range(10), max_tokens=6, temperature=0.0))
-    (watch,) = (thread for thread in threading.enumerate() if thread.name == "gptserve-rank-1")
+    stops = (first,) if is_last else ()
+    engine.add(make_request("a", range(10), max_tokens=6, temperature=0.0, stop_token_ids=stops))
+    (watch,) = (t for t in threading.enumerate() if t not in before and t.name == "gptserve-rank-1")
     assert [len(output.token_ids) for output in engine.step()] == [1]
     assert num_embedded == 2
     assert not killed
+    assert engine.has_requests == (not is_last)
     with pytest.raises(EngineDiedError, match=r"^the first rank raised MemoryError in the middle of a step$"):
         finish(engine)
     assert killed

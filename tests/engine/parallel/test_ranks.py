@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidConfigurationError
 from gptserve.engine.model.hardware import set_num_threads
 from gptserve.engine.model.memory import kv_bytes_per_token
+from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.parallel.messages import Memory
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.process.factory import load_engine
@@ -95,7 +95,7 @@ def test_the_number_of_ranks_is_in_the_fingerprint(folder: Path, engine: Engine)
 
 def test_a_killed_rank_ends_the_engine_with_its_cause(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     cause = "rank 1 was killed by signal 9 (Killed), as the system does when memory runs out"
-    (rank,) = ranks()
+    rank = process_of_rank(engine._runner)
     os.kill(rank.pid, signal.SIGKILL)
 
     with caplog.at_level(logging.ERROR), pytest.raises(EngineDiedError) as died:
@@ -103,7 +103,7 @@ def test_a_killed_rank_ends_the_engine_with_its_cause(engine: Engine, caplog: py
 
     assert str(died.value) == cause
     assert f"{cause}; the engine ends with it" in caplog.messages
-    assert not ranks()
+    assert not rank.is_alive()
     caplog.clear()  # its tracebacks hold the engine
 
 
@@ -257,7 +257,7 @@ def test_the_peak_of_a_rank_is_about_its_share(tmp_path: Path, tiny_gpt2: Path) 
 
     def peak_bytes(folder: Path) -> int:
         engine = make_engine(folder, tensor_parallel_size=2)
-        (rank,) = ranks()
+        rank = process_of_rank(engine._runner)
         (line,) = (line for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines() if "VmHWM" in line)
         del engine
         return int(line.split()[1]) * 1024
@@ -265,9 +265,11 @@ def test_the_peak_of_a_rank_is_about_its_share(tmp_path: Path, tiny_gpt2: Path) 
     assert 0.45 * whole < peak_bytes(tmp_path) - peak_bytes(tiny_gpt2) < 0.75 * whole
 
 
-def ranks() -> list[psutil.Process]:
-    multiprocessing.active_children()  # reaps those that have ended
-    return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+def process_of_rank(runner: ModelRunner) -> Any:
+    """Return the process of the only other rank; its watch reaps it, so nobody else may wait for it."""
+    assert runner._ranks is not None
+    (rank,) = runner._ranks._ranks
+    return rank.process
 
 
 def _supervisor(folder: Path) -> Supervisor:
@@ -278,8 +280,12 @@ def _supervisor(folder: Path) -> Supervisor:
 
 def _grandchild() -> psutil.Process:
     """Return the rank of an engine in a process of its own."""
-    (rank,) = (p for child in ranks() for p in child.children() if "spawn_main" in " ".join(p.cmdline()))
+    (rank,) = (p for p in psutil.Process().children(recursive=True) if p.ppid() != os.getpid() and _is_spawned(p))
     return rank
+
+
+def _is_spawned(process: psutil.Process) -> bool:
+    return "spawn_main" in " ".join(process.cmdline())
 
 
 def _logprobs(outputs: Sequence[TokenOutput]) -> list[float]:
