@@ -27,7 +27,7 @@ from gptserve.weights.families import find_family
 from gptserve.weights.families.family import Family, Shape, Source
 from gptserve.weights.huge_pages import mapped
 from gptserve.weights.json_file import read_json_object
-from gptserve.weights.mxfp4_shapes import SUFFIXES, held_shapes, packed_shapes
+from gptserve.weights.mxfp4_shapes import GROUP, SUFFIXES, held_shapes, packed_shapes
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.sharding import WHOLE, Share
 from gptserve.weights.source import require_safetensors
@@ -308,6 +308,9 @@ def _check_tensors(
     for name, shape in expected.items():
         files = found.get(name, ())
         is_packed = len(files) == len(SUFFIXES)
+        if is_packed and (len(shape) < 2 or shape[-2] % GROUP):
+            misshapen.append(f"{name} is in MXFP4, which takes a multiple of {GROUP} inputs, expected {list(shape)}")
+            continue
         shapes = packed_shapes(shape) if is_packed else (shape,)
         dtypes = PACKED_DTYPES if is_packed else ACCEPTED_DTYPES
         for stored, its_shape in zip(files, shapes, strict=False):

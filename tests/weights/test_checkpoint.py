@@ -455,6 +455,16 @@ def test_experts_stored_as_mxfp4_equal_those_stored_plain(tmp_path: Path) -> Non
     )
     save_file(kept | replaced | {f"{name}_scales": torch.zeros(3, 64, 1)}, packed / "model.safetensors")
     refused(packed, InvalidCheckpointError, r"1 mistyped \(.*_scales is F32, expected one of U8\)")
+    norm, byte = "model.norm.weight", torch.zeros(1, dtype=torch.uint8)
+    others = {name: tensor for name, tensor in kept.items() if name != norm}
+    save_file(others | replaced | {f"{norm}_blocks": byte, f"{norm}_scales": byte + 1}, packed / "model.safetensors")
+    takes = "is in MXFP4, which takes a multiple of 32 inputs, expected"
+    refused(packed, InvalidCheckpointError, rf"1 misshapen \(norm\.weight {takes} \[64\]\)")
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    save_file(kept | replaced, packed / "model.safetensors")
+    refused(packed, InvalidCheckpointError, "8 misshapen")  # three tensors of gate_up_proj and down_proj, twice
+    (packed / "config.json").write_text(json.dumps(config))
     del replaced[f"{name}_scales"]
     save_file(kept | replaced, packed / "model.safetensors")
     refused(packed, InvalidCheckpointError, r"1 missing .*1 unexpected \('.*down_proj_blocks'\)")
