@@ -113,7 +113,7 @@ class DecodeGraphs:
         return None
 
     def _other_draws(self, step: RecordedStep, num_rows: int) -> str | None:
-        """Return whether the recorded draws choose other tokens than the sampler does, or None.
+        """Return in which size the recorded draws choose other tokens than the sampler, or None.
 
         They are compared at a heat where each noise has its own token.
         """

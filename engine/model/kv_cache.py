@@ -31,6 +31,8 @@ class KVCache:
         self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         block_shape = (model.num_kv_heads, block_size, model.head_size)
+        self.num_bytes = 2 * model.num_layers * num_blocks * math.prod(block_shape) * dtype.itemsize
+        """Of the blocks; between those of two layers some more addresses may lie."""
         try:
             self.layers = list(_allocate(model.num_layers, num_blocks, block_shape, dtype, device))
         except (RuntimeError, MemoryError) as error:

@@ -136,7 +136,8 @@ def plan_cache(
 ) -> tuple[int, int]:
     """Return how many blocks to allocate and max_model_len.
 
-    num_blocks and kv_cache_bytes are used exactly as given. Without them the cache takes up to budget_bytes, at most
+    num_blocks and kv_cache_bytes are used exactly as given, except that on a CPU the keys and the values of a layer may
+    each take a huge page more (kv_cache.py). Without them the cache takes up to budget_bytes, at most
     _CONTEXTS_PER_SEQUENCE full contexts for each of max_num_seqs sequences. If the model's whole context does not fit,
     max_model_len is the longest that fits and a warning is logged, unless the configuration gives max_model_len.
     Raises InvalidConfigurationError if a given max_model_len does not fit, or a given size exceeds free_bytes.

@@ -95,9 +95,10 @@ class ModelRunner:
         sampler = choose_sampler(whole.vocab_size, max_sampled_rows(config), self.device)
         self._ranks = Ranks(config, self.device) if share.size > 1 else None
         with torch.inference_mode():
-            keeps_mxfp4, group = operations.keeps_mxfp4, None if self._ranks is None else self._ranks.group
-            tensors = checkpoint.stream(dtype=dtype, device=self.device, progress=progress, keeps_mxfp4=keeps_mxfp4)
-            self._decoder = Decoder(self._model, tensors, backend, quantization, group, operations)
+            group, takes = None if self._ranks is None else self._ranks.group, operations.keeps_mxfp4
+            stream = partial(checkpoint.stream, dtype=dtype, device=self.device, progress=progress, keeps_mxfp4=takes)
+            # Nothing else may hold the tensors that come, or it holds the last one.
+            self._decoder = Decoder(self._model, stream(), backend, quantization, group, operations)
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler
             )
@@ -133,7 +134,7 @@ class ModelRunner:
             product=product,
             block_size=config.block_size,
             num_blocks=num_blocks,
-            kv_cache_bytes=sum(layer.nbytes for layer in self._cache.layers) * share.size,
+            kv_cache_bytes=self._cache.num_bytes * share.size,
             max_num_seqs=config.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
             fingerprint=fingerprint(causes, sample),

@@ -132,7 +132,7 @@ def make_cache(
     if ranks is not None:
         ranks.begin(num_blocks, max_model_len, has_graphs=has_graphs)
     if measured is not None:
-        sizes = (measured.weights, measured.activations, measured.graphs or 0, sum(kv.nbytes for kv in cache.layers))
+        sizes = (measured.weights, measured.activations, measured.graphs or 0, cache.num_bytes)
         logger.info(
             "GPU memory: %.2f GiB of weights, %.2f GiB for activations, %.2f GiB of CUDA graphs, %.2f GiB of KV cache",
             *(size / 2**30 for size in sizes),

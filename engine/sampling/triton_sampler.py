@@ -130,7 +130,8 @@ class TritonSampler:
             return None
         table[adjusted, _SOURCE] = 1
         seats, news, alone = self.counts.seat(list(penalized.values())) if penalized else _NO_SEATS
-        seat_of, counted = dict(zip(penalized, seats, strict=True)), [list(penalized)[index] for index in alone]
+        rows = list(penalized)
+        seat_of, counted = dict(zip(rows, seats, strict=True)), [rows[index] for index in alone]
         staged = to_device(
             self._device,
             *(table, *news, *_adjustment_arrays(choices, adjusted, seat_of), *_entries(choices, self._vocab_size)),

@@ -33,7 +33,7 @@ def test_tensors_that_cannot_be_allocated_are_one_sentence() -> None:
 def test_the_tensors_take_the_bytes_that_were_planned() -> None:
     cache = KVCache(MODEL, 5, 16, torch.float32, torch.device("cpu"))
     assert [layer.shape for layer in cache.layers] == [(2, 5, 2, 16, 16)] * 3
-    assert sum(layer.nbytes for layer in cache.layers) == 5 * BLOCK_BYTES
+    assert sum(layer.nbytes for layer in cache.layers) == cache.num_bytes == 5 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("num_blocks", [1024, 1000, 700])
@@ -43,6 +43,7 @@ def test_no_block_is_the_first_to_write_to_many_huge_pages(num_blocks: int, num_
     cache = KVCache(model, num_blocks, 16, torch.bfloat16, torch.device("cpu"))
 
     block_bytes = cache.layers[0][0, 0].nbytes
+    assert cache.num_bytes == 2 * num_layers * num_blocks * block_bytes
     first = Counter[int]()
     for array in (half for layer in cache.layers for half in layer):
         pages = [(array.data_ptr() + block * block_bytes) // HUGE_PAGE for block in range(num_blocks)]
