@@ -426,7 +426,7 @@ def main() -> None:
         print(f"{what:42} {value:>12}")
     for sentence in tally.wrong[:20]:
         print("WRONG", sentence)
-    print(json.dumps({"benchmark": "chaos", **vars(args), "device": cpu_name(), **table}))
+    print(json.dumps({"benchmark": "chaos", **vars(args), "machine": cpu_name(), **table}))
     sys.exit(bool(tally.wrong or found["before"] != found["after"] or found["exit status"]))
 
 

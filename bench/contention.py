@@ -1,11 +1,11 @@
 """Decoding while other processes keep CPUs busy: the engine compared with oneDNN in a fixed number of torch's threads.
 
-    python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3]
+    python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3] [--alone]
 
 A neighbour is a child process that spins until it is killed. The two sides are two engines in one process. They take
 turns, beside 0, 1 and 2 neighbours. A run is prefill and decode together, greedy or sampled. The first run after a
-change of neighbours is not counted. Prints the medians as a table and one JSON line with the CPU's name and the load of
-other processes before it began.
+change of neighbours is not counted. Prints the medians as a table, with the share of its speed without neighbours that
+the engine keeps beside them, and one JSON line with the CPU's name and the load of other processes before it began.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ KINDS: dict[str, dict[str, float]] = {
     "sampled": {"temperature": 0.8, "top_p": 0.9},
 }
 KV_CACHE_BYTES = 2**30  # two engines must fit side by side
-TARGETS = {0: 0.95, 1: 0.55, 2: 0.40}
-"""By number of neighbours: the speed the adaptive side must reach, as a share of the fixed side's when idle."""
 
 
 def main() -> None:
@@ -56,10 +54,14 @@ def main() -> None:
         config = EngineConfig(
             folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False, kv_cache_bytes=KV_CACHE_BYTES
         )
-        with mock.patch.object(native, "supported_variants", return_value=()):  # without our products and their team
-            fixed = ModelRunner(config)
-        fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
-        engines = {"adaptive": Engine(config), "fixed": Engine(config, runner=fixed)}
+        engines = {"adaptive": Engine(config)}
+        if not args.alone:
+            with mock.patch.object(
+                native, "supported_variants", return_value=()
+            ):  # without our products and their team
+                fixed = ModelRunner(config)
+            fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
+            engines["fixed"] = Engine(config, runner=fixed)
     speeds: dict[tuple[int, str, int, str], list[float]] = {}
     for _ in range(args.repeats):
         for num_neighbours in args.neighbours:
@@ -67,7 +69,7 @@ def main() -> None:
                 measure(engines, num_neighbours, args, speeds)
     rows = [row(speeds, batch, kind, n) for batch in args.batch for kind in KINDS for n in args.neighbours]
     show(rows)
-    report = {"benchmark": "contention", **vars(args), "load_before": load, "dtype": engines["fixed"].info.dtype}
+    report = {"benchmark": "contention", **vars(args), "load_before": load, "dtype": engines["adaptive"].info.dtype}
     print(json.dumps({**report, "rows": rows, **versions()}))
 
 
@@ -80,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="do without oneDNN's side")
     return parser.parse_args()
 
 
@@ -120,19 +123,19 @@ def speed(engine: Engine, batch: int, args: argparse.Namespace, params: dict[str
 
 
 def row(speeds: dict[tuple[int, str, int, str], list[float]], batch: int, kind: str, number: int) -> dict[str, Any]:
-    """Return the medians, and the ratio of the adaptive side to the fixed one beside as many and beside none."""
-    fixed, adaptive = (statistics.median(speeds[batch, kind, number, side]) for side in ("fixed", "adaptive"))
-    idle = speeds.get((batch, kind, 0, "fixed"))
-    found = {"batch": batch, "kind": kind, "neighbours": number, "fixed": fixed, "adaptive": adaptive}
-    return {**found, "ratio": adaptive / fixed, "of_idle": adaptive / statistics.median(idle) if idle else None}
+    """Return the medians of each side, and the share of its speed without neighbours that the adaptive one keeps."""
+    medians = {side: statistics.median(its) for (*key, side), its in speeds.items() if key == [batch, kind, number]}
+    idle = speeds.get((batch, kind, 0, "adaptive"))
+    share = None if idle is None else medians["adaptive"] / statistics.median(idle)
+    return {"batch": batch, "kind": kind, "neighbours": number, **medians, "share": share}
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"batch {'kind':8} neighbours {'fixed tok/s':>12} {'adaptive':>9} {'ratio':>6} {'of idle':>8} target")
+    columns = {"adaptive": "tokens/s", "share": "share", "fixed": "oneDNN tokens/s"}
+    shown = {key: title for key, title in columns.items() if rows[0].get(key) is not None}
+    print(f"batch {'kind':8} neighbours" + "".join(f"{title:>16}" for title in shown.values()))
     for r in rows:
-        of_idle = f"{r['of_idle']:>8.2f}" if r["of_idle"] is not None else f"{'-':>8}"
-        head = f"{r['batch']:>5} {r['kind']:8} {r['neighbours']:>10} {r['fixed']:>12.1f} {r['adaptive']:>9.1f}"
-        print(f"{head} {r['ratio']:>6.2f} {of_idle} {TARGETS.get(r['neighbours'], '')}")
+        print(f"{r['batch']:>5} {r['kind']:8} {r['neighbours']:>10}" + "".join(f"{r[key]:>16.2f}" for key in shown))
 
 
 if __name__ == "__main__":

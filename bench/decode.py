@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import signal
 import statistics
 import sys
@@ -34,7 +33,7 @@ import torch
 
 from bench.engines import timing
 from bench.floor import Reader, step_bytes
-from bench.machine import cpu_name, versions
+from bench.machine import cpu_name, tell, versions
 from bench.models import SHAPES, write_served_model
 from bench.peers import PEERS, Compute, Work, started
 from gptserve.engine.config import EngineConfig
@@ -86,10 +85,7 @@ def main() -> None:
                 others["transformers"] = partial(time_transformers, theirs)
             turns = Turns(engines, others, model, args)
             rows = measure_all(turns, args, [*others])
-    result = json.dumps({"benchmark": "decode", **describe(engines, device, args), "rows": rows})
-    print(result)
-    if args.output is not None:
-        args.output.write_text(result + "\n", encoding="utf-8")
+    tell({"benchmark": "decode", **describe(engines, device, args), "rows": rows}, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,7 +10,6 @@ CUDA device. Prints a table and one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.machine import versions
+from bench.machine import tell, versions
 from bench.models import SHAPES, write_served_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
@@ -54,10 +53,7 @@ def main() -> None:
             print(f"{batch:>5} {row['step_ms']:>8.3f} {row['idle']:>6.3f}", flush=True)
     options = {name: value for name, value in vars(args).items() if name != "output"}
     machine = {**versions(), "device": torch.cuda.get_device_name()}
-    result = json.dumps({"benchmark": "idle", **options, **machine, "rows": rows})
-    print(result)
-    if args.output is not None:
-        args.output.write_text(result + "\n", encoding="utf-8")
+    tell({"benchmark": "idle", **options, **machine, "rows": rows}, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -27,3 +29,11 @@ def versions() -> dict[str, object]:
 
     numbers = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
     return {"device": cpu_name(), **numbers}
+
+
+def tell(result: Mapping[str, object], output: Path | None) -> None:
+    """Print the result as a line of JSON, and write it to this file, too."""
+    line = json.dumps(result)
+    print(line)
+    if output is not None:
+        output.write_text(line + "\n", encoding="utf-8")

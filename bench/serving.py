@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import multiprocessing
 import statistics
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import versions
+from bench.machine import tell, versions
 from bench.models import SHAPES, write_served_model
 from bench.server import running_server
 from gptserve.server.cli.bench.load import Load
@@ -55,10 +54,7 @@ def main() -> None:
             found = measure_gaps(load, args) if args.beside else measure_rates(load, folder, args)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     options = {name: value for name, value in vars(args).items() if name != "output"}
-    result = json.dumps({"benchmark": "serving", **options, **found, **versions(), **device})
-    print(result)
-    if args.output is not None:
-        args.output.write_text(result + "\n", encoding="utf-8")
+    tell({"benchmark": "serving", **options, **found, **versions(), **device}, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:

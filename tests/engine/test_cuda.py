@@ -89,7 +89,7 @@ def alone_and_together(folder: Path, dtype: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # int8 is computed on a CPU only
 def test_batch_invariant_requests_are_the_same_along_every_axis(dtype: str) -> None:
     """In a process of its own, as cuBLAS reads its variables once."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
