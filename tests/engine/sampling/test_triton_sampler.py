@@ -116,6 +116,7 @@ def test_adjusted_scores_have_the_bits_of_torch(seed: int) -> None:
 
 
 @interpreted
+@slow
 def test_the_kernels_agree_with_torch_and_are_taken_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     sampler = agreeing_sampler(lambda: sampler_for(300), 300, DEVICE)
     assert sampler is not None
