@@ -131,7 +131,7 @@ def results(engine: Engine, asked: list[Request] | None = None) -> dict[str, tup
     ("load", "dtype"),
     [
         ("batches that grow and shrink", "bfloat16"),
-        ("preempted", "float32"),
+        pytest.param("preempted", "float32", marks=pytest.mark.slow),
         ("drafts", "float32"),
         pytest.param("batches that grow and shrink", "float32", marks=pytest.mark.slow),
         pytest.param("one at a time", "float32", marks=pytest.mark.slow),
@@ -163,7 +163,7 @@ def penalized() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "load", [pytest.param(name, marks=pytest.mark.slow if "one" in name else ()) for name in LOADS]
+    "load", [pytest.param(name, marks=() if name == "preempted" else pytest.mark.slow) for name in LOADS]
 )
 def test_with_recorded_draws_and_counts_of_the_device_every_answer_has_the_same_bits(
     load: str, storyteller: Path

@@ -62,6 +62,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """Of several filters each must cut off what the others would not: min_p is never seen beside a tighter top_p."""
+ALWAYS = ("plain", "min_tokens", *(name for name in CASES if "all" in name.split() or "masks" in name))
+"""The cases of the tests that are not slow: together they have every parameter, and prove it."""
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,9 @@ def altered(params: dict[str, Any]) -> list[SamplingParams]:
     return [*left_out, SamplingParams(**{**fields, "temperature": 1.5 * params.get("temperature", 1.0)})]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in CASES]
+)
 def test_tokens_follow_the_distribution_and_no_other(folder: Path, name: str) -> None:
     params = SamplingParams(max_tokens=len(GENERATED) + 1, ignore_eos=True, **CASES[name])
     request = Request("0", PROMPT, params, seed=0, generated_token_ids=GENERATED)

@@ -318,7 +318,7 @@ LOADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_every_answer_has_the_bits_that_it_has_without_overlap(tiny_gpt2: Path, load: str, delay: int) -> None:
     plain = Engine(make_config(tiny_gpt2, **LOADS[load]), pace=EvenPace())
     expected = answers(run(plain, varied_requests()))
@@ -334,8 +334,15 @@ def test_every_answer_has_the_bits_that_it_has_without_overlap(tiny_gpt2: Path, 
     assert engine.stats.num_generated_tokens < sum(len(tokens) for tokens, *_ in expected.values())
 
 
-@pytest.mark.parametrize("load", ["small batches", "preempted"])
-@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(
+    ("load", "has_graphs"),
+    [
+        ("small batches", False),
+        ("preempted", True),
+        pytest.param("small batches", True, marks=pytest.mark.slow),
+        pytest.param("preempted", False, marks=pytest.mark.slow),
+    ],
+)
 def test_penalties_overlap_where_the_device_counts(storyteller: Path, load: str, has_graphs: bool) -> None:
     """With their logprobs, stops and drawn tokens."""
     options = {"dtype": "float32", "max_num_seqs": 7, **LOADS[load]}

@@ -47,6 +47,14 @@ def make_client(request: pytest.FixtureRequest, gate: Gate) -> MakeClient:
     return lambda **options: request.param(functools.partial(fake.load, gate.path, **options))
 
 
+in_a_thread_first = pytest.mark.parametrize(
+    "make_client",
+    [ThreadClient, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ProcessClient, supervise))],
+    indirect=True,
+)
+"""For what does not depend on where the engine runs."""
+
+
 def test_outputs_arrive_in_order_and_complete(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client()) as client:
@@ -59,6 +67,7 @@ def test_outputs_arrive_in_order_and_complete(make_client: MakeClient) -> None:
     run(test())
 
 
+@in_a_thread_first
 def test_requests_of_one_submit_share_a_stream_and_others_do_not(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client()) as client:
@@ -88,6 +97,7 @@ def test_aborted_request_ends_and_leaves_the_others_alone(make_client: MakeClien
     run(test())
 
 
+@in_a_thread_first
 def test_abort_is_idempotent_and_drops_what_had_arrived(make_client: MakeClient, gate: Gate) -> None:
     async def test() -> None:
         async with started(make_client()) as client:
@@ -106,6 +116,7 @@ def test_abort_is_idempotent_and_drops_what_had_arrived(make_client: MakeClient,
     run(test())
 
 
+@in_a_thread_first
 def test_request_that_fails_in_a_step_ends_alone(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client()) as client:
@@ -118,6 +129,7 @@ def test_request_that_fails_in_a_step_ends_alone(make_client: MakeClient) -> Non
     run(test())
 
 
+@in_a_thread_first
 def test_request_the_engine_refuses_ends_alone_with_the_reason(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client()) as client:
@@ -128,6 +140,7 @@ def test_request_the_engine_refuses_ends_alone_with_the_reason(make_client: Make
     run(test())
 
 
+@in_a_thread_first
 def test_invalid_request_is_refused_with_all_that_came_along(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client(max_num_seqs=2)) as client:
@@ -138,6 +151,7 @@ def test_invalid_request_is_refused_with_all_that_came_along(make_client: MakeCl
     run(test())
 
 
+@in_a_thread_first
 def test_full_queue_takes_all_requests_of_a_submit_or_none(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client(max_num_seqs=2, max_num_queued_reqs=1)) as client:
@@ -156,6 +170,7 @@ def test_full_queue_takes_all_requests_of_a_submit_or_none(make_client: MakeClie
     run(test())
 
 
+@in_a_thread_first
 def test_request_id_in_use_is_our_fault(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client()) as client:
@@ -264,6 +279,7 @@ def test_engine_that_cannot_load_fails_the_start_with_the_cause(
     run(test())  # without close: a failed start leaves nothing
 
 
+@in_a_thread_first
 def test_close_before_start_forbids_it(make_client: MakeClient) -> None:
     async def test() -> None:
         client = make_client()
@@ -321,6 +337,7 @@ def test_real_engine_answers_alike_in_both_clients(tiny_gpt2: Path) -> None:
     run(test())
 
 
+@in_a_thread_first
 def test_expired_requests_end_with_what_they_had_and_cost_nothing_more(make_client: MakeClient) -> None:
     async def test() -> None:
         async with started(make_client()) as client:
@@ -344,6 +361,7 @@ def test_expired_requests_end_with_what_they_had_and_cost_nothing_more(make_clie
     run(test())
 
 
+@in_a_thread_first
 def test_a_stream_that_failed_does_not_expire(make_client: MakeClient) -> None:
     async def test() -> None:
         reasons = []

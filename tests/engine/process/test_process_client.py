@@ -150,8 +150,15 @@ asyncio.run(main(int(sys.argv[1])))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a step that hangs outlives the parent")
-@pytest.mark.parametrize("first", [1, fake.HANG])
-@pytest.mark.parametrize("parent", ["is killed", "exits without close"])
+@pytest.mark.parametrize(
+    ("parent", "first"),
+    [
+        ("is killed", fake.HANG),
+        ("exits without close", 1),
+        pytest.param("is killed", 1, marks=pytest.mark.slow),
+        pytest.param("exits without close", fake.HANG, marks=pytest.mark.slow),
+    ],
+)
 def test_engine_ends_with_its_parent_however_that_ends(parent: str, first: int) -> None:
     command = [sys.executable, "-c", PARENT, str(first)]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment()) as process:
@@ -227,6 +234,7 @@ def ended(pidfd: int, limit_s: float) -> bool:
     return bool(select.select([pidfd], [], [], limit_s)[0])
 
 
+@pytest.mark.slow
 def test_parent_of_a_real_engine_imports_no_torch(tiny_gpt2: Path) -> None:
     script = f"""
 import asyncio, functools, pathlib, sys

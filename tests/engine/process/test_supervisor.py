@@ -82,7 +82,10 @@ def kill_engine(number: signal.Signals = signal.SIGKILL) -> None:
     next(p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())).send_signal(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGSEGV, signal.SIGABRT))],
+)
 def test_streams_go_on_where_they_were_when_the_engine_is_killed(
     make_supervisor: MakeSupervisor, hold: EngineGate, number: signal.Signals
 ) -> None:
@@ -109,7 +112,7 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(
     [
         (fake.KILL, 0, 0, DeathKind.KILLED),
         pytest.param(fake.KILL, 20, 7, DeathKind.KILLED, marks=pytest.mark.slow),
-        (fake.EXIT, 0, 3, DeathKind.EXITED),
+        pytest.param(fake.EXIT, 0, 3, DeathKind.EXITED, marks=pytest.mark.slow),
         pytest.param(fake.RAISE, 20, 0, DeathKind.RAISED, marks=pytest.mark.slow),
         (fake.HANG, 20, 3, DeathKind.STALLED),
     ],
@@ -204,7 +207,7 @@ def test_a_token_between_convictions_shows_that_the_engine_works(
         monkeypatch.setattr("gptserve.engine.process.supervisor._FIRST_DELAY_S", 0.0)
         monkeypatch.setattr("gptserve.engine.process.supervisor.MAX_CONVICTIONS_IN_A_ROW", 2)
         async with started(make_supervisor()) as client:
-            for n in range(3):
+            for n in range(2):
                 poison = client.submit([make_request(f"poison {n}", first=fake.KILL)])
                 assert (await last_output(poison)).finish_reason is FinishReason.ERROR
                 good = make_request(f"good {n}")
