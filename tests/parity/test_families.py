@@ -33,9 +33,15 @@ from tests.parity.shapes import SHAPES
 
 DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
 NUM_GREEDY = 64
+FIRST = {model_type: name for name, (model_type, _) in reversed(SHAPES.items())}
+"""One shape of each family, for what the tests of logits with the reference have shown of all shapes."""
 CHUNKS = (16, 7, 1, 1, 1, 30, 1, 1, 1, 1)
 
 Written = Callable[[str], Path]
+
+all_or_first = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in SHAPES]
+)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +122,14 @@ def test_the_table_in_the_docs_has_these_shapes_and_no_larger_differences() -> N
     assert all(0 < float(difference) < 1e-4 for row in rows for difference in row[2:])
 
 
-@pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if kind is ReferenceAttention or name in FIRST.values() else pytest.mark.slow)
+        for name in SHAPES
+        for kind in (ReferenceAttention, CpuAttention)
+    ],
+)
 def test_logits_equal_those_of_transformers_over_ragged_chunks_and_cached_tokens(
     name: str, kind: type[AttentionBackend], written: Written
 ) -> None:
@@ -145,7 +157,7 @@ def test_gemma_3_caps_its_scores_as_transformers_would(tmp_path: Path, monkeypat
     assert largest_difference(tmp_path, ReferenceAttention()) < 1e-4 < 1e-2 < uncapped
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@all_or_first
 def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: Written) -> None:
     prompts = [[3], [1, 2, 3, 4, 5], list(range(13))]
     outputs = run(make_engine(written(name)), greedy(prompts, NUM_GREEDY))
@@ -160,7 +172,7 @@ def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: W
 
 
 @pytest.mark.skipif(not native.supported_variants(), reason="the library is not built, or of no use here")
-@pytest.mark.parametrize("name", SHAPES)
+@all_or_first
 def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
     name: str, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +210,7 @@ def test_shards_and_bf16_give_the_same_tensors(model_type: str, written: Written
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@pytest.mark.parametrize("name", SHAPES)
+@all_or_first
 def test_alone_equals_in_a_ragged_batch_in_chunks(name: str, dtype: str, written: Written) -> None:
     """Bit for bit: token ids and logprobs, greedy and sampled."""
     requests = [
