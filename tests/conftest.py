@@ -25,11 +25,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Hypothesis has a deadline for each example, and fails where they are made slowly: both depend on the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+# Where no slow tests run, properties are tried with fewer examples: of some, numbers of their own follow these.
+settings.register_profile("fast", settings.get_profile("any machine"), max_examples=25)
 
 # Every new client would read all certificates of certifi again, which takes longer than most requests here.
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
 
 MakeGPT2 = Callable[..., Path]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("fast")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,7 +33,9 @@ from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
 
 TINY = {"vocab_size": 12, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
-SETTINGS = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(
+    max_examples=2 * settings().max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

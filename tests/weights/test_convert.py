@@ -44,7 +44,12 @@ def nanogpt_state(bias: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "bias"), [("", True), ("_orig_mod.", False), pytest.param("module.", True, marks=pytest.mark.slow)]
+    ("prefix", "bias"),
+    [
+        ("_orig_mod.", False),
+        pytest.param("", True, marks=pytest.mark.slow),
+        pytest.param("module.", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_of_nanogpt_becomes_a_model_that_loads(tmp_path: Path, prefix: str, bias: bool) -> None:
     state = {prefix + name: tensor for name, tensor in nanogpt_state(bias).items()}
@@ -124,6 +129,7 @@ def test_weights_that_would_not_load_are_told_and_leave_nothing(fault: str, tmp_
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_file_without_a_configuration_leaves_nothing(tmp_path: Path) -> None:
     torch.save({"wte.weight": torch.zeros(2, 2)}, tmp_path / "weights.pt")
     with pytest.raises(InvalidConfigError, match=r"^config\.json is missing in "):
@@ -144,6 +150,7 @@ def test_a_source_without_pickles_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "nowhere", tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_model_arguments_become_the_configuration(tmp_path: Path) -> None:
     torch.save({"model": nanogpt_state(bias=False), "model_args": ARGUMENTS}, tmp_path / "ckpt.pt")
     convert(tmp_path / "ckpt.pt", tmp_path / "model")

@@ -83,7 +83,7 @@ def check(workers: Workers, good: Path, tmp_path: Path, harms: dict[str, Harm]) 
     return told
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama2", marks=pytest.mark.slow)])
 def test_a_good_folder_is_served(workers: Workers, goods: dict[str, Path], tmp_path: Path, name: str) -> None:
     assert outcome(workers, goods[name], tmp_path / "copy", lambda folder: None).startswith("served: ")
 
@@ -100,7 +100,8 @@ def test_a_hostile_folder_is_refused_or_served(workers: Workers, good: Path, tmp
     check(workers, good, tmp_path, dict(list(BY_HAND.items())[first : first + BATCH]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_mutated_folder_is_refused_or_served(
     workers: Workers, goods: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

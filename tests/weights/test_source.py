@@ -108,7 +108,7 @@ def test_hub_model_without_an_owner_is_fetched(resolve: Resolve) -> None:
     assert resolve("plain")["files"] == text(PINNED)
 
 
-@pytest.mark.parametrize("revision", ["v1", commit_of("v1")])
+@pytest.mark.parametrize("revision", ["v1", pytest.param(commit_of("v1"), marks=pytest.mark.slow)])
 def test_revision_pins_the_files(resolve: Resolve, revision: str) -> None:
     assert resolve("someone/good", revision)["files"] == text(PINNED)
 
@@ -127,11 +127,35 @@ def test_fetched_model_is_there_offline_and_without_the_hub(hub: Hub, resolve: R
     ("model", "revision", "error", "message"),
     [
         ("someone/none", None, "ModelNotFoundError", "the hub has no such model, or HF_TOKEN does not give access"),
-        ("someone/gated", None, "ModelNotFoundError", "is gated: ask for access on its page, then set HF_TOKEN"),
-        ("someone/good", "v9", "ModelNotFoundError", "hub model someone/good has no revision 'v9'"),
-        ("someone/empty", None, "ModelNotFoundError", "hub model someone/empty holds no *.safetensors file"),
-        ("someone/gguf", None, "UnsupportedModelError", "hub model someone/gguf holds GGUF ('model-Q4_K_M.gguf')"),
-        ("someone/bert", None, "UnsupportedModelError", "bert is an encoder"),
+        pytest.param(
+            "someone/gated",
+            None,
+            "ModelNotFoundError",
+            "is gated: ask for access on its page, then set HF_TOKEN",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "someone/good",
+            "v9",
+            "ModelNotFoundError",
+            "hub model someone/good has no revision 'v9'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "someone/empty",
+            None,
+            "ModelNotFoundError",
+            "hub model someone/empty holds no *.safetensors file",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "someone/gguf",
+            None,
+            "UnsupportedModelError",
+            "hub model someone/gguf holds GGUF ('model-Q4_K_M.gguf')",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("someone/bert", None, "UnsupportedModelError", "bert is an encoder", marks=pytest.mark.slow),
         ("someone/pickle", None, "UnsafeCheckpointError", "as pickle only ('pytorch_model.bin')"),
         ("a--b", None, "ModelNotFoundError", "hub model a--b could not be fetched"),
     ],

@@ -81,7 +81,7 @@ def test_a_reply_is_text_or_token_ids(
         (ENDLESS, "it took more than 1 s of CPU time"),
         pytest.param("sum(range(10**13))", "it took more than 1 s of CPU time", marks=pytest.mark.slow),
         ("'a' * 2**31", "it needed more than 512 MiB of memory"),
-        ("'a'.ljust(2000000000)", "it needed more than 512 MiB of memory"),
+        pytest.param("'a'.ljust(2000000000)", "it needed more than 512 MiB of memory", marks=pytest.mark.slow),
         ("__import__('os').abort()", "it needed more than 512 MiB of memory"),  # as Rust does without memory
     ],
 )
@@ -358,7 +358,10 @@ def hurry(workers: Workers) -> None:
             ours.setsockopt(SOL_SOCKET, option, _timeval(0.1))
 
 
-@pytest.mark.parametrize("code", [SLEEP, STOP, f"__import__('os').write({{}}, b'ab') and {STOP}"])
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(SLEEP, marks=pytest.mark.slow), STOP, f"__import__('os').write({{}}, b'ab') and {STOP}"],
+)
 def test_a_worker_that_stands_still_in_a_call_or_a_reply_is_ended(make: MakeWorkers, code: str) -> None:
     workers = make()
     files = literal_eval(str(workers.call(code=FILES)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
@@ -90,7 +90,6 @@ def by_choice(events: list[Event]) -> list[list[tuple[int, Delta]]]:
     ]
 
 
-@settings(max_examples=40)
 @given(st.sampled_from(BODIES), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
 def test_a_reader_goes_on_with_another_order_of_the_same_tokens(
     body: dict[str, Any], n: int, times_out: bool, rng: random.Random

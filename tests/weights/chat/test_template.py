@@ -216,7 +216,7 @@ def test_text_and_ids_are_those_of_transformers(
     assert (text is None) is refused
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=1, max_size=4), st.data())
 def test_any_text_is_rendered_as_transformers_does(
     make_chat: MakeChat, contents: list[str], data: st.DataObject
@@ -336,7 +336,11 @@ def test_a_template_that_passes_a_limit_refuses_the_conversation(source: str, ca
     ("source", "cause"),
     [
         ("{{ 9 ** 99999999 }}", TIME),  # a constant, which Jinja computes while it compiles
-        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "RecursionError: maximum recursion depth exceeded"),
+        pytest.param(
+            "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+            "RecursionError: maximum recursion depth exceeded",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["a constant", "parentheses"],
 )

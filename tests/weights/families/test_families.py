@@ -157,7 +157,7 @@ FIELDS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3 * settings().max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=st.dictionaries(FIELDS, VALUES | st.just(10**400), max_size=4))
 def test_any_values_are_a_sound_config_or_one_sentence(fields: dict[str, Any], tmp_path: Path) -> None:
     try:
@@ -308,7 +308,7 @@ def test_the_complete_configs_are_sound_before_they_are_spoilt(tmp_path: Path) -
         assert load_config(tmp_path).model_type == raw["model_type"]
 
 
-@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6 * settings().max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_one_odd_value_in_any_familys_config_is_a_sound_config_or_one_sentence(
     data: st.DataObject, tmp_path: Path

@@ -35,7 +35,7 @@ FRAGMENTS = st.sampled_from(
 )  # fmt: skip
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 TEXT = st.lists(FRAGMENTS | UNICODE, max_size=10).map("".join)
-SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True)

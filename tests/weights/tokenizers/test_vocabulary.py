@@ -100,7 +100,7 @@ JSON = st.recursive(
 def test_any_value_anywhere_is_read_or_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = FAMILIES[name]().to_str()
 
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         raw = json.loads(text)

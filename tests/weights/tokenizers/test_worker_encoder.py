@@ -129,7 +129,12 @@ def test_a_unigram_model_with_long_pieces_has_workers(described: Describe) -> No
     ("changes", "text", "cause"),
     [
         ({"pre_tokenizer": ENDLESS}, "a" * 40 + "b", "text has no tokens: "),
-        ({"pre_tokenizer": ENDLESS}, ("a" * 21 + "b ") * 1000, f"{TIME}|text has no tokens: "),
+        pytest.param(
+            {"pre_tokenizer": ENDLESS},
+            ("a" * 21 + "b ") * 1000,
+            f"{TIME}|text has no tokens: ",
+            marks=pytest.mark.slow,
+        ),
         ({"normalizer": LONG}, "a" * 2000, MEMORY),
         pytest.param(
             {"normalizer": {"type": "Sequence", "normalizers": [LONG] * 20}}, "a", MEMORY, marks=pytest.mark.slow
