@@ -153,11 +153,14 @@ def test_the_command_line_is_light_to_import() -> None:
     assert "fastapi" in loaded_by(["gptserve.server.app"])
 
 
-def test_importing_every_module_does_nothing() -> None:
+@pytest.mark.parametrize("recipe", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["installed", "recipe"])
+def test_importing_every_module_does_nothing(recipe: bool) -> None:
+    """Those of the recipe import transformers, which takes longest."""
+    names = sorted(name for name in modules() if (".recipe" in name) is recipe)
     code = f"""
 import importlib, logging, multiprocessing, psutil, signal, threading
 before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], len(logging.getLogger().handlers)
-for name in {sorted(modules())}:
+for name in {names}:
     importlib.import_module(name)
 me = psutil.Process()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()

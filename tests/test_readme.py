@@ -88,6 +88,6 @@ def test_the_example_with_openai(page: Path, url: str) -> None:
     assert output_of([sys.executable, "-c", example(page, "from openai").replace(URL, url)]).strip()
 
 
-@pytest.mark.parametrize("page", [README, CLIENTS], ids=["readme", "clients"])
+@pytest.mark.parametrize("page", [README, pytest.param(CLIENTS, marks=pytest.mark.slow)], ids=["readme", "clients"])
 def test_the_example_without_a_server(page: Path) -> None:
     assert output_of([sys.executable, "-c", example(page, "from gptserve import LLM")]).strip()

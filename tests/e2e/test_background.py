@@ -279,6 +279,7 @@ def test_kills_older_snapshots_and_power_cuts_under_fifty_completions(
     assert num_repeated > 0, "negative control: the order of the choices has changed"
 
 
+@pytest.mark.slow
 def test_a_killed_engine_costs_a_background_completion_nothing(
     launch: Launch, gate: EngineGate, tmp_path: Path
 ) -> None:
@@ -327,6 +328,7 @@ def test_told_to_stop_it_leaves_background_work_to_the_next_start(
     assert "resuming 1 background completion" in "".join(process.lines)
 
 
+@pytest.mark.slow
 def test_without_a_folder_background_work_is_waited_for(launch: Launch, gate: EngineGate) -> None:
     gate.shut(after_steps=20)
     process = launch("--shutdown-timeout", "600")

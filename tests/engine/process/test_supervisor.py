@@ -178,6 +178,7 @@ def test_many_poisons_fail_one_by_one_and_nobody_else(make_supervisor: MakeSuper
     run(test())
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_with_everything_is_given_up(
     make_supervisor: MakeSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,9 +391,10 @@ def test_a_system_without_threads_may_have_some_later(make_supervisor: MakeSuper
             "the engine did not load within 3 s; 1 restarts in a row failed",
         ),
         ({"max_restarts": 0}, r"the engine process was killed by signal 9 \(Killed\), as the system does when .*out"),
-        (
+        pytest.param(
             {"max_restarts": 1, "cramped_loads": (2,)},
             "the engine restarted with a context of [0-9]+ tokens instead of [0-9]+; 1 restarts in a row .*",
+            marks=pytest.mark.slow,
         ),
         ({"changed_loads": (2,)}, "the engine restarted with other weights or on other hardware"),
     ],
