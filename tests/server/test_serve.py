@@ -95,8 +95,8 @@ def test_sigterm_refuses_what_is_new_finishes_what_runs_and_ends_with_status_0(
 ) -> None:
     process = launch_held("--shutdown-timeout", "600")
     with process.wait_until_ready() as client, contextlib.ExitStack() as streams:
-        occupation = streams.enter_context(stream(client, max_tokens=1000, n=16))
-        running = streams.enter_context(stream(client, max_tokens=400))
+        occupation = streams.enter_context(stream(client, max_tokens=1000))
+        running = streams.enter_context(stream(client, max_tokens=60))
 
         # To the whole group, as a terminal's Ctrl-C is: the engine's process must not die of it.
         os.killpg(process.popen.pid, signal.SIGINT)
@@ -404,6 +404,7 @@ def test_a_signal_while_loading_ends_with_status_0(launch: Any) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_the_engine_may_run_in_a_thread(launch: Any) -> None:
     process = launch("--in-process")
     with process.wait_until_ready() as client:
@@ -554,6 +555,7 @@ def test_what_does_not_fit_into_the_queue_gets_status_429_until_it_does(launch_h
     assert process.wait()[0] == 0
 
 
+@pytest.mark.slow
 def test_what_is_not_started_in_time_gets_status_503(launch_held: Any, gate: EngineGate) -> None:
     process = launch_held("--max-num-seqs", "1", "--max-queue-time", "0.05")
     with process.wait_until_ready() as client, ThreadPoolExecutor() as beside:
@@ -599,6 +601,7 @@ def test_tls_is_served_and_the_probe_of_the_container_follows(launch: Any, tmp_p
     assert process.wait()[0] == 0
 
 
+@pytest.mark.slow
 def test_the_probe_of_the_container_asks_for_the_health_of_its_server(launch: Any) -> None:
     process = launch()
     with process.wait_until_ready() as client:
@@ -643,7 +646,11 @@ def test_a_taken_port_is_known_before_anything_is_loaded(launch: Any) -> None:
             f"gptserve: ssl-certfile {__file__} holds no certificate in PEM: ",
             marks=pytest.mark.slow,
         ),
-        (("--num-blocks", "1", "--max-model-len", "1024"), "the KV cache is too small for one sequence"),
+        pytest.param(
+            ("--num-blocks", "1", "--max-model-len", "1024"),
+            "the KV cache is too small for one sequence",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_failing_start_is_one_sentence_and_status_1(flags: tuple[str, ...], expected: str, launch: Any) -> None:
@@ -717,7 +724,11 @@ def rewrite_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
         pytest.param(claim_a_giant_header, UNREADABLE, marks=pytest.mark.slow),
         pytest.param(place_a_tensor_past_the_end, UNREADABLE, marks=pytest.mark.slow),
         (lose_a_tensor, "h.0.attn.c_attn.weight), 1 unexpected ('lost')"),
-        (claim_heads_that_do_not_divide, "config.json: n_embd must be a multiple of n_head (7), got "),
+        pytest.param(
+            claim_heads_that_do_not_divide,
+            "config.json: n_embd must be a multiple of n_head (7), got ",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(claim_more_layers, "do not fit its config.json: ", marks=pytest.mark.slow),
     ],
 )

@@ -35,6 +35,16 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+in_a_folder_or_not = pytest.mark.parametrize(
+    ("body", "durable"),
+    [
+        pytest.param(body, durable, marks=() if durable or body is BODIES[0] else pytest.mark.slow)
+        for body in BODIES
+        for durable in (True, False)
+    ],
+)
+
+
 def post(server: LiveServer, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
     """Ask for a completion, or a chat where there are messages."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -165,8 +175,7 @@ def test_a_result_is_rendered_beside_the_event_loop(serve: Serve, monkeypatch: p
     assert rendering != loop
 
 
-@pytest.mark.parametrize("durable", [True, False])
-@pytest.mark.parametrize("body", BODIES)
+@in_a_folder_or_not
 def test_a_background_completion_is_the_one_that_would_be_answered(
     serve: Serve, body: dict[str, Any], durable: bool, tmp_path: Path
 ) -> None:
@@ -181,8 +190,7 @@ def test_a_background_completion_is_the_one_that_would_be_answered(
     assert result | {"id": 0, "created": 0} == direct | {"id": 0, "created": 0}
 
 
-@pytest.mark.parametrize("durable", [True, False])
-@pytest.mark.parametrize("body", BODIES)
+@in_a_folder_or_not
 def test_every_reader_gets_the_same_bytes_live_or_later(
     serve: Serve, body: dict[str, Any], durable: bool, tmp_path: Path
 ) -> None:
@@ -272,9 +280,15 @@ def num(text: str) -> int:
     return len(split(text)) - 1
 
 
-@pytest.mark.parametrize("options", [USAGE, {"include_usage": True}, {}])
-@pytest.mark.parametrize("body", [{}, CHAT], ids=["text", "chat"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "body", "options"),
+    [
+        pytest.param(n, body, options, marks=() if (n == 3) == (options is USAGE) else pytest.mark.slow)
+        for n in (1, 3)
+        for body in ({}, CHAT)
+        for options in (USAGE, {"include_usage": True}, {})
+    ],
+)
 def test_the_stream_that_began_it_is_followed_from_any_event(
     serve: Serve, body: dict[str, Any], options: dict[str, Any], n: int
 ) -> None:
@@ -306,7 +320,14 @@ def in_steps_of(size: int) -> Callable[[Request], Iterator[TokenOutput]]:
     return reply
 
 
-@pytest.mark.parametrize("body", [{"logprobs": 1}, {"stop": ["✓"]}, {"return_token_ids": True}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"logprobs": 1},
+        pytest.param({"stop": ["✓"]}, marks=pytest.mark.slow),
+        pytest.param({"return_token_ids": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_events_are_one_a_token_however_many_a_step_gives(serve: Serve, body: dict[str, Any]) -> None:
     texts = []
     for size in (1, 2, 5):
@@ -338,24 +359,24 @@ def test_a_choice_whose_time_ran_out_counts_its_end_and_so_does_one_without_toke
 MALFORMED = ["-1", "1-5", "x", "", "1" * 10, "٣", "1.", ".1", "1..2", "1.end.2", "end", "1.END"]
 
 
-@pytest.mark.parametrize("value", MALFORMED)
 @pytest.mark.parametrize("name", ["starting_after", "Last-Event-ID"])
-def test_a_bad_event_id_is_refused(serve: Serve, name: str, value: str) -> None:
+def test_a_bad_event_id_is_refused(serve: Serve, name: str) -> None:
     server = serve(FakeEngineClient())
     completion_id = begin(server)
-    if name == "starting_after":
-        response = get(server, completion_id, "/events", params={name: value})
-    else:
-        response = get(server, completion_id, "/events", headers=[(name.encode(), value.encode())])
-        value = value.encode().decode("latin-1")
-    assert response.status_code == 400
-    assert response.json()["error"] == {
-        "message": f"{name} must be the id of an event, the number of tokens of each choice, such as 17 or 17.16.18, "
-        f"got {value!r}",
-        "type": "invalid_request_error",
-        "param": name,
-        "code": "invalid_value",
-    }
+    for value in MALFORMED:
+        if name == "starting_after":
+            response, seen = get(server, completion_id, "/events", params={name: value}), value
+        else:
+            response = get(server, completion_id, "/events", headers=[(name.encode(), value.encode())])
+            seen = value.encode().decode("latin-1")
+        assert response.status_code == 400
+        assert response.json()["error"] == {
+            "message": f"{name} must be the id of an event, the number of tokens of each choice, "
+            f"such as 17 or 17.16.18, got {seen!r}",
+            "type": "invalid_request_error",
+            "param": name,
+            "code": "invalid_value",
+        }
 
 
 @pytest.mark.parametrize(

@@ -93,21 +93,20 @@ def test_commands_change_the_conversation_and_are_not_sent(open_chat: Any, serve
     ]
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("/store x", "gptserve: there is no command '/store x'; /help lists the commands\n"),
-        ("/reset now", "gptserve: there is no command '/reset now'; /help lists the commands\n"),
-        ("/save", "gptserve: /save needs a file, such as /save chat.json\n"),
-        ("/save {folder}", "gptserve: cannot write {folder}: File exists\n"),
-        ("/save {folder}/no/such", "gptserve: cannot write {folder}/no/such: No such file or directory\n"),
-        ("/save ~no-such-user/chat", "gptserve: cannot write ~no-such-user/chat: Could not determine home directory."),
-    ],
+WRONG_COMMANDS = (
+    ("/store x", "gptserve: there is no command '/store x'; /help lists the commands\n"),
+    ("/reset now", "gptserve: there is no command '/reset now'; /help lists the commands\n"),
+    ("/save", "gptserve: /save needs a file, such as /save chat.json\n"),
+    ("/save {folder}", "gptserve: cannot write {folder}: File exists\n"),
+    ("/save {folder}/no/such", "gptserve: cannot write {folder}/no/such: No such file or directory\n"),
+    ("/save ~no-such-user/chat", "gptserve: cannot write ~no-such-user/chat: Could not determine home directory."),
 )
-def test_a_wrong_command_is_one_sentence(command: str, expected: str, open_chat: Any, tmp_path: Path) -> None:
-    chat = open_chat()
 
-    enter(chat, command.format(folder=tmp_path), expected.format(folder=tmp_path))
+
+def test_a_wrong_command_is_one_sentence(open_chat: Any, tmp_path: Path) -> None:
+    chat = open_chat()
+    for command, expected in WRONG_COMMANDS:
+        enter(chat, command.format(folder=tmp_path), expected.format(folder=tmp_path))
 
 
 def test_a_conversation_is_saved_as_a_body(open_chat: Any, server: StandIn, tmp_path: Path) -> None:
@@ -183,9 +182,21 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_does_not_leave(open_chat: Any, 
     ("answer", "headers", "expected"),
     [
         ((400, '{"error": {"message": "this model has no chat template"}}'), {}, "this model has no chat template\n"),
-        ((502, "<html>"), {}, "the server answered with status 502 and no message\n"),
-        ((200, events(chat_event("On"), {"error": {"message": "it died"}})), {}, "On\ngptserve: it died\n"),
-        ((200, events(chat_event("On"))), {}, "On\ngptserve: the stream ended in the middle of the answer\n"),
+        pytest.param(
+            (502, "<html>"), {}, "the server answered with status 502 and no message\n", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (200, events(chat_event("On"), {"error": {"message": "it died"}})),
+            {},
+            "On\ngptserve: it died\n",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (200, events(chat_event("On"))),
+            {},
+            "On\ngptserve: the stream ended in the middle of the answer\n",
+            marks=pytest.mark.slow,
+        ),
         (
             (200, events(chat_event("On"))),
             {"content-length": "1000"},
@@ -269,7 +280,9 @@ def test_a_chat_with_no_server_does_not_begin(server: StandIn) -> None:
     terminal.close()
 
 
-@pytest.mark.parametrize("models", ["<html>", "{}", '{"data": []}', "[]"])
+@pytest.mark.parametrize(
+    "models", ["<html>", *(pytest.param(text, marks=pytest.mark.slow) for text in ("{}", '{"data": []}', "[]"))]
+)
 def test_a_chat_with_another_server_does_not_begin(models: str, server: StandIn) -> None:
     server.models = models
     terminal = Terminal("chat", "--url", server.url)

@@ -48,7 +48,7 @@ async def ask(api: Api, method: str, path: str, **arguments: Any) -> httpx.Respo
         return await client.request(method, path, **arguments)
 
 
-@pytest.mark.parametrize("way", ["whole", "stream", "background"])
+@pytest.mark.parametrize("way", ["whole", "stream", pytest.param("background", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [BODY, ECHO], ids=["prompt_logprobs", "echo"])
 def test_the_event_loop_turns_between_pieces_of_scores(
     make_api: Callable[..., Api], fields: dict[str, Any], way: str

@@ -89,10 +89,10 @@ def test_a_good_grammar_is_compiled_once(checking: Api, monkeypatch: pytest.Monk
 
 def test_what_takes_too_long_ends_its_worker_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes memory, too; a fast CPU would reach that limit first."""
-    monkeypatch.setattr(grammar, "LIMITS", replace(LIMITS, memory_bytes=2**40))
+    monkeypatch.setattr(grammar, "LIMITS", replace(LIMITS, cpu_s=1, memory_bytes=2**40))
     checker = GrammarChecker(STORYTELLER)
     slow = Grammar("json", '{"type":"integer","multipleOf":999983}')
-    assert checker.fault_of(slow) == f"it took more than {LIMITS.cpu_s} s of CPU time"
+    assert checker.fault_of(slow) == "it took more than 1 s of CPU time"
     assert checker.fault_of(Grammar("regex", "a")) == ""
     checker.close()
 
