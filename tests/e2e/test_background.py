@@ -365,6 +365,7 @@ def test_a_changed_model_takes_nothing_up(launch: Launch, gate: EngineGate, tmp_
         assert events_of(client, whole) == events
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_background_work_and_serves_the_rest(launch: Launch, tmp_path: Path) -> None:
     process = launch("--state-dir", str(tmp_path))
     with process.wait_until_ready() as client:

@@ -200,6 +200,7 @@ def test_after_the_time_limit_streams_end_with_an_error_and_the_status_is_0(laun
     assert "cutting off 1 request\n" in log
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(launch_held: Any) -> None:
     process = launch_held("--shutdown-timeout", "3600")
     with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16):
@@ -441,6 +442,7 @@ def test_the_line_to_try_works(flags: tuple[str, ...], environment: dict[str, st
     assert process.wait()[0] == 0
 
 
+@pytest.mark.slow
 def test_json_logs_name_the_request_and_hide_the_key(launch: Any) -> None:
     process = launch("--log-format", "json", "--served-model-name", "teller", GPTSERVE_API_KEY="open-sesame")
     first = json.loads(process.wait_for_line("settings: "))
@@ -537,6 +539,7 @@ def test_a_chat_template_that_is_not_valid_ends_the_start(launch: Any, tmp_path:
     assert "gptserve: the chat template is not valid: Expected an expression" in log
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_into_the_queue_gets_status_429_until_it_does(launch_held: Any, gate: EngineGate) -> None:
     process = launch_held("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
     ask = {"prompt": "Once", "max_tokens": 2}

@@ -245,6 +245,7 @@ def test_nobody_is_blamed_for_the_deaths_of_another_on_trial(
     run(test())
 
 
+@pytest.mark.slow
 def test_three_deaths_without_a_token_may_be_chance(make_supervisor: MakeSupervisor, gate: Gate) -> None:
     async def test() -> None:
         async with started(make_supervisor()) as client:

@@ -222,6 +222,7 @@ def test_what_the_library_says_is_logged_once_a_minute_and_what_strangers_cause_
     assert logged == ["traces: from opentelemetry.exporter"]
 
 
+@pytest.mark.slow
 def test_a_server_traces_its_real_phases_and_a_collector_that_hangs_delays_only_its_end() -> None:
     """One process for all, as it takes seconds to start."""
     with serve_collector(answers=False) as collector:

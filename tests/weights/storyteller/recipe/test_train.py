@@ -86,6 +86,7 @@ def test_written_folder_loads_and_is_complete(miniature: tuple[Path, list[float]
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+@pytest.mark.slow
 def test_the_second_stage_adds_two_tokens_and_a_template(chat_miniature: Path) -> None:
     model = GPT2LMHeadModel.from_pretrained(chat_miniature, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(chat_miniature)
