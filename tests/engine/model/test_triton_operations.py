@@ -446,7 +446,8 @@ compile(capability, "fp32", "fp32", {"GROUP": 32})
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
-@pytest.mark.parametrize("capability", ["80", pytest.param("90", marks=slow)])
+@slow
+@pytest.mark.parametrize("capability", ["80", "90"])
 def test_the_products_of_experts_compile_for_gpus(capability: str, tmp_path: Path) -> None:
     """To machine code of an A100 and an H100, by the compiler that Triton brings: no GPU is needed for that."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error"}

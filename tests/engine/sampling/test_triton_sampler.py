@@ -268,6 +268,7 @@ for is_filtered in (False, True):
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """To machine code, by the compiler that Triton brings: no GPU is needed for that."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error"}
