@@ -56,9 +56,7 @@ def main() -> None:
         )
         engines = {"adaptive": Engine(config)}
         if not args.alone:
-            with mock.patch.object(
-                native, "supported_variants", return_value=()
-            ):  # without our products and their team
+            with mock.patch.object(native, "supported_variants", return_value=()):  # without our products
                 fixed = ModelRunner(config)
             fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
             engines["fixed"] = Engine(config, runner=fixed)
@@ -82,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--alone", action="store_true", help="do without oneDNN's side")
+    parser.add_argument("--alone", action="store_true", help="measure the engine without oneDNN beside it")
     return parser.parse_args()
 
 
