@@ -113,7 +113,7 @@ class Ranks:
         for rank in self._ranks:
             self._receive(rank)  # Loaded
         self._end.takes_engine = self._is_engine  # whoever waits for a dead rank here hears nothing
-        self.check()  # one may have died before this
+        self._check()  # one may have died before this
         with self.together():
             self.group.meet()
         self._end.takes_engine = False
@@ -156,7 +156,7 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Compute what the other ranks compute. If the caller raises, they can compute no more.
 
-        They are killed by the next `check`, as a step that was launched before may need them until it is collected.
+        They are killed by the next `_check`, as a step that was launched before may need them until it is collected.
         Raises EngineDiedError if one of them has ended.
         """
         try:
@@ -170,14 +170,14 @@ class Ranks:
             self._end.set(f"the first rank raised {type(error).__name__} in the middle of a step")
             raise
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise EngineDiedError if the ranks can compute no more, and kill those that live."""
         if self._end.cause is not None:
             _kill(self._ranks)
             raise EngineDiedError(self._end.cause)
 
     def _send(self, data: bytes) -> None:
-        self.check()
+        self._check()
         with contextlib.suppress(OSError):  # a dead rank; its watch says why
             for rank in self._ranks:
                 rank.connection.send_bytes(data)
