@@ -181,18 +181,27 @@ struct Packing {
     int64_t num_in, num_out, element_bytes;
 };
 
+// A tile has 16 words of each of 16 rows, word by word: so a row is a column of tiles.
 static void pack_panel(void* job, int64_t panel) {
     const Packing& p = *(const Packing*)job;
-    const int64_t panel_bytes = row_bytes_of(p.num_in, p.element_bytes) * COLUMNS;
+    const int64_t row_bytes = p.num_in * p.element_bytes, panel_bytes = row_bytes_of(p.num_in, p.element_bytes) * COLUMNS;
+    const int64_t whole_bytes = row_bytes / 4 * 4;
+    const uint32_t added = p.element_bytes == 1 ? 0x80808080 : 0;  // makes int8 unsigned
     uint8_t* to = p.packed + panel * panel_bytes;
     __builtin_memset(to, 0, panel_bytes);
-    for (int64_t column = 0; column < min_of(COLUMNS, p.num_out - panel * COLUMNS); column++) {
-        const uint8_t* row = p.weight + (panel * COLUMNS + column) * p.num_in * p.element_bytes;
-        uint8_t* lane = to + column / 16 * TILE + column % 16 * 4;
-        const uint8_t added = p.element_bytes == 1 ? 128 : 0;
-        for (int64_t i = 0; i < p.num_in * p.element_bytes; i++)
-            lane[i / LINE * STEP + i % LINE / 4 * LINE + i % 4] = row[i] + added;
-    }
+    for (int64_t start = 0; start < row_bytes; start += LINE)
+        for (int64_t column = 0; column < min_of(COLUMNS, p.num_out - panel * COLUMNS); column++) {
+            const uint8_t* row = p.weight + (panel * COLUMNS + column) * row_bytes;
+            uint8_t* lane = to + start / LINE * STEP + column / 16 * TILE + column % 16 * 4;
+            for (int64_t i = start; i < min_of(start + LINE, whole_bytes); i += 4, lane += LINE) {
+                uint32_t word;
+                __builtin_memcpy(&word, row + i, 4);
+                word ^= added;
+                __builtin_memcpy(lane, &word, 4);
+            }
+            if (start + LINE >= row_bytes)
+                for (int64_t i = whole_bytes; i < row_bytes; i++) *lane++ = row[i] ^ (uint8_t)added;
+        }
 }
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
