@@ -23,6 +23,7 @@ import uvloop
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.process.client import EngineClient
+from gptserve.engine.process.imports import without_collections
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
@@ -137,13 +138,16 @@ class ServingProcess:
         """Open the door, load everything, and let requests in."""
         try:
             await self._journal.open()  # fails before the model is loaded
-            opening = asyncio.create_task(self._open_door())
+            opening = None
             if self._folder is None:
+                opening = asyncio.create_task(self._open_door())
                 await opening
                 self._folder = await self._fetch()
             engine = self._engine = _make_engine(self._settings, self._folder)
+            starting = asyncio.create_task(engine.start())  # before the threads of the others, whose imports hold it up
+            opening = opening or asyncio.create_task(self._open_door())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
-            door, (app, announce), _ = await asyncio.gather(opening, making_app, engine.start())
+            door, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
             await app.state.store.start()
         except JournalError as error:
             raise StartError(f"state-dir: {error}") from error
@@ -233,6 +237,7 @@ class ServingProcess:
         share = done / total if total else 0.0
         return Progress("loading", share, f"{share:.0%} of the weights are read")
 
+    @without_collections()
     def _make_app(self, engine: EngineClient, folder: Path) -> tuple[FastAPI, Callable[[str], None]]:
         """Return the application, and a function that logs the banner for a URL.
 

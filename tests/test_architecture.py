@@ -150,6 +150,10 @@ for name in {sorted(modules())}:
 
 def test_the_command_line_is_light_to_import() -> None:
     assert loaded_by(["gptserve.server.cli.main"]) == set()
+    imported = (
+        "import sys, gptserve.server.command; print(*(name for name in sys.modules if 'gptserve.server' in name))"
+    )
+    assert run_python(imported).split() == ["gptserve.server", "gptserve.server.command"]
     assert "fastapi" in loaded_by(["gptserve.server.app"])
 
 

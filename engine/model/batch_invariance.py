@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 PROBED_ROWS = (1, 2, 3, 8, 9, 24, 33, 64, 65, 160, 256)
 """Row counts, ascending: small ones, and those between which oneDNN with AMX was seen to change its order of sums."""
-_PROBED_COLUMNS = 8192  # of a weight on a CPU: more take memory and show nothing new; cuBLAS chooses by their number
+_PROBED_COLUMNS = 8192  # of oneDNN's weights: more take memory and show nothing new; cuBLAS chooses by their number
+_PROBED_COLUMNS_OF_OURS = 1024  # an output of our products is computed by itself, however many there are
 
 CALL_ROWS = 64
 """Rows of a product's call, where calls need one size: so few that a GPU should still wait for the weights."""
@@ -136,7 +137,8 @@ def first_difference(
     """
     generator, num_threads = torch.Generator(device).manual_seed(0), torch.get_num_threads()
     widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
-    min_rows = 1 if product_of(device, dtype, quantization).startswith("native") else MIN_ROWS
+    is_ours = product_of(device, dtype, quantization).startswith("native")
+    min_rows, most = (1, _PROBED_COLUMNS_OF_OURS) if is_ours else (MIN_ROWS, _PROBED_COLUMNS)
 
     def rows(num_rows: int, num_columns: int) -> Tensor:
         return torch.randn(num_rows, num_columns, generator=generator, dtype=dtype, device=device)
@@ -147,7 +149,7 @@ def first_difference(
 
     try:
         for num_in, num_out in shapes:
-            weight = rows(min(num_out, _PROBED_COLUMNS) if device.type == "cpu" else num_out, num_in)
+            weight = rows(min(num_out, most) if device.type == "cpu" else num_out, num_in)
             bias, x = rows(1, len(weight))[0], rows(counts[-1], num_in)
             # On a GPU a bias and a wide result are other kernels.
             kinds = [(None, dtype)] if device.type == "cpu" else [(None, dtype), (bias, dtype), (None, torch.float32)]

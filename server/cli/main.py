@@ -1,7 +1,7 @@
 """The command `gptserve`: serve a model, complete a text, chat, measure a server, inspect or convert a model.
 
-A wrong command line or setting ends with status 2, any other failure with 1, and one sentence on stderr. The engine's
-process imports this file again, so each command imports its heavy modules itself.
+A wrong command line or setting ends with status 2, any other failure with 1, and one sentence on stderr. Each command
+imports its heavy modules itself.
 """
 
 from __future__ import annotations

@@ -12,11 +12,14 @@ import math
 import sys
 import time
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.loop import Report, StepEngine
-from gptserve.server.settings import LogFormat, LogLevel
+
+if TYPE_CHECKING:  # the engine's process imports this, and needs no settings
+    from gptserve.server.settings import LogFormat, LogLevel
 
 RARE_INTERVAL_S = 60.0
 
