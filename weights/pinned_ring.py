@@ -16,6 +16,7 @@ from torch import Tensor
 BUFFER_BYTES = 1 << 24
 """A GPU on PCIe fetches 16 MiB in some 0.5 ms, which is far more than starting it takes."""
 NUM_BUFFERS = 4
+_TRANSPOSED_ROWS = 512
 
 
 class Lane(Protocol):
@@ -73,7 +74,7 @@ class PinnedRing:
             buffer, wait = self._ring.popleft()
             wait()
             staged = buffer[: part.nbytes].view(part.dtype).view(part.shape)
-            staged.copy_(its_values)  # reads the file, and converts
+            _convert(its_values, staged)  # reads the file
             self._ring.append((buffer, self._lane.send(part, staged)))
 
     def join(self) -> None:
@@ -86,10 +87,24 @@ class DirectCopy:
 
     def copy(self, target: Tensor, values: Tensor) -> None:
         """Copy values to the rows of a tensor."""
-        target.copy_(values)
+        _convert(values, target)
 
     def join(self) -> None:
         """Do nothing, as nothing is under way."""
+
+
+def _convert(values: Tensor, target: Tensor) -> None:
+    """Copy values to a contiguous tensor of another dtype.
+
+    What lies transposed is converted, some rows at a time, and then transposed: torch does both at once an element at a
+    time, which takes three times as long.
+    """
+    if values.dim() != 2 or values.stride(0) != 1 or values.dtype == target.dtype:
+        target.copy_(values)
+        return
+    ends = tuple(range(_TRANSPOSED_ROWS, len(target), _TRANSPOSED_ROWS))
+    for rows, its_values in zip(target.tensor_split(ends), values.tensor_split(ends), strict=True):
+        rows.copy_(its_values.transpose(0, -1).to(target.dtype).transpose(0, -1))
 
 
 def copier(device: torch.device) -> PinnedRing | DirectCopy:

@@ -6,7 +6,6 @@ ModelRunner calls it.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 
@@ -15,11 +14,9 @@ from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.host_cpus import usable_cpus
 from gptserve.engine.model.linear import product_of
+from gptserve.engine.model.memory_ahead import NVIDIA_DRIVER
 
 logger = logging.getLogger(__name__)
-
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Linux has it while the driver is loaded; in containers, too, whether or not they were given a GPU."""
 
 _DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,7 +40,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
-        if _NVIDIA_DRIVER.exists():
+        if NVIDIA_DRIVER.exists():
             logger.warning(
                 "device: 'cpu', which is slower, is used instead of 'cuda': this machine has NVIDIA's driver, but "
                 "torch %s sees no CUDA device",

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.memory import available_memory_bytes
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.huge_pages import HUGE_PAGE, mapped
+from gptserve.weights.huge_pages import mapped
+from gptserve.weights.mappings import HUGE_PAGE
 
 _CPU_MEMORY_FRACTION = 0.4
 """Of the memory free after loading; the rest is the operating system's file cache, activations and other processes."""
@@ -44,12 +46,15 @@ class KVCache:
 def _allocate(
     num: int, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Iterable[Tensor]:
-    """Return so many tensors, which take no memory before they are written; on a CPU in huge pages."""
+    """Return so many tensors, which take little memory before they are written; on a CPU in huge pages."""
     if device.type != "cpu":
         return [torch.empty(2, num_blocks, *block_shape, dtype=dtype, device=device) for _ in range(num)]
     block_bytes = math.prod(block_shape) * dtype.itemsize
     shape = (num, 2, _spread(num_blocks, block_bytes, 2 * num), *block_shape)
-    return mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    layers = mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    if native.is_available():  # else the first step waits for one page after the other
+        native.library().native_populate_first(layers.data_ptr(), 2 * num, layers[0, 0].nbytes)
+    return layers
 
 
 def _spread(num_blocks: int, block_bytes: int, num_arrays: int) -> int:

@@ -94,6 +94,16 @@ def weight_bytes(
     return sizes
 
 
+def linear_bytes(model: ModelConfig, quantization: Quantization | None) -> int:
+    """Return the bytes that the weights of products take in bf16, or quantized, without what that adds to them."""
+    parts, num_bytes = {"attention", "feed-forward", "embedding" if model.tied_head else "head"}, 0
+    for part, name, shape in _tensors(model):
+        if part in parts and name.endswith(".weight"):
+            linear = "head" if part == "embedding" else name.removesuffix(".weight")
+            num_bytes += math.prod(shape) * (1 if quantization_of(linear, model.num_layers, quantization) else 2)
+    return num_bytes
+
+
 def _int8_bytes(linear: str, shape: tuple[int, ...]) -> int:
     """Return the most bytes of a weight [out, in] in int8, with its scales, factors and what is not quantized."""
     num_out, num_in = shape

@@ -14,6 +14,7 @@ from gptserve.engine.attention import AttentionSpec
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.linear import Linear, make_linear
 from gptserve.engine.model.memory import OF_STREAM, quantization_of
+from gptserve.engine.model.memory_ahead import take_populated
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.parallel.group import Group
@@ -41,7 +42,7 @@ class StreamedTensors:
         self._quantization, self._num_layers = quantization, num_layers
         self._waiting: dict[str, Tensor] = {}
         self.large_channels: Tensor | None = None
-        self.memory = HugePages()
+        self.memory = HugePages(take_populated())
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
         self.attentions: list[AttentionSpec] = []

@@ -207,7 +207,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 12; }
+EXPORT int native_abi() { return 13; }
 
 // Whether the CPU has this variant of products in bf16, of which an element has 2 bytes, or in int8.
 EXPORT bool native_has_variant(int64_t element_bytes, int variant) {
@@ -225,6 +225,30 @@ EXPORT int native_fastest_variant(int64_t element_bytes) {
 // Bytes that a weight [num_out][num_in] takes packed.
 EXPORT int64_t native_packed_size(int64_t num_in, int64_t num_out, int64_t element_bytes) {
     return row_bytes_of(num_in, element_bytes) * panels_of(num_out) * COLUMNS;
+}
+
+// Write without a change, while others may write there, too: what makes the system populate a page.
+static void touch(uint8_t* memory) { __atomic_fetch_or(memory, 0, __ATOMIC_RELAXED); }
+
+// Populate all pages in the calling thread.
+EXPORT void native_populate(uint8_t* memory, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 4096) touch(memory + i);
+}
+
+struct Arrays {
+    uint8_t* memory;
+    int64_t stride;
+};
+
+static void touch_array(void* job, int64_t array) {
+    const Arrays& arrays = *(const Arrays*)job;
+    touch(arrays.memory + array * arrays.stride);
+}
+
+// Populate the first page of each array, in the team.
+EXPORT void native_populate_first(uint8_t* memory, int64_t num_arrays, int64_t stride) {
+    Arrays arrays = {memory, stride};
+    run_chunks(touch_array, &arrays, min_of(MAX_CHUNKS, num_arrays), num_threads());
 }
 
 EXPORT void native_pack(const uint8_t* weight, int64_t num_in, int64_t num_out, int64_t element_bytes, uint8_t* packed) {

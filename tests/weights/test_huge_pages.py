@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gptserve.weights.huge_pages import HUGE_PAGE, MAPPING, HugePages
+from gptserve.weights.huge_pages import MAPPING, HugePages
+from gptserve.weights.mappings import HUGE_PAGE
 
 
 def mapping_at(address: int) -> str | None:

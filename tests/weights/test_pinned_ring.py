@@ -16,7 +16,7 @@ from torch import Tensor
 from gptserve.weights import checkpoint
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
-from gptserve.weights.pinned_ring import CudaLane, PinnedRing
+from gptserve.weights.pinned_ring import CudaLane, DirectCopy, PinnedRing
 from gptserve.weights.sharding import WHOLE, Share
 from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
@@ -99,6 +99,16 @@ def test_weights_arrive_whole_however_late_the_device_fetches_them(
         assert lane.num_bytes == 3 * 1000
         assert lane.num_sent > 2 * len(expected)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1100, 7), (7, 1100), (1024, 1), (1, 1024)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposed_values_are_rounded_as_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    values = torch.randn(shape[::-1]).t()
+    target = torch.full(shape, torch.nan, dtype=dtype)
+    DirectCopy().copy(target, values)
+
+    assert torch.equal(target, values.contiguous().to(dtype))
 
 
 def test_only_as_much_is_under_way_as_the_buffers_hold() -> None:

@@ -12,7 +12,7 @@ import torch
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
-from gptserve.weights.huge_pages import HUGE_PAGE
+from gptserve.weights.mappings import HUGE_PAGE
 from tests.engine.model.small_shape import BLOCK_BYTES, MODEL
 
 

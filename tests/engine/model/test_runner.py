@@ -211,7 +211,7 @@ def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(
 def test_a_gpu_that_torch_does_not_see_is_told(
     tiny_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hardware, "_NVIDIA_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "version")
     for driver, device, num_warnings in ((False, "auto", 0), (True, "cpu", 0), (True, "auto", 1)):
         if driver:
             (tmp_path / "version").touch()
