@@ -4,8 +4,9 @@
 
 A sample of all processes is taken every few milliseconds from the command until the server is ready. `private` is what
 only these processes hold (anonymous and shared memory); `resident` has the pages of mapped files as well, which the
-system may drop. `needed` is the weights in the type that computes, and the KV cache. The shape `tiny` shows what Python
-and its libraries take. Linux only. Prints a table and one JSON line.
+system may drop. `held` is what is private once the server is ready, and `needed` the weights in the type that computes
+and the KV cache; a head that is tied to the embedding is held beside it, packed. The shape `tiny` shows what Python and
+its libraries take. Linux only. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gptserve.weights.families import load_config
 
 KV_CACHE_BYTES = 64 * 2**20
 INTERVAL_S = 0.005
+COLUMNS = ("needed", "held", "private", "resident")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -77,12 +79,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES)
     args = parser.parse_args()
     rows = []
-    print(f"{'shape':>12} {'needed MiB':>11} {'private':>8} {'ratio':>6} {'resident':>9}")
+    print(f"{'shape':>12} {'needed MiB':>11} {'held':>6} {'private':>8} {'of held':>8} {'resident':>9}")
     for shape in args.shapes:
         row = measure(shape, args.dtype)
         rows.append({"shape": shape, **row})
-        needed, private, resident = (row[name] / 2**20 for name in ("needed_bytes", "private_bytes", "resident_bytes"))
-        print(f"{shape:>12} {needed:>11.0f} {private:>8.0f} {private / needed:>6.2f} {resident:>9.0f}", flush=True)
+        needed, held, private, resident = (row[f"{name}_bytes"] / 2**20 for name in COLUMNS)
+        print(
+            f"{shape:>12} {needed:>11.0f} {held:>6.0f} {private:>8.0f} {private / held:>8.2f} {resident:>9.0f}",
+            flush=True,
+        )
     print(json.dumps({"benchmark": "memory", **vars(args), "rows": rows, **versions()}))
 
 
@@ -97,11 +102,13 @@ def measure(shape: str, dtype: str) -> dict[str, int]:
         peak = Peak(process)
         try:
             wait_until_ready(port, process)
+            held = sum(sizes_of(p.pid)[0] for p in (process, *process.children(recursive=True)))
         finally:
             peak.stop()
             process.kill()
             process.wait()
-    return {"needed_bytes": weights + KV_CACHE_BYTES, "private_bytes": peak.private, "resident_bytes": peak.resident}
+    sizes = weights + KV_CACHE_BYTES, held, peak.private, peak.resident
+    return {f"{name}_bytes": size for name, size in zip(COLUMNS, sizes, strict=True)}
 
 
 if __name__ == "__main__":
