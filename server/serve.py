@@ -144,7 +144,9 @@ class ServingProcess:
                 await opening
                 self._folder = await self._fetch()
             engine = self._engine = _make_engine(self._settings, self._folder)
-            starting = asyncio.create_task(engine.start())  # before the threads of the others, whose imports hold it up
+            starting = asyncio.create_task(
+                engine.start()
+            )  # first, as imports in the other threads would delay the spawn
             opening = opening or asyncio.create_task(self._open_door())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
             door, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
@@ -237,19 +239,19 @@ class ServingProcess:
         share = done / total if total else 0.0
         return Progress("loading", share, f"{share:.0%} of the weights are read")
 
-    @without_collections()
     def _make_app(self, engine: EngineClient, folder: Path) -> tuple[FastAPI, Callable[[str], None]]:
         """Return the application, and a function that logs the banner for a URL.
 
         Imports the web framework and opens the tokenizer, in a thread: this takes as long as to load a small model.
         """
-        from gptserve.server.app import create_app
-        from gptserve.server.completions.grammar import GrammarChecker
-        from gptserve.server.completions.options import AppOptions
-        from gptserve.server.operations.banner import log_banner
-        from gptserve.weights.chat.template import load_chat_template
-        from gptserve.weights.tokenizers.info import load_tokenizer_info
-        from gptserve.weights.tokenizers.tokenizer import Tokenizer
+        with without_collections():
+            from gptserve.server.app import create_app
+            from gptserve.server.completions.grammar import GrammarChecker
+            from gptserve.server.completions.options import AppOptions
+            from gptserve.server.operations.banner import log_banner
+            from gptserve.weights.chat.template import load_chat_template
+            from gptserve.weights.tokenizers.info import load_tokenizer_info
+            from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
         settings = self._settings
         name, *aliases = settings.served_model_names or (model_name(settings.model),)

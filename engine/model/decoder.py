@@ -18,12 +18,14 @@ from gptserve.engine.model.int8 import large_channels
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.layers import Block
 from gptserve.engine.model.linear import make_linear
+from gptserve.engine.model.memory_ahead import take_populated
 from gptserve.engine.model.native_decoder import NativeDecoder, native_decoder
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
 from gptserve.engine.model.streamed_tensors import StreamedTensors, take_linear, take_norm
 from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.huge_pages import HugePages
 
 
 class Layers:
@@ -74,7 +76,8 @@ class Decoder:
     ) -> None:
         self._config, self._backend, self._group = config, backend, group
         self.host_starts_experts = operations.host_starts_experts(config)
-        source = self._source = StreamedTensors(tensors, quantization, group, operations, config.num_layers)
+        memory = HugePages(take_populated())
+        source = self._source = StreamedTensors(tensors, quantization, group, operations, config.num_layers, memory)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
         if quantization is not None and config.embed_size is None:

@@ -12,9 +12,8 @@ import torch
 from gptserve.engine import native
 from gptserve.engine.config import DType, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model.host_cpus import usable_cpus
+from gptserve.engine.model.host_cpus import NVIDIA_DRIVER, usable_cpus
 from gptserve.engine.model.linear import product_of
-from gptserve.engine.model.memory_ahead import NVIDIA_DRIVER
 
 logger = logging.getLogger(__name__)
 

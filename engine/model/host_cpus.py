@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, and how many of them other processes leave to it.
+"""How many CPUs this process may use, and how many of them other processes leave to it; and whether it may have a GPU.
 
 CPU affinity and control groups (both versions) limit the first. /proc/stat tells the second. ModelRunner uses both.
 """
@@ -10,6 +10,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Linux has it while the driver is loaded; in containers, too, whether or not they were given a GPU."""
 
 _WINDOW_S = 0.15
 """Linux counts idle time in ticks of 10 ms, so over this window the result is exact to 7 % of a CPU."""

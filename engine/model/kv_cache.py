@@ -60,9 +60,8 @@ def _allocate(
 def _spread(num_blocks: int, block_bytes: int, num_arrays: int) -> int:
     """Return for how many blocks, some of them unused, arrays side by side have room so that they share the waiting.
 
-    The step that first writes to a huge page waits until it is cleared: 0.3 ms, or 7 ms where a virtual machine gets
-    the memory only then. Were the arrays as long as a number of huge pages, the same block would be the first of a page
-    in all of them.
+    The step that first writes to a huge page waits until it is cleared (memory_ahead.py says how long). Were the arrays
+    as long as a number of huge pages, the same block would be the first of a page in all of them.
     """
     if num_blocks * block_bytes < HUGE_PAGE:
         return num_blocks

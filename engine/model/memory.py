@@ -94,13 +94,17 @@ def weight_bytes(
     return sizes
 
 
-def linear_bytes(model: ModelConfig, quantization: Quantization | None) -> int:
-    """Return the bytes that the weights of products take in bf16, or quantized, without what that adds to them."""
+def linear_bytes(model: ModelConfig, quantization: Quantization | None, dtype_bytes: int) -> int:
+    """Return the bytes of the weights of layers and head, quantized, without padding, scales and what stays exact.
+
+    Those that are not quantized have dtype_bytes an element.
+    """
     parts, num_bytes = {"attention", "feed-forward", "embedding" if model.tied_head else "head"}, 0
     for part, name, shape in _tensors(model):
         if part in parts and name.endswith(".weight"):
             linear = "head" if part == "embedding" else name.removesuffix(".weight")
-            num_bytes += math.prod(shape) * (1 if quantization_of(linear, model.num_layers, quantization) else 2)
+            is_quantized = quantization_of(linear, model.num_layers, quantization) is not None
+            num_bytes += math.prod(shape) * (1 if is_quantized else dtype_bytes)
     return num_bytes
 
 

@@ -14,7 +14,6 @@ from gptserve.engine.attention import AttentionSpec
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.linear import Linear, make_linear
 from gptserve.engine.model.memory import OF_STREAM, quantization_of
-from gptserve.engine.model.memory_ahead import take_populated
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.parallel.group import Group
@@ -27,7 +26,8 @@ class StreamedTensors:
 
     `quantization` is what becomes of the weights of linears once they are taken, but for those that memory.py keeps and
     the columns of `large_channels`, int64, in those that take the residual stream. `group` has the ranks, if there are
-    several: then attention and feed-forwards are terms of sums. `operations` computes what is no product.
+    several: then attention and feed-forwards are terms of sums. `operations` computes what is no product. Weights are
+    packed into `memory`.
     """
 
     def __init__(
@@ -37,12 +37,13 @@ class StreamedTensors:
         group: Group | None = None,
         operations: Operations = TORCH,
         num_layers: int = 0,
+        memory: HugePages | None = None,
     ) -> None:
         self._tensors, self.group, self.operations = tensors, group, operations
         self._quantization, self._num_layers = quantization, num_layers
         self._waiting: dict[str, Tensor] = {}
         self.large_channels: Tensor | None = None
-        self.memory = HugePages(take_populated())
+        self.memory = memory or HugePages()
         self.linears: dict[str, Linear] = {}
         self.norms: dict[str, Norm] = {}
         self.attentions: list[AttentionSpec] = []

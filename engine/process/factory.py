@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.model.memory_ahead import populate_ahead
+from gptserve.engine.model.memory_ahead import populate_ahead, take_populated
 from gptserve.engine.process.imports import without_collections
 from gptserve.engine.process.loop import Report, StepEngine
 
 
 def load_engine(config: EngineConfig, *, report: Report) -> StepEngine:
     """Load the real engine; report the progress and show it on stderr. Only this imports torch."""
-    populate_ahead(config)
-    with without_collections():
-        from gptserve.engine.engine import Engine
-        from gptserve.engine.model.loading_bar import LoadingBar
+    from gptserve.engine.engine import Engine
+    from gptserve.engine.model.loading_bar import LoadingBar
 
     with LoadingBar(report) as bar:
         return Engine(config, bar.show)
+
+
+def load_engine_first(config: EngineConfig, *, report: Report) -> StepEngine:
+    """Load it, sooner, in a process that has done nothing else."""
+    populate_ahead(config)
+    try:
+        with without_collections():
+            import gptserve.engine.engine  # noqa: F401
+        return load_engine(config, report=report)
+    finally:
+        take_populated()  # what a failed load has left

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.process.factory import load_engine
+from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.loop import Report, StepEngine
 
 if TYPE_CHECKING:  # the engine's process imports this, and needs no settings
@@ -91,7 +91,7 @@ def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
 def load_logging_engine(config: EngineConfig, log_format: LogFormat, level: LogLevel, *, report: Report) -> StepEngine:
     """Load the engine in a process that has no logging yet; picklable, for an EngineClient."""
     configure_logging(log_format, level)
-    return load_engine(config, report=report)
+    return load_engine_first(config, report=report)
 
 
 def _printable(text: str) -> str:

@@ -598,7 +598,7 @@ def serve(
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps", "often"), [(40, 1_500, 4), pytest.param(250, 10_000, 30, marks=pytest.mark.slow)]
+    ("examples", "steps", "often"), [(80, 3_000, 4), pytest.param(250, 10_000, 30, marks=pytest.mark.slow)]
 )
 def test_survives_random_service(examples: int, steps: int, often: int) -> None:
     seen = serve(settings(SETTINGS, max_examples=examples))

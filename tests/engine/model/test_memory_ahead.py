@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
+import mmap
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import pytest
 from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model import memory_ahead
+from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.linear import NativeLinear
 from gptserve.engine.model.memory import linear_bytes
 from gptserve.engine.model.memory_ahead import populate_ahead, take_populated
+from gptserve.engine.process import factory
 from gptserve.weights.families import load_config
 from gptserve.weights.mappings import HUGE_PAGE, address_of, map_memory
 from gptserve.weights.source import EMBEDDED_MODEL, resolve_model
@@ -26,6 +31,7 @@ FOLDER = resolve_model(EMBEDDED_MODEL)
 CONFIG = EngineConfig(FOLDER, device="cpu", dtype="bfloat16", num_blocks=64)
 
 PAGE = 4096
+MARGIN = 2**20  # what else this process may take meanwhile
 
 needs_library = pytest.mark.skipif(not native.supported_variants(), reason="this CPU or installation has no products")
 
@@ -45,49 +51,81 @@ def wait_for_thread() -> None:
             thread.join()
 
 
-def resident_bytes(memory: memoryview) -> int:
-    """Return how many bytes of the mapping are populated, in whole pages."""
-    num_pages = -(-len(memory) // PAGE)
-    found = (ctypes.c_ubyte * num_pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address_of(memory)), ctypes.c_size_t(len(memory)), found) == 0
-    return PAGE * sum(flags & 1 for flags in found)
+def anonymous_bytes() -> int:
+    """Return how many bytes this process has written to and no file holds. Pages that were only read do not count."""
+    rollup = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+    return 1024 * int(re.search(r"^Anonymous: +(\d+) kB$", rollup, re.M)[1])
 
 
 @needs_library
 def test_populated_memory_is_given_once() -> None:
-    num_bytes = linear_bytes(load_config(FOLDER), None)
+    num_bytes, before = linear_bytes(load_config(FOLDER), None, 2), anonymous_bytes()
     populate_ahead(CONFIG)
     wait_for_thread()
-    memory = take_populated()
+    populated, memory = anonymous_bytes() - before, take_populated()
 
     assert memory is not None
-    assert resident_bytes(memory) >= num_bytes
-    assert resident_bytes(memory) < num_bytes + 2 * HUGE_PAGE, "what packing may add is only addresses"
+    assert populated > num_bytes - MARGIN
+    assert populated < num_bytes + 2 * HUGE_PAGE + MARGIN, "padding is only addresses"
     assert not any(memory)
     assert take_populated() is None
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_all_packed_weights_lie_in_it(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[int] = []
-    pack_rows = NativeLinear._pack_rows
+def test_what_is_populated_is_taken_and_holds_all_packed_weights(
+    dtype: Any, quantization: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, packed, decoders = list[int](), list[int](), list[Decoder]()
+    monkeypatch.setattr(memory_ahead, "_populate", lambda _, num_bytes: sizes.append(num_bytes))
+    pack_rows, make_decoder = NativeLinear._pack_rows, Decoder.__init__
 
     def noted(self: NativeLinear, *args: Any) -> int:
         packed.append(pack_rows(self, *args))
         return packed[-1]
 
-    config = replace(CONFIG, quantization=quantization)
-    populate_ahead(config)
-    (memory,) = memory_ahead._populated
-    start = address_of(memory)
+    def making(self: Decoder, *args: Any) -> None:
+        packed.clear()  # those of self-tests, which come before
+        decoders.append(self)
+        make_decoder(self, *args)
+
+    populate_ahead(replace(CONFIG, dtype=dtype, quantization=quantization))
+    wait_for_thread()
+    memory = memory_ahead._populated[0] if memory_ahead._populated else None
     monkeypatch.setattr(NativeLinear, "_pack_rows", noted)
-    engine = Engine(config)
+    monkeypatch.setattr(Decoder, "__init__", making)
+    Engine(replace(CONFIG, dtype=dtype, quantization=quantization))
 
     assert not memory_ahead._populated
-    in_it = [address for address in packed if start <= address < start + len(memory)]
-    assert len(in_it) >= 4 * load_config(FOLDER).num_layers + 1
-    assert engine.info.kv_cache_bytes
+    if memory is None:
+        assert (dtype, quantization) == ("float32", None)
+        assert not packed
+        return
+    start, rest = address_of(memory), decoders[0]._source.memory._rest
+    assert len(packed) > load_config(FOLDER).num_layers
+    assert all(start <= address < start + len(memory) for address in packed)
+    assert sizes[0] <= rest.data_ptr() - start <= len(memory)
+
+
+@needs_library
+def test_a_load_that_fails_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "without_collections", nullcontext)  # which is for good, and for other processes
+    with pytest.raises(InvalidConfigurationError):
+        factory.load_engine_first(replace(CONFIG, max_model_len=10**6), report=lambda *_: None)
+
+    assert take_populated() is None
+
+
+@needs_library
+def test_without_a_thread_the_engine_loads_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    populate_ahead(CONFIG)
+
+    assert take_populated() is None
 
 
 @needs_library
@@ -149,9 +187,14 @@ def test_populating_changes_no_byte() -> None:
 
 @needs_library
 def test_the_first_page_of_each_array_is_populated() -> None:
-    memory = map_memory(64 * PAGE)  # fills no huge page
-    native.library().native_populate_first(address_of(memory), 8, 8 * PAGE)
+    num_pages = 4096
+    mapping = mmap.mmap(-1, num_pages * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    address, before = address_of(memoryview(mapping)), anonymous_bytes()
+    native.library().native_populate_first(address, num_pages // 8, 8 * PAGE)
+    first = anonymous_bytes() - before
+    native.library().native_populate(address, len(mapping))
+    whole = anonymous_bytes() - before
 
-    assert resident_bytes(memory) == 8 * PAGE
-    native.library().native_populate(address_of(memory), len(memory))
-    assert resident_bytes(memory) == 64 * PAGE
+    assert abs(first - num_pages // 8 * PAGE) < MARGIN
+    assert abs(whole - num_pages * PAGE) < MARGIN
