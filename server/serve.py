@@ -144,9 +144,7 @@ class ServingProcess:
                 await opening
                 self._folder = await self._fetch()
             engine = self._engine = _make_engine(self._settings, self._folder)
-            starting = asyncio.create_task(
-                engine.start()
-            )  # first, as imports in the other threads would delay the spawn
+            starting = asyncio.create_task(engine.start())  # first: imports in other threads would delay the spawn
             opening = opening or asyncio.create_task(self._open_door())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
             door, (app, announce), _ = await asyncio.gather(opening, making_app, starting)

@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 
 PROBED_ROWS = (1, 2, 3, 8, 9, 24, 33, 64, 65, 160, 256)
 """Row counts, ascending: small ones, and those between which oneDNN with AMX was seen to change its order of sums."""
-_PROBED_COLUMNS = (
-    8192  # of others' weights on a CPU: more take memory and show nothing new; cuBLAS chooses by their number
-)
+_PROBED_COLUMNS = 8192  # of others' weights on a CPU: more show nothing new; cuBLAS chooses by their number
 _PROBED_COLUMNS_OF_OURS = 1024  # an output of our products is computed by itself, however many there are
 
 CALL_ROWS = 64

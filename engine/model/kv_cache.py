@@ -52,7 +52,7 @@ def _allocate(
     block_bytes = math.prod(block_shape) * dtype.itemsize
     shape = (num, 2, _spread(num_blocks, block_bytes, 2 * num), *block_shape)
     layers = mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-    if native.is_available():  # else the first step waits for one page after the other
+    if native.is_available():  # all threads at once, as the first step would wait for one page after the other
         native.library().native_populate_first(layers.data_ptr(), 2 * num, layers[0, 0].nbytes)
     return layers
 
