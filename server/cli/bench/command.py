@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import gptserve
+from gptserve.server.cli.bench.launch import ENDING_SIGNALS, signals_blocked
 from gptserve.server.cli.bench.load import Load
 from gptserve.server.cli.bench.report import HEADING, Objective, Report, render, summarize
 from gptserve.server.cli.bench.stream import Outcome
@@ -93,17 +94,14 @@ class Bench:
 
 
 def _run(measuring: Coroutine[Any, Any, Report]) -> Report:
-    """Run it. SIGTERM waits until asyncio has its handler: sooner, it would leave a task that has not begun."""
+    """Run it. Signals wait until asyncio has its handler: sooner, they would leave a task that has not begun."""
 
     async def begun() -> Report:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
         try:
             return await measuring
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
+    with signals_blocked():
         return asyncio.run(begun())
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -13,6 +13,8 @@ from typing import IO, cast
 
 from gptserve.server.cli.errors import CommandError
 
+ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
 _MAIN = "from gptserve.server.cli.main import main; main()"
 _READY = " ready on "  # as the log says it
 _FLAGS = ("--host", "127.0.0.1", "--port", "0", "--log-format", "text", "--log-level", "info")
@@ -36,13 +38,24 @@ def started_server(
         reader = threading.Thread(target=_pass_on, args=(stderr, show))  # a full pipe would stop the server
         try:
             url = _wait_until_ready(stderr, show)
-            reader.start()
+            with signals_blocked():  # else the thread takes those that the main thread blocks
+                reader.start()
             yield url
         finally:
             signal.signal(signal.SIGTERM, previous)
             process.terminate()
             if reader.is_alive():
                 reader.join()
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block ENDING_SIGNALS in this thread and those it starts: they wait for the end of the block."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -24,20 +24,25 @@ def left_of(session: int) -> list[psutil.Process]:
     return psutil.wait_procs(left, timeout=LIMIT_S)[1]
 
 
-@pytest.mark.slow
-def test_a_model_is_served_for_the_time_of_the_command() -> None:
-    # The second request of the second load is due after hours: the command is still at it when it is told to end.
-    loads = ("--concurrency", "1", "--rate", "0.0001", "--num-requests", "2")
-    flags = ("--prompt-tokens", "8", "--max-tokens", "4")
-    with subprocess.Popen(
-        [sys.executable, "-c", MAIN, "bench", "storyteller", *loads, *flags],
+LOADS = ("--rate", "0.0001", "--num-requests", "2", "--prompt-tokens", "8", "--max-tokens", "4")
+"""The second request is due after hours: the command is still at it when it is told to end."""
+
+
+def bench(main: str, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", main, "bench", "storyteller", *flags, *LOADS],
         cwd=ROOT,
         env=os.environ | {"GPTSERVE_NUM_THREADS": "1", "GPTSERVE_DEVICE": "cpu", "GPTSERVE_API_KEY": "secret"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as process:
+    )
+
+
+@pytest.mark.slow
+def test_a_model_is_served_for_the_time_of_the_command() -> None:
+    with bench(MAIN, "--concurrency", "1") as process:
         assert process.stdout is not None
         title, _, _, row = (process.stdout.readline() for _ in range(4))
         process.send_signal(signal.SIGTERM)
@@ -45,6 +50,26 @@ def test_a_model_is_served_for_the_time_of_the_command() -> None:
 
     assert title.startswith("storyteller at http://127.0.0.1:")
     assert row.startswith("1 at a time           2      0")
+    assert (process.returncode, err) == (130, "")
+    assert left_of(process.pid) == []
+
+
+SIGNALLED = """
+import asyncio, os, signal
+make = asyncio.events.new_event_loop
+def signalled():
+    os.kill(os.getpid(), signal.{name})
+    return make()
+asyncio.events.new_event_loop = signalled
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_before_the_load_begins_ends_the_command_without_a_word(name: str) -> None:
+    with bench(SIGNALLED.format(name=name) + MAIN) as process:
+        err = process.communicate(timeout=LIMIT_S)[1]
+
     assert (process.returncode, err) == (130, "")
     assert left_of(process.pid) == []
 
