@@ -134,21 +134,22 @@ class Turns:
         turns = [self._turn(seed, batch, KINDS[kind]) for seed in range(1 + self._args.repeats)][1:]  # one warms up
         return [
             {"batch": batch, "kind": kind, "quantization": name}
-            | {key: statistics.median(turn[name][key] for turn in turns) for key in turns[0][name]}
+            | {key: _median([turn[name][key] for turn in turns]) for key in turns[0][name]}
             for name in self._engines
         ]
 
-    def _turn(self, seed: int, batch: int, params: dict[str, float]) -> dict[str, dict[str, float]]:
-        """Return the figures of each engine."""
+    def _turn(self, seed: int, batch: int, params: dict[str, float]) -> dict[str, dict[str, float | None]]:
+        """Return the figures of each engine; those of a step are None if there was none in which all decode."""
         args, generator = self._args, torch.Generator().manual_seed(seed)
         prompts = torch.randint(self._model.vocab_size, (batch, args.prompt_len), generator=generator)
         work = Work(prompts.tolist(), args.max_tokens, **params)
-        found, step_ms = {}, {}
+        found: dict[str, dict[str, float | None]] = {}
+        step_seconds: dict[str, float | None] = {}
         for name, engine in self._engines.items():
             time.sleep(PAUSE_S)
             its = timing(engine, work.prompts, args.max_tokens, **params)
             found[name] = {measure_of(args.max_tokens): figure(work, its.seconds)}
-            step_ms[name] = its.step_seconds * 1e3
+            step_seconds[name] = its.step_seconds
         for name, compute in self._others.items():
             time.sleep(PAUSE_S)
             theirs = figure(work, compute(work))
@@ -160,9 +161,17 @@ class Turns:
         for name, row in found.items():
             weight_bytes = 1 if name == "int8" else None
             floor_ms = step_bytes(self._model, self._dtype, batch, context, weight_bytes) / bandwidth * 1e3
-            row |= {"step_ms": step_ms[name], "floor_ms": floor_ms, "of_floor": floor_ms / step_ms[name]}
+            seconds = step_seconds[name]
+            step_ms = None if seconds is None else seconds * 1e3
+            row |= {"step_ms": step_ms, "floor_ms": floor_ms, "of_floor": step_ms and floor_ms / step_ms}
             row["read_gb_per_s"] = bandwidth / 1e9
         return found
+
+
+def _median(figures: list[float | None]) -> float | None:
+    """Return that of the turns which have one."""
+    known = [figure for figure in figures if figure is not None]
+    return statistics.median(known) if known else None
 
 
 def measure_of(max_tokens: int) -> str:
@@ -200,7 +209,7 @@ def measure_all(turns: Turns, args: argparse.Namespace, others: list[str]) -> li
     for batch, kind in itertools.product(args.batch, args.kinds):
         for row in turns.measure(batch, kind):
             rows.append(row)
-            figures = "".join(f"{row[column]:>15.2f}" for column in columns)
+            figures = "".join(f"{'-' if row[column] is None else format(row[column], '.2f'):>15}" for column in columns)
             print(f"{row['batch']:>5} {row['kind']:12} {row['quantization']:14}{figures}", flush=True)
     return rows
 

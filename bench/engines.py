@@ -16,8 +16,8 @@ class Timing:
 
     seconds: float
     """Prefill and decode together."""
-    step_seconds: float
-    """The mean time of the steps in which all of them decode: none still reads its prompt, none has ended."""
+    step_seconds: float | None
+    """The mean time of the steps in which all decode: none still reads its prompt, none has ended. None without any."""
 
 
 def seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **params: float) -> float:
@@ -26,7 +26,7 @@ def seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, *
 
 
 def timing(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **params: float) -> Timing:
-    """Compute max_tokens tokens for each prompt; there must be steps in which all of them decode."""
+    """Compute max_tokens tokens for each prompt."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
     start = time.perf_counter()
     for i, prompt in enumerate(prompts):
@@ -41,4 +41,4 @@ def timing(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **
         has_ended |= any(output.finish_reason is not None for output in outputs)
     assert num_tokens == len(prompts) * max_tokens
     num_steps = len(full) - 1
-    return Timing(time.perf_counter() - start, (full[-1] - full[0]) / num_steps if num_steps > 0 else float("nan"))
+    return Timing(time.perf_counter() - start, (full[-1] - full[0]) / num_steps if num_steps > 0 else None)

@@ -227,34 +227,56 @@ def _sampler(ll: Any, work: Work, seed: int) -> Any:
 
 
 def write_gguf(folder: Path, path: Path, type_name: str) -> None:
-    """Write a GPT-2 of transformers as GGUF, without a vocabulary."""
+    """Write a GPT-2 or a Llama of transformers as GGUF, without a vocabulary."""
     import gguf
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] != "gpt2":
-        raise ValueError(f"llama.cpp is measured with GPT-2's shapes alone, got {config['model_type']!r}")
+    if (family := config["model_type"]) not in ("gpt2", "llama"):
+        raise ValueError(f"llama.cpp is measured with GPT-2's and Llama's shapes alone, got {family!r}")
     kind = gguf.GGMLQuantizationType[type_name]
-    writer = gguf.GGUFWriter(path, "gpt2")
-    writer.add_context_length(config["n_positions"])
-    writer.add_embedding_length(config["n_embd"])
-    writer.add_feed_forward_length(4 * config["n_embd"])
-    writer.add_block_count(config["n_layer"])
-    writer.add_head_count(config["n_head"])
-    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer = gguf.GGUFWriter(path, family)
+    (_add_gpt2 if family == "gpt2" else _add_llama)(writer, config)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config["n_layer"])
+    arch = gguf.MODEL_ARCH.GPT2 if family == "gpt2" else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(arch, config["n_layer" if family == "gpt2" else "num_hidden_layers"])
+    heads = {} if family == "gpt2" else {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     for name, tensor in load_file(folder / "model.safetensors").items():
         new = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
-        is_transposed = tensor.dim() == 2 and ".h." in f".{name}"  # Conv1D has its weights the other way round
-        x = (tensor.T if is_transposed else tensor).contiguous().float().numpy()
+        if family == "gpt2" and tensor.dim() == 2 and ".h." in f".{name}":
+            tensor = tensor.T  # Conv1D has its weights the other way round
+        for letter, num_heads in heads.items():
+            if f".{letter}_proj." in name:  # ggml rotates neighbours, transformers the two halves of a head
+                tensor = tensor.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        x = tensor.contiguous().float().numpy()
         is_wide = tensor.dim() == 2 and "wpe" not in name
         writer.add_tensor(new, gguf.quantize(x, kind) if is_wide else x, raw_dtype=kind if is_wide else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_gpt2(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(4 * config["n_embd"])
+    writer.add_block_count(config["n_layer"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
+def _add_llama(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
 
 
 PEERS: dict[str, Callable[[Path, int], Compute]] = {

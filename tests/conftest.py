@@ -35,6 +35,7 @@ MakeGPT2 = Callable[..., Path]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are imported, whose objects stay
     if "not slow" in config.option.markexpr:
         settings.load_profile("fast")
 
@@ -42,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = holdings()
+    gc.enable()
     gc.freeze()  # collections need not look at the 600,000 objects of modules and tests again
     yield
     for item in request.session.items:

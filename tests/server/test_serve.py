@@ -187,6 +187,7 @@ def test_a_model_that_cannot_be_downloaded_ends_the_start_with_one_sentence(laun
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_after_the_time_limit_streams_end_with_an_error_and_the_status_is_0(launch_held: Any) -> None:
     process = launch_held("--shutdown-timeout", "0")
     with process.wait_until_ready() as client, stream(client, max_tokens=1000, n=16) as running:

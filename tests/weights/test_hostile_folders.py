@@ -16,7 +16,7 @@ from tests.weights.tiny_tokenizers import FAMILIES
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{{ eos_token }}"
 BY_HAND = dict(by_hand())
-BATCH = 20
+BATCH = 10
 """Folders that one test opens: a test for each would double what they take."""
 
 

@@ -106,6 +106,7 @@ def test_tokens_that_are_not_taken_from_the_step_before_would_be_seen(
     assert answers(run(pair.late(1)[0], requests())) != expected
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_a_step_is_ahead_ends_the_engine_with_its_cause(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:

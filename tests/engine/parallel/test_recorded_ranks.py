@@ -150,6 +150,7 @@ def test_a_rank_may_have_an_obstacle_of_its_own(
     assert found.engine._runner.graphs is None
 
 
+@pytest.mark.slow
 def test_without_graphs_nothing_is_recorded(
     tiny_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
