@@ -15,9 +15,12 @@ _MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
 _CHUNK_SHARE = 0.75
 """Chunks may add this share of the time of decoding. It is below 1, as steps vary: of a hundred at most one is to take
 more than twice as long as a step that only decodes."""
+_WAITING_COUNTS = 4  # a sequence that waits for its first token counts as so many that wait for their next one
 _DECODE_WEIGHT = 1 / 4  # of the newest step in an average
 _CHUNK_WEIGHT = 1 / 16  # less, as the time of chunks is a difference of two times that vary
 _STEPS_BETWEEN = 16  # a step without chunks comes at least so often, so that the time of decoding is known
+_STEPS_BETWEEN_IF_CHANGED = 4  # the same while other sequences decode than in the last one: many more or fewer
+_SAME = 9 / 8  # so many times as many sequences take about the same time
 _UNLIMITED = 1 << 30
 
 
@@ -61,13 +64,13 @@ class Pace:
 class PromptPace(Pace):
     """Keeps a step with chunks from taking twice as long as one without: chunks get 3/4 of the time of decoding.
 
-    They get more where nearly as many sequences wait for their first token as decode, or more: as many times the time
-    of decoding as there are of those. So a burst of prompts is not computed in small pieces for the sake of a few
-    streams.
+    They get more where many sequences wait for their first token: four times the time of decoding where as many wait as
+    decode. So a burst of prompts is not computed in small pieces, which take longer, for the sake of a few streams.
     """
 
     def __init__(self) -> None:
         self._decode_seconds: float | None = None
+        self._num_decoding = 0  # in the last step without chunks
         # Two averages, whose ratio is the time of a token: one of ratios would count a prompt's last few tokens, which
         # take longer each, like a whole chunk.
         self._chunk_seconds: float | None = None
@@ -81,17 +84,20 @@ class PromptPace(Pace):
 
     def max_chunk_tokens(self, num_decoding: int, num_others: int) -> int:
         """Return how many tokens of chunks take about as long as they may."""
-        if self._num_steps_with_chunks >= _STEPS_BETWEEN:
+        is_known = self._takes_the_same(num_decoding)
+        if self._num_steps_with_chunks >= (_STEPS_BETWEEN if is_known else _STEPS_BETWEEN_IF_CHANGED):
             return 0
         if self._decode_seconds is None or not self._chunk_seconds or self._chunk_tokens is None:
             return _UNLIMITED
-        seconds = self._decode_seconds * max(_CHUNK_SHARE, num_others / num_decoding)
+        seconds = self._decode_seconds * max(_CHUNK_SHARE, _WAITING_COUNTS * num_others / num_decoding)
         return max(_MIN_CHUNK_TOKENS, int(seconds * self._chunk_tokens / self._chunk_seconds))
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         num_chunk_tokens = sum(item.num_tokens for item in batch.items if _is_chunk(item))
         if num_chunk_tokens == 0:
-            self._decode_seconds = _average(self._decode_seconds, seconds, _DECODE_WEIGHT)
+            average = self._decode_seconds if self._takes_the_same(len(batch.items)) else None
+            self._decode_seconds = _average(average, seconds, _DECODE_WEIGHT)
+            self._num_decoding = len(batch.items)
             self._num_steps_with_chunks = 0
             return
         self._num_steps_with_chunks += 1
@@ -99,6 +105,10 @@ class PromptPace(Pace):
             chunk_seconds = max(seconds - self._decode_seconds, 0.0)
             self._chunk_seconds = _average(self._chunk_seconds, chunk_seconds, _CHUNK_WEIGHT)
             self._chunk_tokens = _average(self._chunk_tokens, num_chunk_tokens, _CHUNK_WEIGHT)
+
+    def _takes_the_same(self, num_decoding: int) -> bool:
+        """Whether a step that only decodes so many sequences takes about as long as the last one that only decoded."""
+        return num_decoding <= _SAME * self._num_decoding and self._num_decoding <= _SAME * num_decoding
 
 
 def _is_chunk(item: ScheduledSequence) -> bool:
