@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePath
 
 import torch
@@ -25,7 +25,7 @@ from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError, foreign_code, shown
 from gptserve.weights.families import find_family
 from gptserve.weights.families.family import Family, Shape, Source
-from gptserve.weights.huge_pages import mapped
+from gptserve.weights.huge_pages import HugePages, mapped
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.mxfp4_shapes import GROUP, SUFFIXES, held_shapes, packed_shapes
 from gptserve.weights.pinned_ring import copier
@@ -89,11 +89,11 @@ class Checkpoint:
         made, and the part of a file it is made from.
         """
         num_bytes_read = 0
-        copies = copier(torch.device(device))
+        copies, pages = copier(torch.device(device)), HugePages()
         for name, source in self._sources.items():
             on, shapes = torch.device(device), self._shapes(name, source, keeps_mxfp4)
             its_dtype = dtype if len(shapes) == 1 else torch.uint8
-            make = torch.zeros if source.is_zero else _empty
+            make = torch.zeros if source.is_zero else partial(_empty, pages)
             tensors = {part: make(shape, dtype=its_dtype, device=on) for part, shape in shapes.items()}
             if not source.is_zero:
                 self._fill(tuple(tensors.values()), source, copies.copy)
@@ -174,11 +174,16 @@ class Checkpoint:
         return sum(sizes) if source.entry is None else sum(sizes) // source.parts[0][1][0]
 
 
-def _empty(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < MAPPED_BYTES:
+def _empty(pages: HugePages, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor; on a CPU vectors lie in these pages, as they stay after the matrices beside them are packed."""
+    if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    return mapped(num_bytes).view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes >= MAPPED_BYTES:
+        return mapped(num_bytes).view(dtype).view(shape)
+    if len(shape) == 1:
+        return pages.take(num_bytes).view(dtype)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _copy_rows(

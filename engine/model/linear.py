@@ -212,7 +212,9 @@ class NativeLinear:
         """Keep one number an output in fp32, padded with zeros, as the library reads whole vectors of them."""
         if values is None:
             return None
-        return self._keep(functional.pad(values.float(), (0, -self._num_out % native.COLUMNS)))
+        kept = self._memory.take(4 * -(-self._num_out // native.COLUMNS) * native.COLUMNS).view(torch.float32)
+        kept[: self._num_out] = values
+        return self._keep(kept)
 
     def _keep(self, tensor: Tensor) -> int:
         """Keep a tensor that the library reads; return its address."""
