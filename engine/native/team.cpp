@@ -31,7 +31,7 @@
 namespace {
 
 constexpr int64_t WORKER_SPIN_NS = 50000;  // longer than the pauses between the jobs of a step
-constexpr int64_t CALLER_SPIN_NS = 100000;  // the last chunks end sooner, or their thread does not run
+constexpr int64_t CALLER_SPIN_NS = 100000;  // most chunks end sooner, or their thread does not run
 constexpr int64_t STEP_ASIDE_NS = 1000000;  // at most so often
 constexpr int MAX_WORKERS = 255;
 
