@@ -127,7 +127,7 @@ def attend(
             place_ND = place_N[:, None] + column_D[None, :]
             key_ND = tl.load(key_cache + place_ND, is_in_ND, other=0.0)
             score_MN = dot(query_MD, tl.trans(key_ND), None) * scale
-            if SOFTCAP:
+            if SOFTCAP is not None:
                 score_MN = SOFTCAP * tanh(score_MN / SOFTCAP)
             distance_MN = key_N[None, :] - position_M[:, None]
             score_MN = (score_MN + slope_M[:, None] * distance_MN) * LOG2E

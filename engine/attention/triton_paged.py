@@ -100,7 +100,7 @@ class TritonAttention:
             GROUP=group,
             NUM_KV_HEADS=num_kv_heads,
             BLOCK_SIZE=block_size,
-            SOFTCAP=spec.softcap or 0.0,
+            SOFTCAP=spec.softcap,
             ROWS=rows,
             KEYS=keys,
             SPLIT=is_split,

@@ -59,14 +59,14 @@ def normalize(
 
 @triton.jit
 def gate(x, out, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute gated(x) of activation.py for COLUMNS of a row, in fp32 and rounded once. LIMIT 0 is none."""
+    """Compute gated(x) of activation.py for COLUMNS of a row, in fp32 and rounded once."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_in = column < WIDTH
     place = x + row * (2 * WIDTH) + column
     left = tl.load(place, is_in, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, is_in, other=0.0).to(tl.float32)
-    if LIMIT:
+    if LIMIT is not None:
         left = tl.minimum(left, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
     y = activate(left, ACTIVATION) * up

@@ -74,7 +74,7 @@ class TritonOperations:
         out = x.new_empty(num_rows, width)
         columns = min(_COLUMNS, power_of_two(width))
         self._kernels.gate[num_rows, -(-width // columns)](
-            *(x, out), ACTIVATION=activation, LIMIT=limit or 0.0, WIDTH=width, COLUMNS=columns
+            *(x, out), ACTIVATION=activation, LIMIT=limit, WIDTH=width, COLUMNS=columns
         )
         return out
 

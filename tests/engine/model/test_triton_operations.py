@@ -7,12 +7,8 @@ tests/engine/attention/test_triton_paged.py starts.
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -414,52 +410,3 @@ def test_experts_in_mxfp4_have_their_scales_between_weight_and_bias() -> None:
     assert {name: tensor[:, 0].tolist() for name, tensor in stacked.items()} == {
         name: [first, first + 6] for name, first in firsts.items()
     }
-
-
-COMPILE = """
-import sys
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from gptserve.engine.model.triton_kernels import multiply_experts
-from gptserve.engine.model.triton_operations import _TILES
-
-TYPES = {"pairs": "*i64", "starts": "*i32", "num_experts": "i32"}
-SIZES = {"NUM_IN": 2880, "NUM_OUT": 5760, "PAIRS_PER_ROW": 4, "EXPERTS": 128}
-
-def compile(capability, number, out, constants):
-    constants = SIZES | dict(zip(("ROWS", "COLUMNS", "DEPTH"), _TILES[int(number[2:]) // 8])) | constants
-    types = TYPES | dict.fromkeys(("x", "bias", "weight"), f"*{number}") | {"out": f"*{out}"}
-    if "scales" not in constants:
-        types |= {"weight": "*u8", "scales": "*u8"}
-    names = multiply_experts.arg_names
-    source = ASTSource(
-        multiply_experts, {name: "constexpr" if name in constants else types[name] for name in names}, constants
-    )
-    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
-
-capability = int(sys.argv[1])
-compile(capability, "bf16", "bf16", {"GROUP": 1, "scales": None})
-compile(capability, "bf16", "bf16", {"GROUP": 32})
-compile(capability, "bf16", "fp32", {"GROUP": 8, "NUM_IN": 360})
-compile(capability, "fp32", "fp32", {"GROUP": 32})
-"""
-
-
-@pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
-@slow
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_the_products_of_experts_compile_for_gpus(capability: str, tmp_path: Path) -> None:
-    """To machine code of an A100 and an H100, by the compiler that Triton brings: no GPU is needed for that."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error"}
-    environment.pop("TRITON_INTERPRET", None)
-    (tmp_path / "program.py").write_text(COMPILE)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py", capability],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import subprocess
-import sys
 from array import array
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,41 +235,3 @@ def test_counts_are_given_back_though_other_requests_have_masks() -> None:
     gc.collect()
     sampler.choose(torch.zeros(1, VOCAB), masked)
     assert sampler.counts.words is None
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from gptserve.engine.sampling import triton_kernels as kernels
-
-TYPES = {"table": "*fp64", "counts": "*i32", "masks": "*i32"}
-TYPES |= dict.fromkeys(("logits_stride", "num_pieces", "level"), "i32")
-TYPES |= dict.fromkeys(("sums", "kept_sums", "measures", "token_ids", "drafts"), "*i64")
-SIZES = {"VOCAB": 50257, "WORDS": 1571, "PIECE": 4096, "TILE": 256, "PADDED": 16}
-
-def compile(kernel, **constants):
-    names = {name: constants[name] for name in kernel.arg_names if name in (constants := SIZES | constants)}
-    types = {name: "constexpr" if name in names else TYPES.get(name, "*fp32") for name in kernel.arg_names}
-    found = triton.compile(ASTSource(kernel, types, names), target=GPUTarget("cuda", 80, 32), options={"num_warps": 8})
-    assert found.asm["cubin"]
-
-for kernel in (kernels.adjust, kernels.find_peaks, kernels.weigh, kernels.drop):
-    compile(kernel)
-for is_filtered in (False, True):
-    compile(kernels.pick, IS_FILTERED=is_filtered)
-    compile(kernels.narrow, BY_MASS=is_filtered)
-"""
-
-
-@pytest.mark.skipif(not find_spec("triton"), reason="Triton is installed for Linux on x86-64 alone")
-@pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """To machine code, by the compiler that Triton brings: no GPU is needed for that."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error"}
-    environment.pop("TRITON_INTERPRET", None)
-    (tmp_path / "program.py").write_text(COMPILE)  # the kernels' own source is read from their file
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
