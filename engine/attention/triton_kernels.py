@@ -1,8 +1,9 @@
 """The Triton kernels of triton_paged.py: the KV write, attention over the paged cache, and the merge of its pieces.
 
 Keys are taken in pieces of PIECE and, within a piece, in tiles of KEYS, both counted from position 0 of a sequence. The
-pieces of a row are merged in their order by one function, whether one program has them all or each has one: so the bits
-of a row depend neither on other sequences nor on how the work was cut. Scores are in base 2: log2(e) times the natural.
+pieces of a row are merged in their order by one function, whether one program has them all or several share them: so
+the bits of a row depend neither on other sequences nor on how the work was cut. Scores are in base 2: log2(e) times the
+natural.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def attend(
     PIECE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Attend with ROWS of a sequence's rows, one KV head, and all pieces of keys or, if SPLIT, one.
+    """Attend with ROWS of a sequence's rows and one KV head. If SPLIT, the programs of the third axis share its pieces.
 
     A row is a query head of a token: GROUP rows a token, as the heads of a group read the same keys. Sequence s has
     the tiles from query_starts[s] * GROUP // ROWS + s on, some of them empty.
@@ -92,6 +93,14 @@ def attend(
     if first_row >= num_queries * GROUP:
         return
     num_before = tl.load(kv_lens + seq) - num_queries
+    last_row = tl.minimum(first_row + ROWS, num_queries * GROUP) - 1
+    end = num_before + last_row // GROUP + 1
+    begin = tl.maximum(num_before + first_row // GROUP + 1 - WINDOW, 0) if WINDOW else 0
+    first_piece, end_piece, step = begin // PIECE, (end + PIECE - 1) // PIECE, 1
+    if SPLIT:
+        first_piece, step = first_piece + tl.program_id(2), tl.num_programs(2)
+        if first_piece >= end_piece:
+            return
     row_M = first_row + tl.arange(0, ROWS)
     position_M = num_before + row_M // GROUP
     head_M = kv_head * GROUP + row_M % GROUP
@@ -103,18 +112,8 @@ def attend(
     query_MD = tl.load(query + place_M1 + column_D[None, :], is_in_MD, other=0.0)
     slope_M = tl.full([ROWS], 0.0, tl.float32) if slopes is None else tl.load(slopes + head_M)
 
-    last_row = tl.minimum(first_row + ROWS, num_queries * GROUP) - 1
-    end = num_before + last_row // GROUP + 1
-    begin = tl.maximum(num_before + first_row // GROUP + 1 - WINDOW, 0) if WINDOW else 0
-    if SPLIT:
-        first_piece = tl.program_id(2)
-        last_piece = first_piece + 1
-        if (first_piece * PIECE >= end) | (last_piece * PIECE <= begin):
-            return
-    else:
-        first_piece, last_piece = begin // PIECE, (end + PIECE - 1) // PIECE
     max_M, sum_M, acc_MD = _nothing(ROWS, PADDED)
-    for piece in range(first_piece, last_piece):
+    for piece in range(first_piece, end_piece, step):
         its_max_M, its_sum_M, its_acc_MD = _nothing(ROWS, PADDED)
         first_key = tl.maximum(piece * PIECE, begin // KEYS * KEYS)
         end_key = tl.minimum((piece + 1) * PIECE, end)
@@ -185,7 +184,7 @@ def merge(
     column_D = tl.arange(0, PADDED)
     is_in_1D = (column_D < HEAD_SIZE)[None, :]
     max_1, sum_1, acc_1D = _nothing(1, PADDED)
-    for piece in range(begin // PIECE, position // PIECE + 1):
+    for piece in range(begin // PIECE, (position + PIECE) // PIECE):
         place_1 = (piece * num_tokens + token).to(tl.int64) * NUM_HEADS + head_1
         its_max_1, its_sum_1 = tl.load(piece_max + place_1), tl.load(piece_sum + place_1)
         its_acc_1D = tl.load(piece_acc + place_1[:, None] * HEAD_SIZE + column_D[None, :], is_in_1D, other=0.0)

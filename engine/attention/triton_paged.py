@@ -15,9 +15,12 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 
 PIECE = 256
-"""Keys of a piece: at a batch of 1 and a context of 8,192 tokens, 8 KV heads then fill some 250 programs."""
+"""Keys of a piece: at a batch of 1 and a context of 8,192 tokens, 8 KV heads have 256 of them."""
 MAX_SPLIT_ROWS = 1024
-"""Pieces get programs of their own while tokens times heads are at most so many; more rows fill a GPU by themselves."""
+"""Programs share pieces while tokens times heads are at most so many; more rows fill a GPU by themselves."""
+PROGRAMS = 256
+"""So many share the pieces of a sequence: enough to fill a GPU with one. Those of a short one end at once, but a CUDA
+graph launches them all for the longest context there may be."""
 _TILE_BYTES = 1 << 14
 """Of keys, and of values. Two stages of both fit beside the queries into the 99 KB of a small GPU's multiprocessor."""
 _ACCUMULATORS = 1 << 13
@@ -35,16 +38,17 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, piece: int = PIECE, max_split_rows: int = MAX_SPLIT_ROWS) -> None:
+    def __init__(self, piece: int = PIECE, max_split_rows: int = MAX_SPLIT_ROWS, programs: int = PROGRAMS) -> None:
         """Load the kernels; they are compiled when they are first called. Raises ImportError without Triton.
 
-        `piece` is a power of two from 64 on, and another one gives other bits.
+        `piece` is a power of two from 64 on, and another one gives other bits. The bits do not depend on the others.
         """
         import triton
 
         from gptserve.engine.attention import triton_kernels
 
-        self._kernels, self._piece, self._max_split_rows = triton_kernels, piece, max_split_rows
+        self._kernels, self._piece = triton_kernels, piece
+        self._max_split_rows, self._programs = max_split_rows, programs
         self.build: str = triton.__version__
 
     @staticmethod
@@ -93,7 +97,9 @@ class TritonAttention:
             "enable_fp_fusion": False,
         }
         num_tiles = num_rows * group // rows + num_seqs
-        self._kernels.attend[num_tiles, num_kv_heads, max(1, shape[0])](
+        num_seen = num_pieces if spec.window is None else min(num_pieces, spec.window // self._piece + 2)
+        num_shares = min(num_seen, max(1, self._programs // num_kv_heads)) if is_split else 1
+        self._kernels.attend[num_tiles, num_kv_heads, num_shares](
             *(query_THD, cache_2NGBD[0], cache_2NGBD[1], out_THD, *pieces),
             *(metadata.query_starts_S1, metadata.kv_lens_S, metadata.block_tables_SN, spec.alibi_slopes, spec.sinks),
             *(spec.scale, num_seqs, num_rows, metadata.block_tables_SN.stride(0), query_THD.stride(0)),

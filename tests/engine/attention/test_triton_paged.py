@@ -216,6 +216,18 @@ def test_bits_do_not_depend_on_the_longest_context_that_the_host_knows_of() -> N
 
 
 @interpreted
+@pytest.mark.parametrize("window", [None, pytest.param(100, marks=slow)])
+def test_bits_do_not_depend_on_how_many_programs_share_the_pieces(window: int | None) -> None:
+    cached = Cached([200, 12], make_spec(2, 1, 16, window), torch.float32)
+    step = [(0, 1, 200), (1, 1, 12)]
+    expected = cached.attend(TritonAttention(PIECE), step)
+    assert expected[0].any()
+    for programs in (1, 2, 3):
+        out = cached.attend(TritonAttention(PIECE, programs=programs), step)
+        assert all(map(torch.equal, out, expected)), programs
+
+
+@interpreted
 def test_one_changed_key_changes_the_rows_that_see_it_and_no_other() -> None:
     cached = Cached([20, 5], make_spec(2, 1, 16), torch.float32)
     step = [(0, 7, 20), (1, 1, 5)]
@@ -243,11 +255,15 @@ def test_a_write_stores_each_row_in_its_slot_and_nothing_else() -> None:
 def test_a_sequence_without_keys_gives_zeros() -> None:
     cached = Cached([5, 5], make_spec(2, 2, 16, features=()), torch.float32)
     metadata = replace(cached.metadata([0, 1], [1, 1], [5, 5]), kv_lens_S=torch.tensor([5, 0], dtype=torch.int32))
-    out = TritonAttention().attend(
-        torch.ones(2, 2, 16).to(DEVICE), cached.cache.to(DEVICE), on_device(metadata), cached.spec
-    )
-    assert out[0].all()
-    assert not out[1].any()
+    for longest in (5, 300):
+        out = TritonAttention(PIECE).attend(
+            torch.ones(2, 2, 16).to(DEVICE),
+            cached.cache.to(DEVICE),
+            on_device(replace(metadata, kv_lens=(longest, longest))),
+            cached.spec,
+        )
+        assert out[0].all()
+        assert not out[1].any()
 
 
 @interpreted
@@ -268,3 +284,36 @@ def test_scratch_is_that_of_the_pieces_of_the_longest_sequence() -> None:
     backend = TritonAttention(PIECE)
     assert backend.scratch_bytes(PIECE, 64, 1) == 0
     assert backend.scratch_bytes(PIECE + 1, 64, 1) == 2 * 1024 * 66 * 4
+
+
+class Grids:
+    """Stands in for the kernels: knows the grid of each launch."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, tuple[int, ...]] = {}
+
+    def __getattr__(self, name: str) -> Grids:
+        self._name = name
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.of[self._name] = grid
+        return lambda *args, **options: None
+
+
+@pytest.mark.parametrize(("kv_heads", "shares"), [(1, 256), (8, 32), (32, 8)])
+def test_a_step_for_the_longest_context_has_few_programs(kv_heads: int, shares: int) -> None:
+    """As in a CUDA graph, whatever the sequences have; a window needs fewer."""
+    if not TritonAttention.is_available():
+        pytest.skip("Triton is not installed")
+    backend, grids, size = TritonAttention(), Grids(), 32
+    vars(backend).update(_kernels=grids)
+    cache = torch.empty(2, 9, kv_heads, 16, 128, dtype=torch.bfloat16, device="meta")
+    tensor = torch.empty(size, 1, device="meta")
+    metadata = AttentionMetadata(tuple(range(size + 1)), (131_072,) * size, tensor, tensor, tensor, tensor)
+    query = torch.empty(size, 32, 128, dtype=torch.bfloat16, device="meta")
+    num_tiles = size * 32 // kv_heads // 64 + size
+    for window, context, num in ((None, 131_072, shares), (None, 300, 2), (1000, 131_072, 5)):
+        spec = make_spec(32, kv_heads, 128, window, features=())
+        backend.attend(query, cache, replace(metadata, kv_lens=(context,) * size), spec)
+        assert grids.of == {"attend": (num_tiles, kv_heads, num), "merge": (size, 32)}
