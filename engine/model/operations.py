@@ -13,6 +13,7 @@ from torch import Tensor
 from gptserve.engine.model.activation import gated
 from gptserve.engine.model.experts import ExpertProducts
 from gptserve.engine.model.norm import Norm, normalize_by_torch
+from gptserve.engine.model.rotary import Rotation
 from gptserve.weights.config import Activation, ModelConfig
 
 
@@ -23,6 +24,10 @@ class Operations:
     normalize: Callable[[Tensor, Norm, Tensor | None], Tensor] = normalize_by_torch
     add_normalize: Callable[[Tensor, Tensor, Norm], tuple[Tensor, Tensor]] | None = None
     """Returns x + term and the norm of this sum. None: a product adds its residual itself."""
+    rotate_and_write: Callable[[Tensor, Rotation, Tensor, Tensor], None] | None = None
+    """Rotates the queries of heads [T, H + 2 * G, D] in place, and stores their rotated keys and their values at
+    slots [T] of the cache [2, N, G, B, D]; what it leaves in the place of the keys is not defined. A row with slot -1
+    stores nothing. None: rotate_, and then the backend's write."""
     gate: Callable[[Tensor, Activation, float | None], Tensor] = gated
     experts: ExpertProducts | None = None
     """None: the host starts the chosen experts one by one."""

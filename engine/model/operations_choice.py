@@ -18,6 +18,7 @@ from torch import Tensor
 from gptserve.engine.model.layers import take_feed_forward
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.rotary import rotary_table, rotate_
 from gptserve.engine.model.streamed_tensors import StreamedTensors, take_norm
 from gptserve.engine.model.triton_operations import TritonOperations
 from gptserve.weights.config import Experts, ModelConfig
@@ -79,6 +80,8 @@ def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) 
     yield "normalize", lambda operations: _normalize(model, _Numbers(device, dtype), operations)
     if model.norm_placement == "input" and not model.parallel_residual:
         yield "add_normalize", lambda operations: _add_normalize(model, _Numbers(device, dtype), operations)
+    if any(model.rotaries):
+        yield "rotate_and_write", lambda operations: _rotate_and_write(model, _Numbers(device, dtype), operations)
     if model.gated_ffn:
         yield "gate", lambda operations: _gate(model, _Numbers(device, dtype), operations)
     if model.experts is not None:
@@ -128,6 +131,26 @@ def _add_normalize(model: ModelConfig, numbers: _Numbers, operations: Operations
     if operations.add_normalize is None:
         return torch.cat([x + term, norm(x + term)])
     return torch.cat(operations.add_normalize(x, term, norm))
+
+
+def _rotate_and_write(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    """Return the queries and the cache of two blocks, for each of the model's rotaries; one row is padding."""
+    num_kv_heads, head_size, position, block_size = model.num_kv_heads, model.head_size, 100, 16
+    found = []
+    for rotary in dict.fromkeys(rotary for rotary in model.rotaries if rotary):
+        heads = numbers(3, model.num_heads + 2 * num_kv_heads, head_size)
+        cache = torch.zeros(2, 2, num_kv_heads, block_size, head_size, dtype=numbers.dtype, device=heads.device)
+        slots = torch.tensor([block_size + 1, 3, -1], device=heads.device)
+        rotation = rotary_table(rotary, position + 3, heads.device)[position:].unbind(1)
+        if operations.rotate_and_write is not None:
+            operations.rotate_and_write(heads, rotation, cache, slots)
+        else:
+            rotate_(heads[:, :-num_kv_heads], rotation)
+            pair = heads[:, model.num_heads :].split_with_sizes((num_kv_heads, num_kv_heads), 1)
+            for x_NGBD, x_TGD in zip(cache, pair, strict=True):
+                x_NGBD[slots[:2] // block_size, :, slots[:2] % block_size] = x_TGD[:2]
+        found += [heads[:, : model.num_heads].flatten(), cache.flatten()]
+    return torch.cat(found)
 
 
 def _norm(model: ModelConfig, width: int, numbers: _Numbers, operations: Operations) -> Norm:

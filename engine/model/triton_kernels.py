@@ -1,4 +1,5 @@
-"""The Triton kernels of triton_operations.py: norms, gates, products with the chosen experts and their weighted sum.
+"""The Triton kernels of triton_operations.py: norms, rotary positions, gates, products with the chosen experts and
+their weighted sum.
 
 A row of a product is summed in one order, whatever the routing: its bits depend neither on the other rows nor on its
 place in a tile. The other kernels have a program for each row, or for columns of it.
@@ -55,6 +56,56 @@ def normalize(
         added = tl.load(residual + vector * WIDTH + column, is_in, other=0.0)
         y = (y.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + vector * WIDTH + column, y, is_in)
+
+
+@triton.jit(do_not_specialize_on_alignment=("slots",))
+def rotate_and_write(
+    heads,
+    cos,
+    sin,
+    key_cache,
+    value_cache,
+    slots,
+    row_stride,
+    wave_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_PAIRS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Rotate a query of a row in place, or store a rotated key or a value at the row's slot, unless that is -1.
+
+    x[i] and x[i + NUM_PAIRS] are a pair, rotated in fp32; what is beyond 2 * NUM_PAIRS stays as it is.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if (head >= NUM_HEADS) & (slot < 0):
+        return
+    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+    place = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_SIZE
+    source = heads + row * row_stride + head * HEAD_SIZE
+    if head < NUM_HEADS:
+        target = source
+    elif head < NUM_HEADS + NUM_KV_HEADS:
+        target = key_cache + place
+    else:
+        target = value_cache + place
+
+    num_pairs = tl.where(head < NUM_HEADS + NUM_KV_HEADS, NUM_PAIRS, 0)
+    pair = tl.arange(0, PADDED_PAIRS)
+    is_pair = pair < num_pairs
+    a = tl.load(source + pair, is_pair, other=0.0).to(tl.float32)
+    b = tl.load(source + NUM_PAIRS + pair, is_pair, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * wave_stride + pair, is_pair, other=0.0)
+    s = tl.load(sin + row * wave_stride + pair, is_pair, other=0.0)
+    tl.store(target + pair, (a * c - b * s).to(target.dtype.element_ty), is_pair)
+    tl.store(target + NUM_PAIRS + pair, (b * c + a * s).to(target.dtype.element_ty), is_pair)
+    column = tl.arange(0, PADDED)
+    is_kept = (column >= 2 * num_pairs) & (column < HEAD_SIZE)
+    tl.store(target + column, tl.load(source + column, is_kept), is_kept)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from gptserve.engine.attention.triton_paged import power_of_two
 from gptserve.engine.model.experts import Routing
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import Operations
+from gptserve.engine.model.rotary import Rotation
 from gptserve.weights.config import Activation
 
 _TILES = {4: (16, 64, 32), 2: (64, 64, 64)}
@@ -38,7 +39,9 @@ class TritonOperations:
 
     def operations(self) -> Operations:
         """Return all of them."""
-        return Operations(self.normalize, self.add_normalize, self.gate, experts=self, mxfp4_experts=self)
+        return Operations(
+            self.normalize, self.add_normalize, self.rotate_and_write, self.gate, experts=self, mxfp4_experts=self
+        )
 
     def normalize(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """normalize_by_torch; x may be a strided view [rows, vectors, width] of one projection."""
@@ -66,6 +69,28 @@ class TritonOperations:
             num_warps=min(16, max(1, padded // 512)),
         )
         return out
+
+    def rotate_and_write(self, heads_TXD: Tensor, rotation: Rotation, cache_2NGBD: Tensor, slots_T: Tensor) -> None:
+        """Operations.rotate_and_write."""
+        (cos_T1N, sin_T1N), (num_rows, num_vectors, head_size) = rotation, heads_TXD.shape
+        num_kv_heads, block_size = cache_2NGBD.shape[2:4]
+        num_pairs = cos_T1N.shape[-1]
+        assert heads_TXD.stride(1) == head_size == cache_2NGBD.shape[4] and heads_TXD.stride(2) == 1
+        assert cache_2NGBD.is_contiguous() and cache_2NGBD.dtype is heads_TXD.dtype and len(slots_T) == num_rows
+        assert cos_T1N.stride(0) == sin_T1N.stride(0) and cos_T1N.stride(2) == sin_T1N.stride(2) == 1
+        self._kernels.rotate_and_write[num_rows, num_vectors](
+            *(heads_TXD, cos_T1N, sin_T1N, cache_2NGBD[0], cache_2NGBD[1], slots_T),
+            *(heads_TXD.stride(0), cos_T1N.stride(0)),
+            NUM_HEADS=num_vectors - 2 * num_kv_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_SIZE=head_size,
+            NUM_PAIRS=num_pairs,
+            BLOCK_SIZE=block_size,
+            PADDED_PAIRS=power_of_two(num_pairs),
+            PADDED=power_of_two(head_size),
+            num_warps=1,
+            enable_fp_fusion=False,  # each product rounds, as torch's do
+        )
 
     def gate(self, x: Tensor, activation: Activation, limit: float | None) -> Tensor:
         """activation.gated for [rows, 2 * width]."""

@@ -144,6 +144,12 @@ def normalize(kernels: TritonOperations, dtype: torch.dtype, width: int) -> None
     kernels.normalize(x.view(3, 2, -1), Norm("rmsnorm", weight[: width // 2], None, 1e-5))
 
 
+def rotate(kernels: TritonOperations, dtype: torch.dtype, head_size: int, num_pairs: int) -> None:
+    heads = torch.empty(2, 32 + 2 * 8, head_size, dtype=dtype)
+    cache, rotation = torch.empty(2, 3, 8, 16, head_size, dtype=dtype), torch.empty(2, 2, 1, num_pairs).unbind(1)
+    kernels.rotate_and_write(heads, rotation, cache, torch.zeros(2, dtype=torch.int64))
+
+
 def mix(kernels: TritonOperations, dtype: torch.dtype) -> None:
     """Launch the products and the sum of experts of gpt-oss's shapes, also of a rank of eight."""
     hidden, experts, pairs = 2880, 3, 8
@@ -184,6 +190,9 @@ def launch_all(compiler: Compiler) -> None:
         for width in (4096, 768, 16384):
             compiler.case = f"{dtype} {width}"
             normalize(kernels, dtype, width)
+        for head_size, num_pairs in ((128, 64), (64, 32), (80, 16), (256, 32), (512, 256)):
+            compiler.case = f"{dtype} {num_pairs} pairs of {head_size}"
+            rotate(kernels, dtype, head_size, num_pairs)
         for activation, limit in product(get_args(Activation), (None, 7.0)):
             compiler.case = f"{dtype} {activation} {limit or ''}"
             kernels.gate(torch.empty(2, 2 * 3000, dtype=dtype), activation, limit)

@@ -23,19 +23,21 @@ from gptserve.engine.model.experts import Routing, stack
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH
 from gptserve.engine.model.operations_choice import agreeing_kernels, choose_operations
+from gptserve.engine.model.rotary import Rotation, rotary_table, rotate_
 from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.model.triton_operations import TritonOperations
-from gptserve.weights.config import Activation, Experts
+from gptserve.weights.config import Activation, Experts, Rotary
 from gptserve.weights.config import Norm as Kind
 from gptserve.weights.families import load_config
 from gptserve.weights.mxfp4 import unpack
 from tests.engine.attention.test_triton_paged import DEVICE, by_dtype, interpreted, slow
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run
+from tests.engine.steps import make_metadata
 from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
 from tests.parity.test_families import paged_logits
 
-NAMES = ("normalize", "add_normalize", "gate", "experts")
+NAMES = ("normalize", "add_normalize", "rotate_and_write", "gate", "experts")
 LINEARS = ("ffn_up", "ffn_down")
 OTHERS = ("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window")
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
@@ -182,6 +184,46 @@ def test_a_sum_is_stored_as_torch_rounds_it_and_normalized(dtype: torch.dtype) -
     torch.testing.assert_close(out, normalize_by_torch(total, norm), atol=tolerance, rtol=tolerance)
 
 
+def rotate_and_write(heads_TXD: Tensor, rotation: Rotation, cache_2NGBD: Tensor, slots_T: Tensor) -> None:
+    """Compute in torch what the kernel does."""
+    (num_kv_heads, block_size), num_rows = cache_2NGBD.shape[2:4], int((slots_T >= 0).sum())
+    rotate_(heads_TXD[:, :-num_kv_heads], rotation)
+    metadata = make_metadata([num_rows], [num_rows], [[0] * num_rows], block_size)
+    key_TGD, value_TGD = heads_TXD[:, -2 * num_kv_heads :].split_with_sizes((num_kv_heads, num_kv_heads), 1)
+    ReferenceAttention().write(key_TGD, value_TGD, cache_2NGBD, replace(metadata, slots_T=slots_T))
+
+
+@interpreted
+@by_dtype
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "num_pairs"),
+    [(4, 2, 24, 12), (3, 1, 20, 3), *(pytest.param(*sizes, marks=slow) for sizes in ((2, 2, 65, 32), (8, 1, 128, 64)))],
+)
+def test_rotated_heads_have_the_bits_of_torch(
+    num_heads: int, num_kv_heads: int, head_size: int, num_pairs: int, dtype: torch.dtype
+) -> None:
+    """Queries in their place, keys and values in the cache; nothing is stored for a row of padding."""
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(4, num_heads + 2 * num_kv_heads, head_size, generator=generator).to(dtype)
+    table = rotary_table(Rotary(tuple(0.9**i for i in range(num_pairs)), scale=1.2), 9, CPU)
+    rotation, slots = table[torch.tensor([8, 0, 3, 5])].unbind(1), torch.tensor([9, 0, 4, -1])
+    cache = torch.full((2, 3, num_kv_heads, 5, head_size), 7.0, dtype=dtype)
+    kernel_heads, kernel_cache = heads.to(DEVICE, copy=True), cache.to(DEVICE, copy=True)
+    its_rotation = tuple(x.to(DEVICE) for x in rotation)
+    TritonOperations().rotate_and_write(kernel_heads, its_rotation, kernel_cache, slots.to(DEVICE))
+
+    wide, wide_cache = (x.to(torch.float32, copy=True) for x in (heads, cache))
+    rotate_and_write(wide, rotation, wide_cache, slots)
+    rotate_and_write(heads, rotation, cache, slots)
+    for out, exact, expected in ((kernel_heads, wide, heads), (kernel_cache, wide_cache, cache)):
+        if dtype is torch.bfloat16 and DEVICE.type == "cpu":  # the interpreter cuts off what torch rounds
+            assert torch.equal(exact.bfloat16(), expected)
+            expected = (exact.view(torch.int32) & -65536).view(torch.float32).bfloat16()
+        rows = slice(num_heads) if out is kernel_heads else slice(None)
+        assert torch.equal(out.cpu()[:, rows], expected[:, rows])
+    assert (cache != 7.0).sum() == 2 * 3 * num_kv_heads * head_size
+
+
 @interpreted
 @by_dtype
 @pytest.mark.parametrize("limit", [None, 2.0])
@@ -275,6 +317,10 @@ class Kernels(TritonOperations):
     def add_normalize(self, x: Tensor, term: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         total = x + term
         return total, normalize_by_torch(total, norm) + (self.wrong == "add_normalize")
+
+    def rotate_and_write(self, heads_TXD: Tensor, rotation: Rotation, cache_2NGBD: Tensor, slots_T: Tensor) -> None:
+        rotate_and_write(heads_TXD, rotation, cache_2NGBD, slots_T)
+        cache_2NGBD += self.wrong == "rotate_and_write"
 
     def gate(self, x: Tensor, activation: Activation, limit: float | None) -> Tensor:
         return gated(x, activation, limit) + (self.wrong == "gate")
