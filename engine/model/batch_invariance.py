@@ -9,6 +9,7 @@ order. ModelRunner calls this, and each other rank for its own products.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import putenv
@@ -53,15 +54,21 @@ class Products:
 
 
 def set_up_device(config: EngineConfig, device: torch.device) -> None:
-    """Make cuBLAS sum each element in one piece. Call it before the device computes anything.
+    """Make cuBLAS multiply fp32 as fp32 and, for batch_invariant, sum each element in one piece.
 
-    Without a workspace there is no place for the parts of a split sum; both variables are read once a process. The
+    Call it before the device computes anything. TF32 has 10 bits of fp32's 23; a variable that some images set turns it
+    on. Without a workspace there is no place for the parts of a split sum; both variables are read once a process. The
     flags forbid such sums in bf16 and fp16, which only cuBLASLt heeds, and parts that are rounded to 16 bits.
     """
-    if config.batch_invariant and device.type == "cuda":
+    if device.type != "cuda":
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if config.batch_invariant:
         putenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
         putenv("CUBLASLT_WORKSPACE_SIZE", "1")
-        torch.backends.cuda.preferred_blas_library("cublaslt")
+        with warnings.catch_warnings():  # torch calls this choice experimental; the products are compared at each start
+            warnings.filterwarnings("ignore", ".*preferred_blas_library is an experimental feature", UserWarning)
+            torch.backends.cuda.preferred_blas_library("cublaslt")
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +35,7 @@ from gptserve.weights.families import load_config
 from tests.engine.runs import make_config, make_engine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LIMIT_S = 60
 SHAPES = [(768, 2304), (3072, 768), (768, 768), (2048, 8192), (1024, 256)]
 
 
@@ -177,11 +182,28 @@ def test_products_that_fail_on_a_gpu_are_told(tiny_gpt2: Path, monkeypatch: pyte
         chosen_on_gpu(tiny_gpt2)
 
 
-def test_a_gpu_promises_nothing_unasked_and_is_not_set_up(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_promises_nothing_unasked_and_may_split_sums(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen_on_gpu(tiny_gpt2, batch_invariant=False) == Products(are_invariant=False)
     monkeypatch.setattr(batch_invariance, "putenv", lambda name, value: pytest.fail(name))
     set_up_device(make_config(tiny_gpt2, device="cuda"), CUDA)
     set_up_device(make_config(tiny_gpt2, batch_invariant=True), CPU)
+
+
+def test_a_gpu_multiplies_fp32_as_fp32_though_the_environment_asks_for_tf32(tiny_gpt2: Path) -> None:
+    """In a process of its own, as torch reads the variable once."""
+    code = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from gptserve.engine.config import EngineConfig\n"
+        "from gptserve.engine.model.batch_invariance import set_up_device\n"
+        "before = torch.backends.cuda.matmul.allow_tf32\n"
+        "set_up_device(EngineConfig(Path(sys.argv[1]), device='cuda'), torch.device('cuda'))\n"
+        "print(before, torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision())\n"
+    )
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    command = [sys.executable, "-W", "error", "-c", code, tiny_gpt2]
+    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)
+    assert told.stdout.split() == ["True", "False", "highest"]
 
 
 def test_cublas_is_told_to_split_no_sums(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +213,12 @@ def test_cublas_is_told_to_split_no_sums(tiny_gpt2: Path, monkeypatch: pytest.Mo
         (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k),
     )
     monkeypatch.setattr(batch_invariance, "putenv", told.__setitem__)
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda name: told.update(library=name))
+
+    def prefer(name: str) -> None:
+        warnings.warn("torch.backends.cuda.preferred_blas_library is an experimental feature. If", stacklevel=1)
+        told.update(library=name)
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
     try:
         set_up_device(make_config(tiny_gpt2, device="cuda", batch_invariant=True), CUDA)
         assert told == {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1", "library": "cublaslt"}
