@@ -16,7 +16,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.leaks import holdings, wait_until_gone
+from tests.leaks import holdings, open_gpu, wait_until_gone
 
 # Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
 # many short parallel regions waits for the one that is not running. Child processes inherit this.
@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if any(item.get_closest_marker("gpu") or item.get_closest_marker("triton") for item in request.session.items):
+        open_gpu()
     before = holdings()
     gc.enable()
     gc.freeze()  # collections need not look at the 600,000 objects of modules and tests again

@@ -24,6 +24,22 @@ def test_that_passes_and_leaves_a_thread():
 """
 
 
+SHORT = "import tests.leaks, pytest, sys; tests.leaks.LIMIT_S = 0.1; sys.exit(pytest.main(sys.argv[1:]))"
+MARKED = """
+import pytest
+
+@pytest.mark.{mark}
+def test_that_passes():
+    pass
+"""
+OPENING = """
+import os, pytest, sys, tests.leaks
+
+tests.leaks.open_gpu, tests.leaks.LIMIT_S = lambda: print("opened", os.pipe()), 0.1
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 @contextmanager
 def thread() -> Iterator[None]:
     end = threading.Event()
@@ -73,14 +89,27 @@ def test_what_is_held_is_named_until_it_is_gone(hold: Callable[[], AbstractConte
     assert wait_until_gone(before) == []
 
 
+def run_tests(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of a folder by a script that may change this check."""
+    plugins = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-s")
+    command = [sys.executable, "-c", script, *plugins, *arguments, "--rootdir", str(folder), str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+
+
 def test_a_run_that_leaves_a_thread_behind_fails(tmp_path: Path) -> None:
     (tmp_path / "test_leaky.py").write_text(LEAKY)
-    plugins = ("-p", "tests.conftest", "-p", "no:cacheprovider")
-    limit = "import tests.leaks, pytest, sys; tests.leaks.LIMIT_S = 0.1; sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", limit, *plugins, "--rootdir", str(tmp_path), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    done = run_tests(tmp_path, SHORT)
 
     assert done.returncode == 1
     assert "1 passed, 1 error" in done.stdout
     assert "leave behind: ['thread " in done.stdout
     assert "forgotten" in done.stdout
+
+
+@pytest.mark.parametrize(("mark", "times"), [("gpu", 1), ("triton", 1), ("slow", 0)])
+def test_what_cuda_keeps_open_is_no_leak_of_tests_that_use_it(mark: str, times: int, tmp_path: Path) -> None:
+    (tmp_path / "test_marked.py").write_text(MARKED.format(mark=mark))
+    done = run_tests(tmp_path, OPENING, "-m", mark)
+
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("opened") == times

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 import torch
 
+from gptserve.engine.attention import triton_paged
+from gptserve.engine.attention.triton_paged import TritonAttention
 from gptserve.engine.request import FinishReason
 from gptserve.engine.sampling.adjustments import adjusted
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
@@ -22,6 +26,18 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 FAST = "triton"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_its_own_process(compute: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
+    """Return what it computes; a process of its own is for engines with batch_invariant.
+
+    cuBLAS reads its variables once a process, and other tests are not to have the flags.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(compute, *arguments, **options).result()
 
 
 def test_greedy_ids_in_fp32_equal_those_of_transformers(tiny_gpt2: Path) -> None:
@@ -65,12 +81,10 @@ def test_no_independence_of_the_batch_is_promised_unasked(tiny_gpt2: Path) -> No
 def test_batch_invariant_requests_have_the_bits_that_they_have_alone(
     shape: str, dtype: str, storyteller: Path, tmp_path: Path
 ) -> None:
-    """In a process of its own, as cuBLAS reads its variables once."""
     folder = storyteller
     if shape in SHAPES:
         write_model(folder := tmp_path, *SHAPES[shape])
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        alone, together = process.submit(alone_and_together, folder, dtype).result()
+    alone, together = in_its_own_process(alone_and_together, folder, dtype)
     assert alone == together
 
 
@@ -91,9 +105,7 @@ def alone_and_together(folder: Path, dtype: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # int8 is computed on a CPU only
 def test_batch_invariant_requests_are_the_same_along_every_axis(dtype: str) -> None:
-    """In a process of its own, as cuBLAS reads its variables once."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        assert process.submit(num_differing, dtype).result() == dict.fromkeys(AXES, 0)
+    assert in_its_own_process(num_differing, dtype) == dict.fromkeys(AXES, 0)
 
 
 def num_differing(dtype: str) -> dict[str, int]:
@@ -130,7 +142,8 @@ def test_a_prompt_is_found_in_the_prefix_cache_and_an_abort_frees_its_blocks(tin
 
 def prompt_logprobs(folder: Path, **options: Any) -> torch.Tensor:
     """Return the logprob of every prompt token but the first, for ragged prompts that advance in chunks."""
-    engine = make_engine(folder, max_num_batched_tokens=64, enable_prefix_caching=False, **options)
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "enforce_eager": True} | options
+    engine = make_engine(folder, **options)
     requests = [
         make_request(str(i), prompt, max_tokens=1, prompt_logprobs=0)
         for i, prompt in enumerate(ragged_prompts(5, 60, vocab_size=90))
@@ -141,8 +154,37 @@ def prompt_logprobs(folder: Path, **options: Any) -> torch.Tensor:
     return torch.tensor([entry.logprob for entry in entries], dtype=torch.float64)
 
 
+PIECE = 64
+"""Keys of a piece of attention: so few that contexts of tiny models have two, which are merged."""
+
+
+class SmallPieces(TritonAttention):
+    def __init__(self) -> None:
+        super().__init__(PIECE)
+
+
+def decoded(folder: Path, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
+    """Return the greedy ids of prompts, some of which come to a second piece, and logprobs: of each and the best two.
+
+    A penalty has half of them say something else at each step.
+    """
+    engine = make_engine(folder, max_num_seqs=4, enable_prefix_caching=False, **options)
+    requests = [
+        make_request(
+            str(i),
+            [(5 * i + 3 * j) % 90 for j in range(length)],
+            **{"max_tokens": 16, "logprobs": 2, "temperature": 0.0, "presence_penalty": 2.0 * (i % 2)},
+        )
+        for i, length in enumerate([PIECE - 4, PIECE - 7, 9, 1])
+    ]
+    outputs = run(engine, requests)
+    entries = [entry for its in outputs.values() for output in its for entry in output.logprobs]
+    logprobs = [(entry.logprob, *(logprob for _, logprob in entry.top)) for entry in entries]
+    return [token_ids(its) for its in outputs.values()], torch.tensor(logprobs, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_family_is_as_exact_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+def test_every_family_reads_prompts_as_exactly_as_on_a_cpu(name: str, tmp_path: Path) -> None:
     """In fp32; and in bf16 the kernel is as close to that as the reference."""
     write_model(tmp_path, *SHAPES[name])
     exact = prompt_logprobs(tmp_path)
@@ -155,17 +197,32 @@ def test_every_family_is_as_exact_as_on_a_cpu(name: str, tmp_path: Path) -> None
     assert 0 < error < 1.5 * of_reference
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_family_decodes_as_exactly_as_on_a_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32, by graphs, over contexts of one piece and of two."""
+    write_model(tmp_path, *SHAPES[name])
+    expected_ids, exact = decoded(tmp_path)
+    monkeypatch.setattr(triton_paged, "TritonAttention", SmallPieces)
+    ids, in_fp32 = decoded(tmp_path, device=DEVICE, attention_backend=FAST)
+    assert ids == expected_ids
+    assert (in_fp32 - exact).abs().max() < 1e-4
+
+
 def test_experts_stay_in_mxfp4_without_a_word_and_are_as_exact_as_unpacked_on_a_cpu(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_model(tmp_path, *SHAPES["gpt-oss, past its window"])
     pack_experts(tmp_path)
     exact = prompt_logprobs(tmp_path)
-    in_fp32 = prompt_logprobs(tmp_path, device=DEVICE, attention_backend=FAST)
+    options = {"enforce_eager": False, "max_num_seqs": 4}
+    in_fp32 = prompt_logprobs(tmp_path, device=DEVICE, attention_backend=FAST, **options)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     assert (in_fp32 - exact).abs().max() < 1e-4
 
 
+@pytest.mark.gpu_alone
 def test_the_longest_prompts_in_a_full_batch_do_not_run_out_of_memory(
     storyteller: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,10 +286,19 @@ KINDS: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.2, "logprobs": 2}, {
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_overlapping_steps_give_the_bits_of_steps_one_after_the_other(
-    storyteller: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_overlapping_steps_give_the_bits_of_steps_one_after_the_other(storyteller: Path, enforce_eager: bool) -> None:
     """All requests at once and of different lengths: the batches are the same but for rows that are void."""
+    found, expected, warnings = in_its_own_process(overlapping_and_not, storyteller, enforce_eager)
+    assert found == expected
+    assert not warnings
+
+
+def overlapping_and_not(folder: Path, enforce_eager: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return tokens and logprobs of requests with overlap, those without, and what the engines warn of."""
+    warnings = list[logging.LogRecord]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = warnings.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
     options = {"device": DEVICE, "max_num_seqs": 4, "enforce_eager": enforce_eager, "batch_invariant": True}
     requests = [
         make_request(str(i), p, seed=i, max_tokens=10 + 7 * i, temperature=i % 2, ignore_eos=False, **KINDS[i % 3])
@@ -240,10 +306,9 @@ def test_overlapping_steps_give_the_bits_of_steps_one_after_the_other(
     ]
     found, expected = (
         {i: (token_ids(its), [output.logprobs for output in its]) for i, its in run(engine, requests).items()}
-        for engine in (make_engine(storyteller, **options), make_engine(storyteller, overlap=False, **options))
+        for engine in (make_engine(folder, **options), make_engine(folder, overlap=False, **options))
     )
-    assert found == expected
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    return found, expected, [record.getMessage() for record in warnings]
 
 
 @pytest.mark.parametrize("params", KINDS, ids=str)
