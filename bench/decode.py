@@ -7,11 +7,12 @@ The weights are random, of the real shape. Each request has its own random promp
 sides produce exactly max_tokens tokens per sequence, ours and transformers in the same dtype; a run is prefill and
 decode together. They take turns, and the medians are compared. `--alone` leaves transformers' generate out.
 `--quantization none int8` measures two engines of ours. bench/peers.py says what the peers' environment needs.
-`--prompt-len 1000 --max-tokens 1` measures the time to the first token, in ms.
+`--prompt-len 1000 --max-tokens 1` measures the time to the first token of all sequences, in ms, and the prompt tokens
+per second in it. `--prefill 1000` measures that after the rest, for as many prompts of `--batch` as one step takes.
 
 Each turn also measures how fast memory is read. The floor of a step is the time to read the weights, and the
 keys and values of all sequences at the middle of their answers. It is compared with the mean step of the engine while
-all sequences decode. Prints a table and one JSON line.
+all sequences decode and none was preempted. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -21,20 +22,19 @@ import itertools
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bench.engines import timing
 from bench.floor import Reader, step_bytes
-from bench.machine import cpu_name, tell, versions
-from bench.models import SHAPES, write_served_model
+from bench.machine import tell, versions
+from bench.models import SHAPES, served_model
 from bench.peers import PEERS, Compute, Work, started
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
@@ -53,14 +53,19 @@ PAUSE_S = 0.05  # torch's threads spin for a while after their work, in the way 
 Row = dict[str, Any]
 
 
+class Lengths(NamedTuple):
+    """Of each sequence, in tokens."""
+
+    prompt_len: int
+    max_tokens: int
+
+
 def main() -> None:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that peers and folders go, too
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        reference = write_served_model(folder, args.shape)
+    with served_model(args.shape, args.models) as folder:
         model = load_config(folder)
         config = EngineConfig(
             model_dir=folder,
@@ -69,7 +74,7 @@ def main() -> None:
             enable_prefix_caching=False,
             kv_cache_bytes=args.kv_cache_bytes,
             max_num_seqs=max(args.batch),
-            max_num_batched_tokens=max(512, *args.batch),
+            max_num_batched_tokens=args.max_num_batched_tokens,
             num_threads=args.threads,
             enforce_eager=args.enforce_eager,
             batch_invariant=args.batch_invariant,
@@ -81,10 +86,12 @@ def main() -> None:
                 for name, python in zip(args.peers, itertools.cycle(args.peer_python), strict=False)
             }
             if not args.alone:
-                theirs = reference.to(device, getattr(torch, args.dtype))
-                others["transformers"] = partial(time_transformers, theirs)
+                others["transformers"] = partial(time_transformers, load_reference(folder, device, args.dtype))
             turns = Turns(engines, others, model, args)
-            rows = measure_all(turns, args, [*others])
+            rows = measure_all(turns, args.batch, args.kinds, Lengths(args.prompt_len, args.max_tokens))
+            if args.prefill:
+                batches = [batch for batch in args.batch if batch * args.prefill <= args.max_num_batched_tokens]
+                rows += measure_all(turns, batches, args.kinds, Lengths(args.prefill, 1))
     tell({"benchmark": "decode", **describe(engines, device, args), "rows": rows}, args.output)
 
 
@@ -94,12 +101,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=["greedy"])
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--prefill", type=int, metavar="TOKENS", help="also measure prompts of so many tokens alone")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="of a step; 512 or the largest batch by default")
     parser.add_argument("--shape", choices=SHAPES, default="gpt2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="engines must fit side by side")
+    parser.add_argument("--models", type=Path, help="a folder that keeps the models written")
     parser.add_argument("--output", type=Path, help="a file for the line of JSON")
     parser.add_argument("--enforce-eager", action="store_true", help="decode without CUDA graphs")
     parser.add_argument("--batch-invariant", action="store_true", help="keep a row's bits the same in any batch")
@@ -112,6 +122,9 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if len(args.peer_python) not in (1, len(args.peers)):
         parser.error("--peer-python takes one Python, or one for each of --peers")
+    args.max_num_batched_tokens = args.max_num_batched_tokens or max(512, *args.batch)
+    if args.prefill and args.prefill * min(args.batch) > args.max_num_batched_tokens:
+        parser.error("--prefill takes prompts that fit into one step: raise --max-num-batched-tokens")
     return args
 
 
@@ -124,40 +137,49 @@ class Turns:
         self._engines = engines
         self._others = others
         self._model = model
-        self._args = args
+        self._repeats: int = args.repeats
         self._dtype: torch.dtype = getattr(torch, args.dtype)
         device = torch.device(next(iter(engines.values())).info.device)
         self._reader = Reader(step_bytes(model, self._dtype, batch=0, context=0), device)
 
-    def measure(self, batch: int, kind: str) -> list[Row]:
+    @property
+    def others(self) -> list[str]:
+        return [*self._others]
+
+    def measure(self, batch: int, kind: str, lengths: Lengths) -> list[Row]:
         """Return a row of medians for each engine."""
-        turns = [self._turn(seed, batch, KINDS[kind]) for seed in range(1 + self._args.repeats)][1:]  # one warms up
+        turns = [self._turn(seed, batch, KINDS[kind], lengths) for seed in range(1 + self._repeats)][1:]  # one warms up
         return [
-            {"batch": batch, "kind": kind, "quantization": name}
+            {"batch": batch, "kind": kind, "quantization": name, **lengths._asdict()}
             | {key: _median([turn[name][key] for turn in turns]) for key in turns[0][name]}
             for name in self._engines
         ]
 
-    def _turn(self, seed: int, batch: int, params: dict[str, float]) -> dict[str, dict[str, float | None]]:
+    def _turn(
+        self, seed: int, batch: int, params: dict[str, float], lengths: Lengths
+    ) -> dict[str, dict[str, float | None]]:
         """Return the figures of each engine; those of a step are None if there was none in which all decode."""
-        args, generator = self._args, torch.Generator().manual_seed(seed)
-        prompts = torch.randint(self._model.vocab_size, (batch, args.prompt_len), generator=generator)
-        work = Work(prompts.tolist(), args.max_tokens, **params)
+        generator = torch.Generator().manual_seed(seed)
+        prompts = torch.randint(self._model.vocab_size, (batch, lengths.prompt_len), generator=generator)
+        work = Work(prompts.tolist(), lengths.max_tokens, **params)
         found: dict[str, dict[str, float | None]] = {}
         step_seconds: dict[str, float | None] = {}
         for name, engine in self._engines.items():
             time.sleep(PAUSE_S)
-            its = timing(engine, work.prompts, args.max_tokens, **params)
-            found[name] = {measure_of(args.max_tokens): figure(work, its.seconds)}
+            its = timing(engine, work.prompts, work.max_tokens, **params)
+            found[name] = {measure_of(work.max_tokens): figure(work, its.seconds)}
+            if work.max_tokens == 1:
+                found[name]["prompt_tokens_per_s"] = prompts.numel() / its.seconds
+            found[name]["num_preemptions"] = its.num_preemptions
             step_seconds[name] = its.step_seconds
         for name, compute in self._others.items():
             time.sleep(PAUSE_S)
             theirs = figure(work, compute(work))
             for row in found.values():
                 row[name] = theirs
-        if args.max_tokens == 1:
+        if work.max_tokens == 1:
             return found  # no step only decodes
-        bandwidth, context = self._reader.bytes_per_second(), args.prompt_len + args.max_tokens // 2
+        bandwidth, context = self._reader.bytes_per_second(), lengths.prompt_len + lengths.max_tokens // 2
         for name, row in found.items():
             weight_bytes = 1 if name == "int8" else None
             floor_ms = step_bytes(self._model, self._dtype, batch, context, weight_bytes) / bandwidth * 1e3
@@ -184,6 +206,12 @@ def figure(work: Work, seconds: float) -> float:
     return seconds * 1e3 if work.max_tokens == 1 else len(work.prompts) * work.max_tokens / seconds
 
 
+def load_reference(folder: Path, device: torch.device, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(device)
+
+
 def time_transformers(model: Any, work: Work) -> float:
     prompts = torch.tensor(work.prompts, device=model.device)
     sampling = {"do_sample": True, "top_k": 0, "temperature": work.temperature, "top_p": work.top_p}
@@ -201,15 +229,15 @@ def time_transformers(model: Any, work: Work) -> float:
     return time.perf_counter() - start
 
 
-def measure_all(turns: Turns, args: argparse.Namespace, others: list[str]) -> list[Row]:
+def measure_all(turns: Turns, batches: list[int], kinds: list[str], lengths: Lengths) -> list[Row]:
     """Print and return the rows."""
-    floor = [] if args.max_tokens == 1 else ["step_ms", "floor_ms", "of_floor"]
-    columns, rows = [measure_of(args.max_tokens), *others, *floor], []
-    print(f"{'batch':>5} {'kind':12} {'quantization':14}" + "".join(f"{name:>17}" for name in columns))
-    for batch, kind in itertools.product(args.batch, args.kinds):
-        for row in turns.measure(batch, kind):
+    ours = ["prompt_tokens_per_s"] if lengths.max_tokens == 1 else ["step_ms", "floor_ms", "of_floor"]
+    columns, rows = [measure_of(lengths.max_tokens), *turns.others, *ours], []
+    print(f"{'batch':>5} {'kind':12} {'quantization':14}" + "".join(f"{name:>21}" for name in columns))
+    for batch, kind in itertools.product(batches, kinds):
+        for row in turns.measure(batch, kind, lengths):
             rows.append(row)
-            figures = "".join(f"{'-' if row[column] is None else format(row[column], '.2f'):>17}" for column in columns)
+            figures = "".join(f"{'-' if row[column] is None else format(row[column], '.2f'):>21}" for column in columns)
             print(f"{row['batch']:>5} {row['kind']:12} {row['quantization']:14}{figures}", flush=True)
     return rows
 
@@ -217,16 +245,14 @@ def measure_all(turns: Turns, args: argparse.Namespace, others: list[str]) -> li
 def describe(engines: dict[str, Engine], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     info = next(iter(engines.values())).info
     return {
-        **{name: value for name, value in vars(args).items() if name not in ("output", "peer_python")},
+        **{name: value for name, value in vars(args).items() if name not in ("output", "models", "peer_python")},
         "dtype": info.dtype,
         "attention_backend": info.attention_backend,
         "products": {name: engine.info.product for name, engine in engines.items()},
         "transformers": transformers.__version__,
-        **versions(),
-        "device": name,
+        **versions(device.type),
     }
 
 

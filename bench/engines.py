@@ -17,7 +17,11 @@ class Timing:
     seconds: float
     """Prefill and decode together."""
     step_seconds: float | None
-    """The mean time of the steps in which all decode: none still reads its prompt, none has ended. None without any."""
+    """The mean time of the steps in which all decode: none still reads its prompt, none has ended.
+
+    None without any, or if the cache was too small, as steps then compute sequences anew.
+    """
+    num_preemptions: int
 
 
 def seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **params: float) -> float:
@@ -28,7 +32,7 @@ def seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, *
 def timing(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **params: float) -> Timing:
     """Compute max_tokens tokens for each prompt."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
-    start = time.perf_counter()
+    preempted_before, start = engine.stats.num_preemptions, time.perf_counter()
     for i, prompt in enumerate(prompts):
         engine.add(Request(str(i), tuple(prompt), sampling, seed=i))
     num_tokens, begun, has_ended, full = 0, set(), False, []
@@ -40,5 +44,7 @@ def timing(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **
             full.append(time.perf_counter())
         has_ended |= any(output.finish_reason is not None for output in outputs)
     assert num_tokens == len(prompts) * max_tokens
-    num_steps = len(full) - 1
-    return Timing(time.perf_counter() - start, (full[-1] - full[0]) / num_steps if num_steps > 0 else None)
+    elapsed, num_steps = time.perf_counter() - start, len(full) - 1
+    num_preemptions = engine.stats.num_preemptions - preempted_before
+    is_known = num_steps > 0 and not num_preemptions
+    return Timing(elapsed, (full[-1] - full[0]) / num_steps if is_known else None, num_preemptions)

@@ -10,7 +10,6 @@ CUDA device. Prints a table and one JSON line.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.machine import tell, versions
-from bench.models import SHAPES, write_served_model
+from bench.models import SHAPES, served_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.request import Request, SamplingParams
+from gptserve.weights.families import load_config
 
 PROMPT_LEN = 128
 FIRST_STEPS = 20  # after the prompts: what is made at the first steps of a batch size is made then
@@ -32,9 +32,8 @@ MAX_TOKENS = 850  # none ends, and the longest fits into GPT-2's context
 def main() -> None:
     args = parse_arguments()
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        vocab_size = write_served_model(folder, args.shape).config.vocab_size
+    with served_model(args.shape, args.models) as folder:
+        vocab_size = load_config(folder).vocab_size
         config = EngineConfig(
             model_dir=folder,
             device="cuda",
@@ -51,9 +50,8 @@ def main() -> None:
             row = {"batch": batch, "step_ms": span / 1e3 / args.steps, "idle": 1 - covered(intervals) / span}
             rows.append(row)
             print(f"{batch:>5} {row['step_ms']:>8.3f} {row['idle']:>6.3f}", flush=True)
-    options = {name: value for name, value in vars(args).items() if name != "output"}
-    machine = {**versions(), "device": torch.cuda.get_device_name()}
-    tell({"benchmark": "idle", **options, **machine, "rows": rows}, args.output)
+    options = {name: value for name, value in vars(args).items() if name not in ("models", "output")}
+    tell({"benchmark": "idle", **options, **versions("cuda"), "rows": rows}, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -63,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="gpt2")
     parser.add_argument("--kv-cache-bytes", type=int, default=2**34)
     parser.add_argument("--no-overlap", action="store_true", help="plan no step while the GPU computes another")
+    parser.add_argument("--models", type=Path, help="a folder that keeps the models written")
     parser.add_argument("--output", type=Path, help="a file for the line of JSON")
     return parser.parse_args()
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,33 @@ _LLAMA_NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
     "vocab_size",
+    "max_position_embeddings",
+    "rope_theta",
+    "tie_word_embeddings",
 )
-LLAMA_SHAPES: dict[str, tuple[int, ...]] = {
-    "llama-135m": (30, 576, 1536, 9, 3, 49152),  # SmolLM 135M
-    "llama-1b": (16, 2048, 8192, 32, 8, 128256),  # Llama 3.2 1B
-    "llama-8b": (32, 4096, 14336, 32, 8, 128256),  # Llama 3 8B, but for its head, which is the embedding here
+LLAMA_SHAPES: dict[str, tuple[Any, ...]] = {
+    "llama-135m": (30, 576, 1536, 9, 3, 49152, 2048, 1e4, True),  # SmolLM 135M
+    "llama-1b": (16, 2048, 8192, 32, 8, 128256, 131072, 5e5, True),  # Llama 3.2 1B, but for its scaled positions
+    "llama-8b": (32, 4096, 14336, 32, 8, 128256, 8192, 5e5, False),  # Llama 3 8B
 }
 SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES)
+
+
+@contextmanager
+def served_model(shape: str, kept: Path | None = None) -> Iterator[Path]:
+    """Give the folder of a model of this shape with a tokenizer.
+
+    It is a folder in `kept`, which is written unless it is there; without `kept` it ends with the context.
+    """
+    if kept is not None and (kept / shape).is_dir():
+        yield kept / shape
+        return
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept) as name:
+        folder = Path(name, shape)
+        write_served_model(folder, shape)
+        yield folder if kept is None else folder.rename(kept / shape)
 
 
 def write_model(folder: Path, shape: str) -> Any:
@@ -42,10 +65,12 @@ def write_model(folder: Path, shape: str) -> Any:
     if shape in GPT2_SHAPES:
         config, dtype = GPT2Config(**GPT2_SHAPES[shape]), torch.float32
     else:
-        sizes = dict(zip(_LLAMA_NAMES, LLAMA_SHAPES[shape], strict=True))
-        config, dtype = LlamaConfig(**sizes, tie_word_embeddings=True), torch.bfloat16
+        fields = dict(zip(_LLAMA_NAMES, LLAMA_SHAPES[shape], strict=True))
+        rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
+        config, dtype = LlamaConfig(**fields, rope_parameters=rope), torch.bfloat16
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().cpu()
+    torch.cuda.empty_cache()  # others may compute there now
     model.save_pretrained(folder)
     return model
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 300.0  # a first start on a GPU compiles kernels and compares each of them
 
 
 @contextmanager

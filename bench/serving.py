@@ -18,10 +18,9 @@ import asyncio
 import math
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from bench.machine import tell, versions
-from bench.models import SHAPES, write_served_model
+from bench.models import SHAPES, served_model
 from bench.server import running_server
 from gptserve.server.cli.bench.load import Load
 from gptserve.server.cli.bench.report import percentiles
@@ -43,18 +42,16 @@ TOKENS_BESIDE = 4
 
 def main() -> None:
     args = parse_arguments()
-    with tempfile.TemporaryDirectory() as name:
-        folder = resolve_model(None) if args.shape == EMBEDDED_MODEL else Path(name)
-        if args.shape != EMBEDDED_MODEL:
-            write_served_model(folder, args.shape)
+    is_embedded = args.shape == EMBEDDED_MODEL
+    with nullcontext(resolve_model(None)) if is_embedded else served_model(args.shape, args.models) as folder:
         cache = [] if args.kv_cache_bytes is None else ["--kv-cache-bytes", str(args.kv_cache_bytes)]
         arguments = [folder, "--dtype", args.dtype, *cache, *["--in-process"] * args.in_process]
         with running_server(*arguments) as (_, port):
             load = Load(f"http://127.0.0.1:{port}", {}, folder.name)
             found = measure_gaps(load, args) if args.beside else measure_rates(load, folder, args)
-    device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    options = {name: value for name, value in vars(args).items() if name != "output"}
-    tell({"benchmark": "serving", **options, **found, **versions(), **device}, args.output)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {name: value for name, value in vars(args).items() if name not in ("models", "output")}
+    tell({"benchmark": "serving", **options, **found, **versions(device)}, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,6 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--in-process", action="store_true", help="run the server's engine in a thread")
     parser.add_argument("--kv-cache-bytes", type=int, help="of each engine: two must fit on one GPU")
+    parser.add_argument("--models", type=Path, help="a folder that keeps the models written")
     parser.add_argument("--output", type=Path, help="a file for the line of JSON")
     return parser.parse_args()
 

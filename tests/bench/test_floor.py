@@ -30,3 +30,34 @@ def test_a_step_reads_each_weight_once_and_the_cache_of_each_sequence(
 
 def test_memory_is_read_at_some_bandwidth() -> None:
     assert Reader(2**20, torch.device("cpu")).bytes_per_second() > 0
+
+
+def test_a_gpus_bandwidth_is_that_of_a_pass_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events alone; what they measure takes a GPU."""
+    told, elapsed_ms = list[str](), iter([100.0, 80.0, 90.0, 120.0, 95.0])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("record")
+
+        def synchronize(self) -> None:
+            told.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return next(elapsed_ms)
+
+    class Buffer:
+        is_cuda, nbytes = True, 2**20
+
+        def sum(self) -> None:
+            told.append("pass")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    reader = Reader(2**10, torch.device("cpu"))
+    reader._buffer = Buffer()  # type: ignore[assignment]
+
+    assert reader.bytes_per_second() == pytest.approx(2**20 / (0.080 / 40))
+    assert told == ["pass", "record", *["pass"] * 40, "record", "wait"] * 5
