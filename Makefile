@@ -25,7 +25,7 @@ inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/*/*.cpp engi
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all sanitize clients check format bench image gpu help
+.PHONY: serve test test-all sanitize clients check format bench image gpu gpu-test gpu-chaos gpu-bench help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -58,29 +58,23 @@ format: $(venv)/developing  ## format the code, and repair what lint can repair
 bench: $(venv)/developing  ## measure decoding against transformers on this machine
 	$(bin)/python -m bench.decode $(ARGS)
 
-gpu: $(venv)/developing  ## run the tests that need a CUDA device, then measure on it, into bench/results
-	$(bin)/pytest -m 'gpu or triton' $(ARGS)
-	$(bin)/python -m bench.chaos --device cuda --minutes 2
-	for shape in gpt2 gpt2-xl llama-8b; do \
-		$(bin)/python -m bench.decode --device cuda --alone --shape $$shape --batch 1 8 32 128 256 \
-			--kv-cache-bytes 17179869184 --output bench/results/gpu-$$shape.json || exit 1; \
-		$(bin)/python -m bench.decode --device cuda --alone --shape $$shape --batch 1 8 --prompt-len 1000 --max-tokens 1 \
-			--kv-cache-bytes 17179869184 --output bench/results/gpu-$$shape-prompt.json || exit 1; \
-	done
-	for option in enforce-eager batch-invariant; do \
-		$(bin)/python -m bench.decode --device cuda --alone --$$option --batch 1 8 32 128 256 \
-			--kv-cache-bytes 17179869184 --output bench/results/gpu-gpt2-$$option.json || exit 1; \
-	done
-	$(bin)/python -m bench.serving --streams 64 --kv-cache-bytes 17179869184 --output bench/results/gpu-gpt2-http.json
-	for shape in gpt2 llama-8b; do \
-		$(bin)/python -m bench.idle --shape $$shape --output bench/results/gpu-$$shape-idle.json || exit 1; \
-	done
+gpu:  ## prove and measure all on a CUDA device, into bench/results; the three below, whichever of them fail
+	@$(MAKE) --keep-going --jobs 1 ARGS= gpu-test gpu-chaos gpu-bench
+
+gpu-test: $(venv)/developing  ## run the tests that need a CUDA device, or ARGS="-k name"
+	$(bin)/python -m bench.gpu_tests $(ARGS)
+
+gpu-chaos: $(venv)/developing  ## kill the engine and the server on a CUDA device under clients for two minutes
+	$(bin)/python -m bench.chaos --device cuda --output bench/results/gpu-chaos.json $(ARGS)
+
+gpu-bench: $(venv)/developing  ## run the benchmarks for a CUDA device, or some: ARGS="gpt2 llama-8b"
+	$(bin)/python -m bench.gpu $(ARGS)
 
 image:  ## build the container image gptserve; TARGET=cuda for the one with the CUDA libraries
 	docker build --target $(TARGET) --tag gptserve --build-arg REVISION=$(shell git rev-parse HEAD) $(ARGS) .
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # pip is the last that comes into a new environment, so that one that stopped half-way is begun again.
 $(bin)/pip:

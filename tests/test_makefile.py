@@ -20,6 +20,7 @@ case "$*" in
     printf '#!/bin/sh\\necho gptserve "$@" >> log' > "$3/bin/gptserve" && chmod +x "$3/bin/gptserve"
     touch "$3/bin/pip" ;;
   "-m pip"*) ls engine/* >> log ;;
+  "-m bench."*) test ! -e fails || ! grep -qx "$2" fails ;;
 esac
 """
 
@@ -142,3 +143,31 @@ def test_format_repairs_then_formats(tree: Path) -> None:
 
     assert succeeded
     assert called[-2:] == ["ruff check --fix .", "ruff format ."]
+
+
+ON_A_GPU = [
+    "-m bench.gpu_tests",
+    "-m bench.chaos --device cuda --output bench/results/gpu-chaos.json",
+    "-m bench.gpu",
+]
+
+
+@pytest.mark.parametrize("failing", [[], ["bench.gpu_tests"], ["bench.gpu_tests", "bench.chaos"], ["bench.gpu"]])
+def test_all_that_needs_a_gpu_runs_whatever_fails(tree: Path, failing: list[str]) -> None:
+    (tree / "fails").write_text("".join(f"{module}\n" for module in failing))
+
+    succeeded, called = make(tree, "gpu")
+
+    assert called[-len(ON_A_GPU) :] == ON_A_GPU
+    assert succeeded is not bool(failing)
+
+
+@pytest.mark.parametrize(
+    ("target", "module"), [("gpu-test", "gpu_tests"), ("gpu-chaos", "chaos"), ("gpu-bench", "gpu")]
+)
+def test_each_part_of_what_needs_a_gpu_runs_alone_with_arguments(tree: Path, target: str, module: str) -> None:
+    succeeded, called = make(tree, target, "ARGS=some")
+
+    assert succeeded
+    assert called[-1].startswith(f"-m bench.{module} ")
+    assert called[-1].endswith(" some")

@@ -1,0 +1,71 @@
+"""What is kept of the tests that need a GPU: those of a folder of stand-ins, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120
+TESTS = """
+import os, pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError("at the end")
+
+@pytest.mark.gpu
+def test_a(): pass
+
+@pytest.mark.triton
+def test_b(): assert False, "the reason"
+
+@pytest.mark.gpu
+def test_c(broken): pass
+
+@pytest.mark.gpu
+@pytest.mark.gpu_alone
+def test_d(): assert os.environ["PYTEST_XDIST_WORKER_COUNT"] == "1"
+
+@pytest.mark.gpu
+@pytest.mark.skip
+def test_e(): pass
+
+def test_f(): assert False, "it needs no GPU"
+"""
+
+
+def found_of(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run the tests there; return the status and what the file has."""
+    (folder / "test_some.py").write_text(TESTS)
+    output = folder / "new" / "found.json"
+    command = [sys.executable, "-m", "bench.gpu_tests", "--output", output, "--rootdir", folder, folder, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    print(done.stdout, done.stderr)  # noqa: T201 - pytest shows it if the test fails
+    return done.returncode, found
+
+
+def test_each_outcome_is_kept(tmp_path: Path) -> None:
+    status, found = found_of(tmp_path)
+
+    assert status == 1
+    assert (found["num_passed"], found["has_finished"]) == (2, True)
+    failed = {name.rpartition("::")[2]: error for name, error in found["failed"].items()}
+    assert failed.keys() == {"test_b", "test_c"}
+    assert "the reason" in failed["test_b"]
+    assert "at the end" in failed["test_c"]
+    assert [name.rpartition("::")[2] for name in found["skipped"]] == ["test_e"]
+    assert {"gptserve", "torch", "device"} < found.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "status"), [("test_d", 0), ("test_f", 1)])
+def test_it_succeeds_if_tests_have_passed_and_none_has_failed(name: str, status: int, tmp_path: Path) -> None:
+    assert found_of(tmp_path, "-k", name)[0] == status
