@@ -48,8 +48,12 @@ class CudaCapture:
 
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
         graph = torch.cuda.CUDAGraph()
+        # torch leaves the stream of a recording current if its end fails, as it does where the recording has failed.
         # Other threads, such as the one that watches NCCL, may ask for their events meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             out = compute()
 
         def replay() -> Tensor:
