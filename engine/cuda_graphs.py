@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import EngineError
 from gptserve.engine.model.batch import build_arrays
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
@@ -168,8 +169,8 @@ def capture_decoding(
             found = graphs.agree(obstacle(backend, host_starts_experts=decoder.host_starts_experts))
             found = found or graphs.record(capture) or graphs.disagreement(model.vocab_size)
         except Exception as error:
-            if ranks is not None:
-                raise  # the others may wait for the rest of a step
+            if ranks is not None or isinstance(error, EngineError):
+                raise  # other ranks may wait for the rest of a step
             found = failure(error)
     if found is None:
         return graphs

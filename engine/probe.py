@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from gptserve.engine.config import EngineConfig
+from gptserve.engine.device_loss import end_if_lost
 from gptserve.engine.errors import EngineStartError
 from gptserve.engine.model.runner import Collect, ModelRunner
 from gptserve.engine.request import Request, SamplingParams
@@ -54,6 +55,7 @@ def _obstacle(runner: ModelRunner) -> str | None:
     try:
         return disagreement(runner)
     except Exception as error:  # of a driver or a library that no test has seen: steps that wait need none of it
+        end_if_lost("steps that overlap", error, "overlap False")
         return f"they failed with {type(error).__name__}: {error}"
 
 

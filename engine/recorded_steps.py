@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import EngineConfig
+from gptserve.engine.device_loss import end_if_lost
 from gptserve.engine.model.batch import build_arrays, known_token_ids
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
@@ -77,8 +78,12 @@ def obstacle(backend: AttentionBackend, *, host_starts_experts: bool) -> str | N
     return None
 
 
-def failure(error: BaseException) -> str:
-    """Return an obstacle: an error of a driver or a library that no test has seen."""
+def failure(error: Exception) -> str:
+    """Return an obstacle: an error of a driver or a library that no test has seen.
+
+    Raises EngineStartError if the device cannot go on after it.
+    """
+    end_if_lost("a CUDA graph", error, "enforce_eager")
     return f"they failed with {type(error).__name__}: {error}"
 
 

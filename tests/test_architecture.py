@@ -40,6 +40,7 @@ WITH_TORCH = {
     "gptserve.engine.attention.reference",
     "gptserve.engine.attention.triton_paged",
     "gptserve.engine.cuda_graphs",
+    "gptserve.engine.device_loss",
     "gptserve.engine.model.activation",
     "gptserve.engine.model.batch",
     "gptserve.engine.model.batch_invariance",

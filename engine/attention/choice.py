@@ -12,6 +12,7 @@ import torch
 
 from gptserve.engine.attention import AttentionBackend, AttentionSpec
 from gptserve.engine.config import AttentionBackendName
+from gptserve.engine.device_loss import end_if_lost
 from gptserve.engine.errors import InvalidConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the named backend; for "auto" the fastest that can compute these layers on this device.
 
-    Raises InvalidConfigurationError if the named one cannot. "auto" warns if it chooses the reference, which is slower.
+    Raises InvalidConfigurationError if the named one cannot, EngineStartError if the GPU cannot go on after trying it.
+    "auto" warns if it chooses the reference, which is slower.
     """
     from gptserve.engine.attention.reference import ReferenceAttention
 
@@ -68,5 +70,6 @@ def _on_gpu(
         backend = TritonAttention()
         found = disagreement(backend, specs, device, dtype, block_size)
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: the reference needs none
+        end_if_lost("attention's Triton kernel", error, "attention_backend 'reference'")
         return f"it failed with {type(error).__name__}: {error}"
     return backend if found is None else found

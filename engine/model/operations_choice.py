@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gptserve.engine.device_loss import WITHOUT_TRITON, end_if_lost
 from gptserve.engine.model.layers import take_feed_forward
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
@@ -59,6 +60,7 @@ def agreeing_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtyp
             if name == "mxfp4_experts" and chosen.experts is None:
                 found = "torch multiplies with the experts"
         except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none
+            end_if_lost(f"the Triton kernel '{name}'", error, WITHOUT_TRITON)
             found = f"it failed with {type(error).__name__}: {error}"
         if found is None:
             chosen = replace(chosen, **{name: kernel}, build=f"{chosen.build or kernels.build} {name}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from gptserve.engine.device_loss import WITHOUT_TRITON, end_if_lost
 from gptserve.engine.sampling.adjustments import Adjustment
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import choose_by_torch
@@ -47,6 +48,7 @@ def agreeing_sampler(make: Callable[[], TritonSampler], vocab_size: int, device:
         if found is None:
             return sampler
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none
+        end_if_lost("a Triton kernel of sampling", error, WITHOUT_TRITON)
         found = f"they failed with {type(error).__name__}: {error}"
     logger.warning("sampling: torch, which is slower, is used instead of Triton kernels: %s", found)
     return None
