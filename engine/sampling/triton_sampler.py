@@ -148,7 +148,8 @@ class TritonSampler:
         counts = self._no_counts if self.counts.words is None else self.counts.words
         self._kernels.adjust[len(table_A8), self._num_pieces](
             *(logits, self._scores, table_A8, counts, drafts, masks, logits.stride(0)),
-            **{"VOCAB": self._vocab_size, "WORDS": masks.shape[1], "PIECE": self._piece},
+            # The same words without masks, or the kernel would be compiled anew.
+            **{"VOCAB": self._vocab_size, "WORDS": -(-self._vocab_size // 32), "PIECE": self._piece},
             enable_fp_fusion=False,  # each step rounds, as on a CPU
             num_warps=8,
         )

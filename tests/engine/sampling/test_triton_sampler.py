@@ -220,6 +220,31 @@ def test_penalties_bias_and_bans_take_no_copy_more(monkeypatch: pytest.MonkeyPat
         assert copies.count == 1
 
 
+def test_requests_with_masks_and_without_are_adjusted_by_one_kernel() -> None:
+    """Or serving would wait for the compiler: the load check has rows of both kinds in each step."""
+    sampler, compiled = object.__new__(TritonSampler), list[dict[str, Any]]()
+
+    class Noting(Launches):
+        def __call__(self, *arguments: Any, **constants: Any) -> None:
+            compiled.append({"types": [getattr(x, "dtype", type(x)) for x in arguments], **constants})
+
+        def __getattr__(self, kernel: str) -> Any:
+            return self if kernel == "adjust" else Launches()
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self
+
+    vars(sampler).update(_kernels=Noting())
+    sampler._allocate(300, 12, CPU, PIECE)
+    masked = Choice(allowed=np.zeros(10, np.uint32))
+    nothing = array("q"), array("f"), array("q")
+    penalized = Choice(adjustment=Adjustment(1.3, 0.0, 0.0, TokensBefore(TokenCounts(1), [1, 2]), *nothing))
+    for choices in ([masked, penalized], [masked], [penalized]):
+        sampler.choose(torch.zeros(len(choices), 300), choices)
+    assert len(compiled) == 3
+    assert compiled[0] == compiled[1] == compiled[2]
+
+
 def test_counts_are_given_back_though_other_requests_have_masks() -> None:
     sampler = object.__new__(TritonSampler)
     vars(sampler).update(_kernels=Launches())
