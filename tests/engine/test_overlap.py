@@ -24,9 +24,10 @@ from torch import Tensor
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.runner import Collect, ModelRunner, StepResult
 from gptserve.engine.overlap import Steps
-from gptserve.engine.probe import may_overlap
+from gptserve.engine.probe import disagreement, may_overlap
 from gptserve.engine.request import FinishReason, Request, SamplingParams, TokenOutput
 from gptserve.engine.sampling.device_counts import DeviceCounts
 from gptserve.engine.sampling.sampler import SampledTokens
@@ -35,7 +36,7 @@ from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
-from tests.engine.runs import EvenPace, make_config, make_request, ragged_prompts, run, token_ids
+from tests.engine.runs import EvenPace, make_config, make_engine, make_request, ragged_prompts, run, token_ids
 from tests.engine.shadow_gpu import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -544,7 +545,7 @@ def gives_another_token(collect: Collect) -> StepResult:
     result = collect()
     token_id = result.sampled[0].token_ids[0]
     assert token_id is not None
-    return StepResult((SampledTokens((token_id ^ 1,), (None,)),), {})
+    return StepResult((SampledTokens((token_id ^ 1,), result.sampled[0].logprobs),), {})
 
 
 @pytest.mark.parametrize(
@@ -552,7 +553,7 @@ def gives_another_token(collect: Collect) -> StepResult:
     [
         (None, "the host waits for the experts of each layer"),
         (raises, "they failed with RuntimeError: no event"),
-        (gives_another_token, "they gave the tokens"),
+        (gives_another_token, "they gave the tokens and logprobs [(1, "),
     ],
 )
 def test_where_steps_cannot_overlap_a_warning_says_why(
@@ -576,3 +577,32 @@ def test_where_steps_cannot_overlap_a_warning_says_why(
     assert record.getMessage().startswith(
         f"steps: one after the other, which is slower, are used instead of overlapping ones: {reason}"
     )
+
+
+@pytest.mark.parametrize("misread", ["as 0", "from the step before that"])
+def test_an_id_that_a_graph_does_not_read_from_the_last_step_is_seen(
+    misread: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even in a model whose likeliest token is 0 whatever it reads."""
+    logits_of, engine = Decoder.logits, make_engine(tiny_gpt2)
+
+    def mostly_0(self: Decoder, hidden: Tensor) -> Tensor:
+        logits = logits_of(self, hidden)
+        logits[:, 0] += 20.0
+        return logits
+
+    monkeypatch.setattr(Decoder, "logits", mostly_0)
+    graphs = engine._runner.graphs = capture_for(engine, Rerun())
+    assert graphs is not None
+    assert disagreement(engine._runner) is None
+    read, chosen = graphs.logits, [torch.zeros(1, dtype=torch.int64)]
+
+    def misreading(batch: ScheduledBatch, chosen_R: Tensor | None = None) -> Tensor | None:
+        assert chosen_R is not None
+        chosen.append(chosen_R.clone())
+        if misread == "as 0":
+            return read(batch, chosen[0])
+        return read(batch, chosen[-2] if batch.items[0].sequence.num_generated > 1 else chosen_R)
+
+    monkeypatch.setattr(graphs, "logits", misreading)
+    assert disagreement(engine._runner) is not None
