@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from gptserve.engine.attention import AttentionBackend, AttentionSpec
-from gptserve.engine.config import AttentionBackendName
+from gptserve.engine.config import AttentionBackendName, EngineConfig
 from gptserve.engine.device_loss import end_if_lost
 from gptserve.engine.errors import InvalidConfigurationError
 
@@ -19,25 +19,27 @@ logger = logging.getLogger(__name__)
 
 
 def choose_backend(
-    name: AttentionBackendName,
+    config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
     specs: Sequence[AttentionSpec],
-    block_size: int,
+    max_position: int,
 ) -> AttentionBackend:
-    """Return the named backend; for "auto" the fastest that can compute these layers on this device.
+    """Return config.attention_backend; for "auto" the fastest that can compute these layers on this device.
 
     Raises InvalidConfigurationError if the named one cannot, EngineStartError if the GPU cannot go on after trying it.
     "auto" warns if it chooses the reference, which is slower.
     """
     from gptserve.engine.attention.reference import ReferenceAttention
 
+    name = config.attention_backend
     if name == "reference":
         return ReferenceAttention()
     fast: AttentionBackendName = "cpu" if device.type == "cpu" else "triton"
     if name not in ("auto", fast):
         raise InvalidConfigurationError(f"attention_backend '{name}' cannot be used: the device is {device}")
-    found = _on_cpu(dtype, specs[0].head_size) if fast == "cpu" else _on_gpu(device, dtype, specs, block_size)
+    sizes = config.block_size, config.max_model_len or max_position
+    found = _on_cpu(dtype, specs[0].head_size) if fast == "cpu" else _on_gpu(device, dtype, specs, *sizes)
     if not isinstance(found, str):
         return found
     if name == fast:
@@ -58,7 +60,7 @@ def _on_cpu(dtype: torch.dtype, head_size: int) -> AttentionBackend | str:
 
 
 def _on_gpu(
-    device: torch.device, dtype: torch.dtype, specs: Sequence[AttentionSpec], block_size: int
+    device: torch.device, dtype: torch.dtype, specs: Sequence[AttentionSpec], block_size: int, max_model_len: int
 ) -> AttentionBackend | str:
     """Return the Triton kernel if it computes these layers as the reference does, or why it cannot be used."""
     from gptserve.engine.attention.check import disagreement
@@ -68,7 +70,7 @@ def _on_gpu(
         return "Triton is not installed"
     try:
         backend = TritonAttention()
-        found = disagreement(backend, specs, device, dtype, block_size)
+        found = disagreement(backend, specs, device, dtype, block_size, max_model_len)
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: the reference needs none
         end_if_lost("attention's Triton kernel", error, "attention_backend 'reference'")
         return f"it failed with {type(error).__name__}: {error}"

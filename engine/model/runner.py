@@ -86,7 +86,7 @@ class ModelRunner:
         share = Share(0, config.tensor_parallel_size)
         self._model = share.of_config(whole)
         specs = layer_specs(self._model, self.device)
-        backend = choose_backend(config.attention_backend, self.device, dtype, specs, config.block_size)
+        backend = choose_backend(config, self.device, dtype, specs, whole.max_position)
         checkpoint = Checkpoint(config.model_dir, whole, share)
         # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
         operations = choose_operations(self._model, self.device, dtype)

@@ -61,7 +61,7 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     set_up_device(config, device)
     dtype, whole = choose_dtype(config, device), load_config(config.model_dir)
     model = share.of_config(whole)
-    backend = choose_backend(config.attention_backend, device, dtype, layer_specs(model, device), config.block_size)
+    backend = choose_backend(config, device, dtype, layer_specs(model, device), whole.max_position)
     operations = choose_operations(model, device, dtype)
     if device.type != "cpu":  # each GPU has its products; on a CPU those of the first rank are those of all
         products = choose_products(config, model, device, dtype, backend)

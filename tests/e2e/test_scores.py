@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gptserve.engine.attention.choice import choose_backend
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.layers import layer_specs
 from gptserve.weights.families import load_config
@@ -44,7 +45,7 @@ def texts() -> list[list[int]]:
 def raw_logits(dtype: str) -> list[torch.Tensor]:
     """Return the logits [tokens, vocab] after every token of every text."""
     specs = layer_specs(load_config(STORYTELLER), torch.device("cpu"))
-    backend = choose_backend("auto", torch.device("cpu"), DTYPES[dtype], specs, block_size=4)
+    backend = choose_backend(EngineConfig(STORYTELLER), torch.device("cpu"), DTYPES[dtype], specs, 64)
     with torch.inference_mode():
         return paged_logits(STORYTELLER, texts(), backend, DTYPES[dtype])
 

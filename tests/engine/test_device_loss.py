@@ -11,6 +11,7 @@ import torch
 
 from gptserve.engine.attention import AttentionSpec, triton_paged
 from gptserve.engine.attention.choice import choose_backend
+from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
 from gptserve.engine.model import operations_choice
 from gptserve.engine.model.operations import TORCH
@@ -41,7 +42,9 @@ class FakeTriton:
 WITHOUT_TRITON = "device 'cpu', or an environment without Triton,"
 CHECKS: dict[str, tuple[Callable[[Path], object], object, str]] = {
     "attention's Triton kernel": (
-        lambda folder: choose_backend("auto", CUDA, torch.float32, [AttentionSpec(4, 2, 16, 0.25)], block_size=16).name,
+        lambda folder: (
+            choose_backend(EngineConfig(folder), CUDA, torch.float32, [AttentionSpec(4, 2, 16, 0.25)], 64).name
+        ),
         *("reference", "attention_backend 'reference'"),
     ),
     "the Triton kernel 'normalize'": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from gptserve.engine.attention import AttentionBackend, AttentionSpec, triton_pa
 from gptserve.engine.attention import check as attention_check
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.config import AttentionBackendName
+from gptserve.engine.config import AttentionBackendName, EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 
 CPU = torch.device("cpu")
@@ -21,7 +23,7 @@ needs_kernel = pytest.mark.skipif(not CpuAttention.is_available(), reason="insta
 
 def choose(name: AttentionBackendName, device: torch.device, dtype: torch.dtype, head_size: int) -> AttentionBackend:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=head_size, scale=0.25)
-    return choose_backend(name, device, dtype, [spec], block_size=16)
+    return choose_backend(EngineConfig(Path(), attention_backend=name), device, dtype, [spec], 64)
 
 
 @needs_kernel

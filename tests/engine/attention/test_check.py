@@ -50,7 +50,7 @@ class Forgetting(ReferenceAttention):
     ],
 )
 def test_a_backend_that_differs_is_found(backend: ReferenceAttention, found: str | None) -> None:
-    assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16) == found
+    assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16, max_model_len=1024) == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -68,8 +68,33 @@ def test_every_feature_takes_part(dtype: torch.dtype) -> None:
         ) -> Tensor:
             return super().attend(query_THD, cache_2NGBD, metadata, replace(spec, **{self._feature: None}))
 
-    assert disagreement(ReferenceAttention(), [spec], CPU, dtype, block_size=3) is None
+    assert disagreement(ReferenceAttention(), [spec], CPU, dtype, block_size=3, max_model_len=1024) is None
     for feature in ("alibi_slopes", "sinks", "softcap"):
-        found = disagreement(Without(feature), [spec], CPU, dtype, block_size=3)
+        found = disagreement(Without(feature), [spec], CPU, dtype, block_size=3, max_model_len=1024)
         assert found is not None
         assert found.startswith("it differs from 'reference' by ")
+
+
+@pytest.mark.parametrize(
+    ("window", "max_model_len", "is_seen"),
+    [(1024, 8192, True), (1024, 1100, True), (4096, 4200, True), (1024, 1024, False), (40_000, 60_000, False)],
+)
+def test_a_window_that_hides_nothing_is_seen_where_a_context_exceeds_it(
+    window: int, max_model_len: int, is_seen: bool
+) -> None:
+    """Contexts are bounded by what the host's memory holds, and by what a request may have."""
+    longest = 0
+
+    class Unbounded(ReferenceAttention):
+        def attend(
+            self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+        ) -> Tensor:
+            nonlocal longest
+            longest = max(longest, *metadata.kv_lens)
+            return super().attend(query_THD, cache_2NGBD, metadata, replace(spec, window=None))
+
+    spec = AttentionSpec(2, 1, 8, 0.3, window=window)
+    found = disagreement(Unbounded(), [spec], CPU, torch.float32, 16, max_model_len)
+    assert (found is not None) == is_seen
+    assert longest == (min(window + 300, max_model_len) if is_seen else 700)
+    assert disagreement(ReferenceAttention(), [spec], CPU, torch.float32, 16, max_model_len) is None
