@@ -11,6 +11,7 @@ replay of all, with as many rows. cuda_graphs.py makes those of the first rank, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,12 +21,15 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.device_loss import end_if_lost
-from gptserve.engine.model.batch import build_arrays, known_token_ids
+from gptserve.engine.model.batch import build_arrays, known_token_ids, model_input
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import Array, to_device
+
+_CONTEXT = 1000
+"""Tokens of the longest context in which graphs are compared: many blocks, and some pieces of triton_paged.py."""
 
 Replay = Callable[[], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Replay]
@@ -105,6 +109,7 @@ class RecordedSteps:
     def __init__(
         self, compute: Compute, cache: KVCache, config: EngineConfig, max_model_len: int, device: torch.device
     ) -> None:
+        self._compute, self._device = compute, device
         self._cache, self._block_size, self._max_model_len = cache, config.block_size, max_model_len
         # The largest first: the others find room in the memory that it needs between its kernels.
         self.steps = [
@@ -132,18 +137,19 @@ class RecordedSteps:
         agree: Agree,
         compare_more: Callable[[RecordedStep, int], str | None] = lambda step, num_rows: None,
     ) -> str | None:
-        """Return in which size a graph of a rank gives other bits than its kernels started one by one, or None.
+        """Return in which size a graph of a rank gives other bits than a step without one, or None.
 
         Call it before any sequence owns a block. compare_more(step, rows) may find more after a replay.
         """
         for step in self.steps:
             batch = ScheduledBatch(tuple(self._probes(step.size, vocab_size)))
-            num_rows = len(batch.items)
-            step.fill(build_arrays(batch, self._block_size, step.size))
-            expected = step.compute()[:num_rows].view(torch.uint8).clone()  # bits, as NaN equals nothing
-            for layer in self._cache.layers:
-                layer.zero_()  # so that a graph that stores nothing is seen
-            is_same = torch.equal(step.replay()[:num_rows].view(torch.uint8), expected)
+            arrays = build_arrays(batch, self._block_size, step.size)
+            inputs, num_rows = model_input(arrays, self._device), len(batch.items)
+            compute = partial(self._compute, inputs.token_ids_T, inputs.positions_T, inputs.metadata)
+            num_blocks, slots_R = len(batch.items[0].sequence.block_ids), inputs.metadata.slots_T[:num_rows]
+            expected = self._bits(compute, num_blocks, slots_R)
+            step.fill(arrays)
+            is_same = all(map(torch.equal, self._bits(step.replay, num_blocks, slots_R), expected))
             found = compare_more(step, num_rows) if is_same else f"they give other numbers for a batch of {step.size}"
             found = agree(found)
             if found is not None:
@@ -151,14 +157,32 @@ class RecordedSteps:
         return None
 
     def _probes(self, num_seqs: int, vocab_size: int) -> Iterator[ScheduledSequence]:
-        """Yield sequences that share blocks, each at the position after the one before; fewer in a small cache."""
-        length = min(self._block_size, self._max_model_len)
-        request = Request("probe", (), SamplingParams(), seed=0)
-        for i in range(min(num_seqs, self._cache.layers[0].shape[1] * length)):
-            position, token_id = i % length, (7 * i + 3) % vocab_size
-            known = [token_id] * (position + 1)
-            sequence = SequenceState(request, 0, known, num_computed=position, block_ids=[i // length])
+        """Yield sequences with contexts from the longest to one token, each in its own slot; fewer in a small cache.
+
+        They share their blocks, and have those before the last one in orders of their own.
+        """
+        room = min(self._max_model_len, self._cache.layers[0].shape[1] * self._block_size, max(_CONTEXT, num_seqs))
+        shared = list(range(-(-room // self._block_size)))[::-1]
+        request, num_seqs = Request("probe", (), SamplingParams(), seed=0), min(num_seqs, room)
+        for i in range(num_seqs):
+            position, token_id = room - 1 - i * (room - 1) // max(1, num_seqs - 1), (7 * i + 3) % vocab_size
+            known, num_before = [token_id] * (position + 1), position // self._block_size
+            first = i % max(1, num_before)
+            block_ids = [*shared[first:num_before], *shared[:first], shared[num_before]]
+            sequence = SequenceState(request, 0, known, num_computed=position, block_ids=block_ids)
             yield ScheduledSequence(sequence, 1)
+
+    def _bits(self, compute: Callable[[], Tensor], num_blocks: int, slots_R: Tensor) -> list[Tensor]:
+        """Return the bits, as NaN equals nothing, of the rows of a step and of what each layer stores for them.
+
+        All of these blocks are first filled with random numbers, the same at each call.
+        """
+        generator = torch.Generator(self._device).manual_seed(0)
+        for layer in self._cache.layers:
+            layer[:, :num_blocks].normal_(generator=generator)
+        rows, places = compute()[: len(slots_R)], (slots_R // self._block_size, slots_R % self._block_size)
+        stored = [layer[:, places[0], :, places[1]] for layer in self._cache.layers]
+        return [tensor.contiguous().view(torch.uint8) for tensor in (rows, *stored)]
 
 
 class RecordedStep:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import staging
-from gptserve.engine.attention import AttentionBackend, AttentionMetadata
+from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.attention.reference import ReferenceAttention
 from gptserve.engine.attention.triton_paged import TritonAttention
@@ -355,6 +355,35 @@ def test_a_graph_that_stores_no_keys_is_seen(tiny_gpt2: Path) -> None:
         return replay
 
     assert capture_for(engine, forget) is None
+
+
+@pytest.mark.parametrize("wrong", ["the length", "the blocks", "the scale"])
+def test_a_graph_that_attends_to_other_keys_than_a_step_is_seen(
+    wrong: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its kernels, started one by one, do the same with what was recorded. A block has 16 tokens."""
+    attend, num_wrong = CpuAttention.attend, 0
+
+    def attend_wrongly(
+        self: CpuAttention, query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        nonlocal num_wrong
+        if metadata.kv_lens == (64,) * len(metadata.kv_lens):  # as recorded
+            num_wrong += 1
+            if wrong == "the length":
+                metadata = replace(metadata, kv_lens_S=metadata.kv_lens_S.clamp(max=16))
+            elif wrong == "the blocks":
+                tables_SN = metadata.block_tables_SN
+                metadata = replace(metadata, block_tables_SN=tables_SN[:1].repeat(len(tables_SN), 1))
+            else:
+                spec = replace(spec, scale=2 * spec.scale)
+        return attend(self, query, cache, metadata, spec)
+
+    engine = make_engine(tiny_gpt2, max_model_len=64)
+    assert capture_for(engine, Rerun()) is not None
+    monkeypatch.setattr(CpuAttention, "attend", attend_wrongly)
+    assert capture_for(engine, Rerun()) is None
+    assert num_wrong > 0
 
 
 def test_no_graphs_are_tried_where_none_are_wanted(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
