@@ -18,6 +18,7 @@ from gptserve.engine.grammar.drafter import GrammarDrafter
 from gptserve.engine.grammar.queue import GrammarQueue
 from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.overlap import RunningStep, Steps
+from gptserve.engine.parallel.kept_warnings import KeptWarnings
 from gptserve.engine.probe import NOT_FINITE, may_overlap, warm_up
 from gptserve.engine.request import (
     MASKS,
@@ -64,7 +65,8 @@ class Engine:
         if drafter is None:
             drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
         self._grammar_queue = GrammarQueue(config.model_dir)
-        self._runner = ModelRunner(config, progress) if runner is None else runner
+        with KeptWarnings() as warnings:
+            self._runner = ModelRunner(config, progress, warnings.messages) if runner is None else runner
         self.info: EngineInfo = self._runner.info
         self._pool = BlockPool(self.info.num_blocks, self.info.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(

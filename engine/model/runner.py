@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,6 +64,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
 
 
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of the weights are loaded, and of how many, while they load."""
 Collect = Callable[[], StepResult]
 """Waits for a step and returns its results; called once. What a step raises comes from here or from its launch."""
 
@@ -72,10 +74,10 @@ class ModelRunner:
     """A loaded model on its device, with its KV cache.
 
     Raises WeightsError if the model is unusable, InvalidConfigurationError if a setting is.
-    `progress(bytes_done, bytes_total)` is called while weights load.
+    `warnings` are those that are logged while this is made: ranks do not repeat them.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, warnings: Collection[str] = ()) -> None:
         num_threads = set_num_threads(config)
         self.device = choose_device(config)
         set_up_device(config, self.device)
@@ -85,15 +87,14 @@ class ModelRunner:
         check_quantization(config, whole, self.device)
         share = Share(0, config.tensor_parallel_size)
         self._model = share.of_config(whole)
-        specs = layer_specs(self._model, self.device)
-        backend = choose_backend(config, self.device, dtype, specs, whole.max_position)
+        backend = choose_backend(config, self.device, dtype, layer_specs(self._model, self.device), whole.max_position)
         checkpoint = Checkpoint(config.model_dir, whole, share)
         # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
         operations = choose_operations(self._model, self.device, dtype)
         products = choose_products(config, self._model, self.device, dtype, backend)
         operations = replace(operations, call_rows=products.call_rows)
         sampler = choose_sampler(whole.vocab_size, max_sampled_rows(config), self.device)
-        self._ranks = Ranks(config, self.device) if share.size > 1 else None
+        self._ranks = Ranks(config, self.device, warnings) if share.size > 1 else None
         with torch.inference_mode():
             group, takes = None if self._ranks is None else self._ranks.group, operations.keeps_mxfp4
             stream = partial(checkpoint.stream, dtype=dtype, device=self.device, progress=progress, keeps_mxfp4=takes)

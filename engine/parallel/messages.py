@@ -11,6 +11,9 @@ from gptserve.engine.staging import Array
 class Loaded:
     """From a rank: its weights are loaded, and it waits for the others."""
 
+    warnings: tuple[str, ...]
+    """What it has warned of until now."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

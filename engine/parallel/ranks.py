@@ -15,7 +15,7 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
 from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.parallel.group import Group, RankLostError, choose_order
-from gptserve.engine.parallel.messages import Cache, Failed, Finding, Memory, Step
+from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
 from gptserve.engine.parallel.worker import run_rank
 from gptserve.engine.process.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
 from gptserve.engine.staging import Array
@@ -79,7 +79,8 @@ class Ranks:
     cause, once a rank is dead.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device, warnings: Collection[str] = ()) -> None:
+        """Start the ranks. `warnings` are those of this rank, to which loading may add; others do not repeat them."""
         size = config.tensor_parallel_size
         if device.type == "cuda" and size > (most := torch.cuda.device_count()):
             raise InvalidConfigurationError(
@@ -88,7 +89,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="gptserve-ranks-")
         path = str(Path(self._folder.name) / "meeting")
         self.group = Group(Share(0, size), path, device, choose_order(config, device))
-        self._config, self._device = config, device
+        self._config, self._device, self._warnings = config, device, warnings
         self._is_engine = multiprocessing.current_process().name == ENGINE_NAME
         self._end = _End()
         self._ranks: list[_Rank] = []
@@ -111,7 +112,10 @@ class Ranks:
         That is the least of cache_memory_bytes. Each rank reserves as much as this one.
         """
         for rank in self._ranks:
-            self._receive(rank)  # Loaded
+            loaded: Loaded = self._receive(rank)
+            for warning in loaded.warnings:
+                if warning not in self._warnings:
+                    logger.warning("rank %d: %s", rank.number, warning)
         self._end.takes_engine = self._is_engine  # whoever waits for a dead rank here hears nothing
         self._check()  # one may have died before this
         with self.together():

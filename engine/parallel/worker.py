@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -29,6 +30,7 @@ from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.parallel.group import Group, RankLostError, choose_order
+from gptserve.engine.parallel.kept_warnings import KeptWarnings
 from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
 from gptserve.engine.process.child import end_with_parent
 from gptserve.engine.recorded_steps import RecordedSteps, capture_of, obstacle
@@ -39,12 +41,14 @@ from gptserve.weights.sharding import Share
 
 def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, connection: Connection) -> None:
     """Run in the rank's process until the first rank closes the connection or dies."""
-    logging.disable(logging.WARNING)  # the first rank says the same
-    with connection, contextlib.suppress(EOFError, ConnectionError):
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    logging.getLogger().addHandler(errors)  # the first rank logs the warnings
+    with connection, contextlib.suppress(EOFError, ConnectionError), KeptWarnings() as warnings:
         end_with_parent(parent_pid)
         try:
             with torch.inference_mode():
-                _serve(config, share, path, connection)
+                _serve(config, share, path, connection, warnings.messages)
         except RankLostError:
             connection.recv()  # the first rank knows which one, and ends all others
         except (EOFError, ConnectionError):
@@ -53,7 +57,7 @@ def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, con
             connection.send(Failed(explain(error)))
 
 
-def _serve(config: EngineConfig, share: Share, path: str, connection: Connection) -> None:
+def _serve(config: EngineConfig, share: Share, path: str, connection: Connection, warnings: Sequence[str]) -> None:
     set_num_threads(config)
     device = choose_device(config)
     if device.type == "cuda":
@@ -77,7 +81,7 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
         ),
         *(backend, device),
     )
-    connection.send(Loaded())
+    connection.send(Loaded(tuple(warnings)))
     group.meet()
     connection.send(Memory(*cache_memory_bytes(config, device, 0)))
     plan: Cache = connection.recv()
