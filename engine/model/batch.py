@@ -40,29 +40,27 @@ def build_model_input(
 
 def build_arrays(batch: ScheduledBatch, block_size: int, min_rows: int = MIN_ROWS) -> tuple[Array, ...]:
     """Return what model_input takes: the step's arrays, on the host."""
-    num_rows = max(batch.num_tokens, min_rows)
-    token_ids = np.zeros(num_rows, np.int64)
-    positions = np.zeros(num_rows, np.int64)
-    slots = np.full(num_rows, -1, np.int64)
-    starts, kv_lens, rows = [0], [], list[int]()
-    tables = np.zeros((len(batch.items), max(len(item.sequence.block_ids) for item in batch.items)), np.int32)
-    for s, item in enumerate(batch.items):
-        sequence, first = item.sequence, item.sequence.num_computed
-        start, end, last = starts[-1], starts[-1] + item.num_tokens, first + item.num_tokens
-        token_ids[start : end - len(item.draft)] = sequence.token_ids[first:last]
-        if item.draft:
-            token_ids[end - len(item.draft) : end] = item.draft
-        positions[start:end] = np.arange(first, last)
-        tables[s, : len(sequence.block_ids)] = sequence.block_ids
+    items = batch.items
+    known, rows, starts, kv_lens = list[int](), list[int](), [0], list[int]()
+    tables = np.zeros((len(items), max(len(item.sequence.block_ids) for item in items)), np.int32)
+    for s, item in enumerate(items):
+        sequence, first, draft = item.sequence, item.sequence.num_computed, item.draft
+        known += sequence.token_ids[first : first + item.num_tokens]
+        known += draft
+        starts.append(len(known))
+        kv_lens.append(first + item.num_tokens)
         if item.needs_sampling:
-            rows += range(end - 1 - len(item.draft), end)
-        starts.append(end)
-        kv_lens.append(last)
-    owners, scheduled = np.repeat(np.arange(len(batch.items)), np.diff(starts)), positions[: starts[-1]]
-    block_ids = tables[owners, scheduled // block_size].astype(np.int64)
-    slots[: starts[-1]] = block_ids * block_size + scheduled % block_size
+            rows += range(starts[-1] - 1 - len(draft), starts[-1])
+        tables[s, : len(sequence.block_ids)] = sequence.block_ids
     rows += rows[-1:] * (min_rows - len(rows))
     offsets, lengths = np.array(starts, np.int32), np.array(kv_lens, np.int32)
+    owners = np.repeat(np.arange(len(items)), offsets[1:] - offsets[:-1])
+    places = np.arange(len(known)) + (lengths - offsets[1:])[owners]
+    num_rows = max(len(known), min_rows)
+    token_ids, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    slots = np.full(num_rows, -1, np.int64)
+    token_ids[: len(known)], positions[: len(known)] = known, places
+    slots[: len(known)] = tables[owners, places // block_size].astype(np.int64) * block_size + places % block_size
     return token_ids, positions, np.array(rows, np.int64), offsets, lengths, tables, slots
 
 

@@ -38,14 +38,14 @@ class SequenceBlocks:
         block_ids = self._pool.allocate(self.num_needed(sequence) - len(matched), matched)
         if block_ids is None:
             return False
-        sequence.block_ids = block_ids
+        sequence.block_ids.extend(block_ids)
         sequence.num_computed = len(matched) * self._pool.block_size
         return True
 
     def grow(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks; False, and nothing changes, if too few are free."""
         new = self._pool.allocate(max(0, self.num_needed(sequence) - len(sequence.block_ids)))
-        sequence.block_ids += new or ()
+        sequence.block_ids.extend(new or ())
         return new is not None
 
     def reserve(self, sequence: SequenceState, num_tokens: int) -> int:
@@ -53,7 +53,7 @@ class SequenceBlocks:
         num_missing = self.num_needed(sequence, num_tokens) - len(sequence.block_ids)
         new = self._pool.allocate(min(num_missing, self._pool.num_free))
         assert new is not None, "no more was asked for than is free"
-        sequence.block_ids += new
+        sequence.block_ids.extend(new)
         return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
 
     def trim(self, sequence: SequenceState) -> None:
@@ -65,7 +65,7 @@ class SequenceBlocks:
     def free(self, sequence: SequenceState) -> None:
         """Free all blocks of a sequence."""
         self._pool.free(sequence.block_ids)
-        sequence.block_ids.clear()
+        del sequence.block_ids[:]
 
     def register(self, sequence: SequenceState, start: int, end: int) -> None:
         """Make the blocks findable that known tokens at positions [start, end) complete.

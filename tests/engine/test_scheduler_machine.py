@@ -464,7 +464,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = sequence.request.request_id
         assert request_id not in self.ended, "a request ended twice"
         assert (sequence.is_running, sequence.finish_reason) == (False, reason)
-        assert sequence.block_ids == []
+        assert len(sequence.block_ids) == 0
         self.ended[request_id] = reason
         self.seen[reason] += 1
         token_ids, reason_alone = complete_alone(sequence.request, self.limits["max_model_len"])
