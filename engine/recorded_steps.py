@@ -21,7 +21,7 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.device_loss import end_if_lost
-from gptserve.engine.model.batch import build_arrays, known_token_ids, model_input
+from gptserve.engine.model.batch import build_arrays, known_token_ids, min_rows_on, model_input
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.request import Request, SamplingParams
@@ -91,13 +91,12 @@ def failure(error: Exception) -> str:
     return f"they failed with {type(error).__name__}: {error}"
 
 
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Return the sizes of batches that have a graph, ascending: powers of two, and the largest batch.
+def batch_sizes(max_num_seqs: int, min_rows: int = MIN_ROWS) -> list[int]:
+    """Return the sizes of batches that have a graph, ascending: powers of two from min_rows on, and the largest batch.
 
-    Up to some hundred rows a step takes as long as reading its weights, so rows of padding cost little. The smallest is
-    MIN_ROWS, to which all steps are padded.
+    Up to some hundred rows a step takes as long as reading its weights, so rows of padding cost little.
     """
-    sizes = [MIN_ROWS]
+    sizes = [min_rows]
     while sizes[-1] < max_num_seqs:
         sizes.append(min(2 * sizes[-1], max_num_seqs))
     return sizes
@@ -111,10 +110,11 @@ class RecordedSteps:
     ) -> None:
         self._compute, self._device = compute, device
         self._cache, self._block_size, self._max_model_len = cache, config.block_size, max_model_len
+        min_rows = min_rows_on(device, batch_invariant=config.batch_invariant)
         # The largest first: the others find room in the memory that it needs between its kernels.
         self.steps = [
             RecordedStep(size, compute, config.block_size, max_model_len, device)
-            for size in reversed(batch_sizes(config.max_num_seqs))
+            for size in reversed(batch_sizes(config.max_num_seqs, min_rows))
         ]
 
     def of(self, num_seqs: int) -> RecordedStep:

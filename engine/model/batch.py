@@ -31,6 +31,14 @@ class ModelInput:
     metadata: AttentionMetadata
 
 
+def min_rows_on(device: torch.device, *, batch_invariant: bool) -> int:
+    """Return to how many rows a step is padded, unless all its products are our own.
+
+    A GPU may give a single row other bits than in a batch in any case, and multiplies it as fast as it can.
+    """
+    return 1 if device.type == "cuda" and not batch_invariant else MIN_ROWS
+
+
 def build_model_input(
     batch: ScheduledBatch, block_size: int, device: torch.device, min_rows: int = MIN_ROWS
 ) -> ModelInput:

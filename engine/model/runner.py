@@ -24,7 +24,7 @@ from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
-from gptserve.engine.model.batch import ModelInput, build_arrays, known_token_ids, model_input
+from gptserve.engine.model.batch import ModelInput, build_arrays, known_token_ids, min_rows_on, model_input
 from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import fingerprint, numeric_causes, sample_numbers
@@ -114,7 +114,7 @@ class ModelRunner:
             num_step_threads, max_threads=num_threads, free_cpus=free_cpus
         )
         """From the work of a step to the number of its threads."""
-        self.min_rows = 1 if self._in_team else MIN_ROWS
+        self.min_rows = 1 if self._in_team else min_rows_on(self.device, batch_invariant=config.batch_invariant)
         """A step with fewer rows is padded."""
         self.choose: Choose | None = None if sampler is None else sampler.choose
         """What chooses the tokens; None: the fastest there is."""

@@ -262,6 +262,8 @@ def test_sizes_are_powers_of_two_up_to_the_largest_batch() -> None:
     assert batch_sizes(1) == [2]
     assert batch_sizes(7) == [2, 4, 7]
     assert batch_sizes(64) == [2, 4, 8, 16, 32, 64]
+    assert batch_sizes(1, 1) == [1]
+    assert batch_sizes(7, 1) == [1, 2, 4, 7]
 
 
 def keep_first(compute: Callable[[], Tensor]) -> Replay:
