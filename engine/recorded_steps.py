@@ -21,12 +21,12 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.device_loss import end_if_lost
-from gptserve.engine.model.batch import build_arrays, known_token_ids, min_rows_on, model_input
+from gptserve.engine.model.batch import build_arrays, min_rows_on, model_input
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
-from gptserve.engine.staging import Array, to_device
+from gptserve.engine.staging import Array, bytes_of, copy_into, to_device
 
 _CONTEXT = 1000
 """Tokens of the longest context in which graphs are compared: many blocks, and some pieces of triton_paged.py."""
@@ -113,7 +113,7 @@ class RecordedSteps:
         min_rows = min_rows_on(device, batch_invariant=config.batch_invariant)
         # The largest first: the others find room in the memory that it needs between its kernels.
         self.steps = [
-            RecordedStep(size, compute, config.block_size, max_model_len, device)
+            RecordedStep(size, compute, config.block_size, max_model_len, config.max_num_seqs, device)
             for size in reversed(batch_sizes(config.max_num_seqs, min_rows))
         ]
 
@@ -188,23 +188,29 @@ class RecordedSteps:
 class RecordedStep:
     """A decoding step of `size` rows. `compute` starts its kernels one by one, `replay` all at once."""
 
-    def __init__(self, size: int, compute: Compute, block_size: int, max_model_len: int, device: torch.device) -> None:
-        self.size, self._device = size, device
+    def __init__(
+        self, size: int, compute: Compute, block_size: int, max_model_len: int, num_chosen: int, device: torch.device
+    ) -> None:
+        """Allocate its inputs; the step before it may choose `num_chosen` tokens."""
+        self.size = size
         self._replay: Replay | None = None
         self.out = torch.empty(0)
         """What the last replay returned; the next one overwrites it."""
-        self._rows_4B, self._tables_SN = to_device(
-            device, _rows(size), np.zeros((size, -(-max_model_len // block_size)), np.int32)
-        )
+        self._padding_5B = _padding(size, num_chosen)
+        tables = np.zeros((size, -(-max_model_len // block_size)), np.int32)
+        memory = torch.zeros(8 * num_chosen + bytes_of(self._padding_5B, tables), dtype=torch.uint8, device=device)
+        # The ids that the step before chose, and behind them those that the host knows: the graph looks both up.
+        ids = memory[: 8 * (num_chosen + size)].view(torch.int64)
+        self._chosen, self._staged = ids[:num_chosen], memory[8 * num_chosen :]
+        (_, positions_T, slots_T, lengths, places_T), _ = copy_into(self._staged, self._padding_5B, tables)
         starts = tuple(range(size + 1))
-        (starts_S1,) = to_device(device, np.array(starts, np.int32))
-        token_ids_T, positions_T, slots_T, lengths = self._rows_4B
+        self._tables_SN, starts_S1 = to_device(device, tables, np.array(starts, np.int32))
         # The tuple is what tiles and pieces are counted by, so it has the longest contexts there may be.
         metadata = AttentionMetadata(
             *(starts, (max_model_len,) * size, starts_S1),
             *(lengths.view(torch.int32)[:size], self._tables_SN, slots_T),
         )
-        self.compute: Callable[[], Tensor] = lambda: compute(token_ids_T, positions_T, metadata)
+        self.compute: Callable[[], Tensor] = lambda: compute(ids[places_T], positions_T, metadata)
 
     def __del__(self) -> None:
         """Drop the graph before what it recorded: NCCL ends a group once no graph has it, and waits for that."""
@@ -231,19 +237,22 @@ class RecordedStep:
         """
         token_ids, positions, _, _, kv_lens, tables, slots = arrays
         num_seqs, width = tables.shape
-        rows = _rows(self.size)
+        rows = self._padding_5B.copy()
         rows[:3] = token_ids, positions, slots
         rows[3].view(np.int32)[:num_seqs] = kv_lens
-        rows_4B, tables_SN = to_device(self._device, rows, tables)
-        if chosen_R is not None and token_ids.min() < 0:
-            rows_4B[0] = known_token_ids(rows_4B[0], chosen_R)
-        self._rows_4B.copy_(rows_4B)
+        is_foreseen = token_ids < 0
+        np.copyto(rows[4], ~token_ids, where=is_foreseen)
+        _, tables_SN = copy_into(self._staged, rows, tables)
         self._tables_SN[:num_seqs, :width].copy_(tables_SN)
+        if chosen_R is not None and is_foreseen.any():
+            # A row that chose none, -1, gives the id 0: what follows is void.
+            torch.clamp(chosen_R, min=0, out=self._chosen[: len(chosen_R)])
 
 
-def _rows(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return the inputs of rows of padding: token ids, positions, slots and, as int32, lengths."""
-    rows = np.zeros((4, size), np.int64)
+def _padding(size: int, num_chosen: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return the inputs of rows of padding: token ids, positions, slots, int32 lengths, and where their ids lie."""
+    rows = np.zeros((5, size), np.int64)
     rows[2] = -1
     rows[3].view(np.int32)[:size] = 1
+    rows[4] = num_chosen + np.arange(size)
     return rows

@@ -23,17 +23,31 @@ def to_device(device: torch.device, *arrays: Array) -> list[Tensor]:
     """Return the arrays as tensors on the device; on a CPU they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
+    return copy_into(torch.empty(bytes_of(*arrays), dtype=torch.uint8, device=device), *arrays)
+
+
+def bytes_of(*arrays: Array) -> int:
+    """Return how many bytes of its target copy_into fills."""
+    return sum(map(_aligned_bytes, arrays))
+
+
+def copy_into(target: Tensor, *arrays: Array) -> list[Tensor]:
+    """Copy the arrays to where a tensor of bytes begins, in one copy; return them as tensors there."""
+    size = bytes_of(*arrays)
     # torch takes pinned memory from a pool and gives it to nobody else before the copy is done.
-    buffer = pinned(starts[-1])
-    parts = [slice(start, start + array.nbytes) for array, start in zip(arrays, starts, strict=False)]
-    for array, part in zip(arrays, parts, strict=True):
-        buffer.numpy()[part] = array.reshape(-1).view(np.uint8)
-    copied = buffer.to(device, non_blocking=True)
-    dtypes = [torch.from_numpy(array).dtype for array in arrays]
-    return [
-        copied[part].view(dtype).view(array.shape) for array, part, dtype in zip(arrays, parts, dtypes, strict=True)
-    ]
+    buffer = torch.empty(size, dtype=torch.uint8) if target.device.type == "cpu" else pinned(size)
+    memory, copies, start = buffer.numpy(), list[Tensor](), 0
+    for array in arrays:
+        memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        dtype = torch.from_numpy(array).dtype
+        copies.append(target[start : start + array.nbytes].view(dtype).view(array.shape))
+        start += _aligned_bytes(array)
+    target[:size].copy_(buffer, non_blocking=True)
+    return copies
+
+
+def _aligned_bytes(array: Array) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def pinned(num_bytes: int) -> Tensor:

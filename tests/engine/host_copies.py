@@ -17,15 +17,19 @@ DEVICE = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Counts the operations that read a tensor of the host for one of the device; a scalar is no copy."""
+    """Counts the operations that read a tensor of the host for one of the device; a scalar is no copy.
 
-    count = 0
+    num_started counts all that a device would have to do, these among them.
+    """
+
+    count = num_started = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         read = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         is_of_device = any(x.is_meta for x in [*read, *tree_leaves(result)] if isinstance(x, Tensor))
         self.count += is_of_device and any(not x.is_meta and x.dim() for x in read)
+        self.num_started += is_of_device and not func.is_view and "empty" not in str(func)
         return result
 
 

@@ -409,7 +409,7 @@ def test_a_graph_goes_before_what_it_recorded() -> None:
     def make_cycle() -> None:
         # Arrays, as objects of C++ are, are unknown to the collector: what they hold goes with them and not before.
         group, graph = (np.array([Noting(name)], dtype=object) for name in ("group", "graph"))
-        step = RecordedStep(2, lambda *inputs: torch.zeros(len(group)), 16, 32, CPU)
+        step = RecordedStep(2, lambda *inputs: torch.zeros(len(group)), 16, 32, 2, CPU)
         assert step.record(lambda compute: lambda: torch.zeros(len(graph))) is None
         step.cycle = step  # type: ignore[attr-defined]
 
@@ -465,8 +465,13 @@ def test_what_is_recorded_neither_waits_nor_reads_the_host(
         step = graphs._latest = graphs._recorded.steps[0]
         arrays, launches.noted = build_arrays(ScheduledBatch(tuple(items)), 16, step.size), []
         with Lists(), Copies() as copies:
-            step.fill(arrays)
-        assert copies.count == 1
+            step.fill(arrays, torch.empty(len(items), dtype=torch.int64, device=DEVICE))
+        assert (copies.count, copies.num_started) == (1, 2), "the table of blocks goes on to its place"
+        foreseen = [decoding([*item.sequence.token_ids, ~0], [1, 2]) for item in items]
+        arrays = build_arrays(ScheduledBatch(tuple(foreseen)), 16, step.size)
+        with Lists(), Copies() as copies:
+            step.fill(arrays, torch.empty(len(items), dtype=torch.int64, device=DEVICE))
+        assert (copies.count, copies.num_started) == (1, 3), "and the ids that the step before chose"
         with Lists(), Copies() as copies:
             assert step.replay().shape == (5, model.vocab_size)
         assert copies.count == 0

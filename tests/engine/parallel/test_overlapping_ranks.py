@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from gptserve.engine import recorded_steps
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
@@ -27,7 +26,9 @@ from gptserve.engine.parallel import ranks as parallel_ranks
 from gptserve.engine.process.loop import Report
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
+from gptserve.engine.recorded_steps import RecordedStep
 from gptserve.engine.request import Request, TokenOutput
+from gptserve.engine.staging import Array
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.client_harness import run as asyncio_run
 from tests.engine.parallel.recording_ranks import num_replays, record
@@ -100,9 +101,12 @@ def test_tokens_that_are_not_taken_from_the_step_before_would_be_seen(
     def forgotten(token_ids_T: Tensor, chosen_R: Tensor) -> Tensor:
         return token_ids_T.clamp(min=0)
 
-    expected = answers(run(pair.plain(), requests()))
+    def fill_without(step: RecordedStep, arrays: tuple[Array, ...], chosen_R: Tensor | None = None) -> None:
+        fill(step, arrays)
+
+    expected, fill = answers(run(pair.plain(), requests())), RecordedStep.fill
     monkeypatch.setattr(model_runner, "known_token_ids", forgotten)
-    monkeypatch.setattr(recorded_steps, "known_token_ids", forgotten)
+    monkeypatch.setattr(RecordedStep, "fill", fill_without)
     assert answers(run(pair.late(1)[0], requests())) != expected
 
 
