@@ -157,7 +157,8 @@ class Engine:
                 outputs += self._score_prompt(sequence, entries)
         sampling = [item.sequence for item in batch.items if item.needs_sampling]
         sampled = dict(zip(sampling, result.sampled, strict=True))
-        progressed = self._scheduler.update(batch, [sampled[sequence].token_ids for sequence in sampling])
+        progressed = self._scheduler.update(batch, [its.token_ids for its in result.sampled])
+        self._scheduler.stats.num_generated_tokens += sum(len(progress.token_ids) for progress in progressed)
         return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
 
     def _score_prompt(self, sequence: SequenceState, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:
@@ -179,7 +180,6 @@ class Engine:
 
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence = progress.sequence
-        self._scheduler.stats.num_generated_tokens += len(progress.token_ids)
         params, error = sequence.request.params, None
         if progress.finish_reason is FinishReason.ERROR:
             error = _NONE_LEFT if any(getattr(params, name) for name in MASKS) else NOT_FINITE
@@ -188,7 +188,7 @@ class Engine:
         return TokenOutput(
             request_id=sequence.request.request_id,
             token_ids=progress.token_ids,
-            logprobs=tuple(entry for entry in logprobs[: len(progress.token_ids)] if entry is not None),
+            logprobs=tuple(filter(None, logprobs[: len(progress.token_ids)])),
             finish_reason=progress.finish_reason,
             stop_token_id=progress.stop_token_id,
             num_cached_tokens=sequence.num_cached_tokens,

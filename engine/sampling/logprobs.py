@@ -142,7 +142,7 @@ def read_tokens_with_logprobs(
 
 def _num_top(positions: Sequence[SamplingPosition]) -> dict[int, int]:
     """Return how many of the likeliest tokens are asked for, of the rows that ask for logprobs."""
-    return {row: k for row, p in enumerate(positions) if (k := p.request.params.logprobs) is not None}
+    return {row: k for row, p in enumerate(positions) if (k := p.sequence.request.params.logprobs) is not None}
 
 
 def _rows_of(raw: Tensor, chosen: Tensor, num_top: Mapping[int, int]) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,8 @@ def _sampled(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Sa
 
 def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:
     """Return how to choose the token at a position, and keep in its sequence what the next position asks for again."""
-    request, params, sequence = position.request, position.request.params, position.sequence
+    sequence, request = position.sequence, position.sequence.request
+    params = request.params
     if sequence.adjustments is None:
         sequence.adjustments = SequenceAdjustments(params, sequence.num_prompt_tokens, vocab_size)
     allowed, also = position.allowed, sequence.adjustments.allowed

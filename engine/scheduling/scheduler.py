@@ -218,8 +218,8 @@ class Scheduler:
         return None
 
     def _new_budget(self) -> Budget:
-        num_decoding = sum(sequence.num_uncomputed == 1 for sequence in self._running)
-        num_ending = sum(sequence.num_uncomputed == 0 for sequence in self._running)  # their last token is on its way
+        uncomputed = [sequence.num_uncomputed for sequence in self._running]
+        num_decoding, num_ending = uncomputed.count(1), uncomputed.count(0)  # 0: their last token is on its way
         num_slots = min(self._max_num_seqs, len(self._running) + len(self._waiting)) - num_ending
         return self._pace.budget(self._max_num_batched_tokens, num_decoding, num_slots - num_decoding)
 
@@ -291,6 +291,8 @@ class Scheduler:
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
+        if room <= 0:
+            return
         sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
@@ -311,9 +313,10 @@ class Scheduler:
             self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
-        sequence.blame = sequence.blame.step_gave_token()
-        if not sequence.blame.is_suspect:
-            self._suspects.discard(sequence)
+        if sequence.blame.num_failures:
+            sequence.blame = sequence.blame.step_gave_token()
+            if not sequence.blame.is_suspect:
+                self._suspects.discard(sequence)
         accepted: list[int] = []
         reason = None
         for token_id, drafted in zip(sampled, (*item.draft, None), strict=True):
@@ -359,8 +362,9 @@ class Scheduler:
 
     def _num_tokens_left(self, sequence: SequenceState) -> int:
         """How many more tokens a sequence may get."""
-        left = sequence.request.params.max_tokens - sequence.num_generated
-        return min(left, self._max_model_len - len(sequence.token_ids))
+        request = sequence.request
+        most = min(len(request.prompt_token_ids) + request.params.max_tokens, self._max_model_len)
+        return most - len(sequence.token_ids)
 
     def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
         foresight.drop_foreseen(sequence)

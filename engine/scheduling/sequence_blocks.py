@@ -44,7 +44,10 @@ class SequenceBlocks:
 
     def grow(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks; False, and nothing changes, if too few are free."""
-        new = self._pool.allocate(max(0, self.num_needed(sequence) - len(sequence.block_ids)))
+        num_missing = self.num_needed(sequence) - len(sequence.block_ids)
+        if num_missing <= 0:
+            return True
+        new = self._pool.allocate(num_missing)
         sequence.block_ids.extend(new or ())
         return new is not None
 
@@ -72,11 +75,12 @@ class SequenceBlocks:
 
         If the last of them is foreseen, `register_known` does it.
         """
-        if sequence.is_foreseen:
+        block_size = self._pool.block_size
+        completed = range(start // block_size, end // block_size)
+        if completed and sequence.is_foreseen:
             self._unknown.append((sequence, start, end))
             return
-        block_size = self._pool.block_size
-        for index in range(start // block_size, end // block_size):
+        for index in completed:
             if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
                 self._unfilled.append(sequence.block_ids[index])
 
