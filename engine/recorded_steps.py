@@ -83,12 +83,15 @@ def obstacle(backend: AttentionBackend, *, host_starts_experts: bool) -> str | N
 
 
 def failure(error: Exception) -> str:
-    """Return an obstacle: an error of a driver or a library that no test has seen.
+    """Return an obstacle: an error of a driver or a library that no test has seen, and the one before it, if any.
 
-    Raises EngineStartError if the device cannot go on after it.
+    A recording in which something failed fails again where it ends, which hides what it was. Raises EngineStartError if
+    the device cannot go on.
     """
     end_if_lost("a CUDA graph", error, "enforce_eager")
-    return f"they failed with {type(error).__name__}: {error}"
+    before = error.__context__
+    after = "" if before is None else f", after {type(before).__name__}: {before}"
+    return f"they failed with {type(error).__name__}: {error}{after}"
 
 
 def batch_sizes(max_num_seqs: int, min_rows: int = MIN_ROWS) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptserve.engine.recorded_steps import CudaCapture
+from gptserve.engine.recorded_steps import CudaCapture, failure
 from tests.engine.runs import make_engine
 from tests.engine.test_cuda_graphs import capture_for
 
@@ -78,6 +78,17 @@ def test_a_recording_that_fails_leaves_the_stream_as_it_was(
     with pytest.raises(RuntimeError, match=message):
         CudaCapture()(compute)
     assert (cuda.stream, cuda.is_recording) == ("default", False)
+
+
+def test_what_failed_in_a_recording_is_told_with_the_failure_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda("both").put(monkeypatch)
+
+    def compute() -> Tensor:
+        raise ValueError("no body")
+
+    with pytest.raises(RuntimeError) as failed:
+        CudaCapture()(compute)
+    assert failure(failed.value) == "they failed with RuntimeError: CUDA error: no end, after ValueError: no body"
 
 
 @pytest.mark.parametrize("fails", ["begin", "end"])
