@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.grammar.matcher import Masks, MaskThread
+from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
 from gptserve.engine.model.batch import ModelInput, build_arrays, known_token_ids, min_rows_on, model_input
 from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
@@ -216,16 +216,12 @@ class ModelRunner:
         self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks, choose: Choose | None
     ) -> Callable[[], tuple[SampledTokens, ...]]:
         """Have the device choose the tokens; what this returns waits for them."""
-        positions: list[SamplingPosition] = []
-        sizes: list[int] = []
+        positions, sizes = list[SamplingPosition](), list[int]()
         for item in batch.items:
             if item.needs_sampling:
-                sizes.append(1 + len(item.draft))
-                allowed = masks.get(item.sequence)
-                positions += [
-                    SamplingPosition(item.sequence, item.draft[:i], allowed[i] if allowed else None)
-                    for i in range(sizes[-1])
-                ]
+                sizes.append(size := 1 + len(item.draft))
+                allowed: Sequence[Mask | None] = masks.get(item.sequence) or (None,) * size
+                positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
         if logits is None:
             return _no_tokens(self.device)
         self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)

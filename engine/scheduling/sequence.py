@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling.blame import NO_BLAME, Blame
@@ -117,8 +117,7 @@ class ScheduledBatch:
         return sum(item.num_tokens for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """The tokens that a step gave a sequence; none if it ended with ERROR.
 
     finish_reason is set if the sequence ended. stop_token_id is the last token if that one ended it.
