@@ -160,7 +160,7 @@ class Operations(TorchDispatchMode):
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
-    print(f"{'context':>7} {'batch':>5} {'step us':>8}" + "".join(f"{name:>9}" for name in [*COLUMNS, "operations"]))
+    print(f"{'context':>7} {'batch':>5} {'step us':>8}" + "".join(f"{name:>9}" for name in COLUMNS) + "  operations")
     rows = []
     ours, theirs = multiprocessing.Pipe()
     reader = multiprocessing.get_context("spawn").Process(target=_read, args=(theirs,), daemon=True)
@@ -170,7 +170,7 @@ def main() -> None:
             row = measure(batch, context, args.steps, args.temperature, ours)
             rows.append(row)
             figures = "".join(f"{row['parts_us'][name]:>9.0f}" for name in COLUMNS)
-            print(f"{context:>7} {batch:>5} {row['step_us']:>8.0f}{figures}{row['operations']:>9}", flush=True)
+            print(f"{context:>7} {batch:>5} {row['step_us']:>8.0f}{figures}{row['operations']:>12}", flush=True)
     ours.close()
     reader.kill()
     tell({"benchmark": "host", "temperature": args.temperature, **versions(), "rows": rows}, args.output)
