@@ -100,6 +100,7 @@ HEAVY = {
     "httpx",
     "huggingface_hub",
     "tiktoken",
+    "matplotlib",
 }
 
 
@@ -107,8 +108,8 @@ def modules() -> set[str]:
     names = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            if path.name in ("triton_kernels.py", "tracing.py"):
-                continue  # these need Triton and OpenTelemetry, which are not installed everywhere
+            if path.name in ("triton_kernels.py", "tracing.py", "plot.py"):
+                continue  # these need Triton, OpenTelemetry and matplotlib, which are not installed everywhere
             parts = path.relative_to(ROOT).with_suffix("").parts
             names.add(".".join(["gptserve", *parts][:-1] if parts[-1] == "__init__" else ["gptserve", *parts]))
     return names

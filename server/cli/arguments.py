@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from gptserve.server.settings import parse_size
@@ -41,4 +42,5 @@ COUNT = argument("a whole number of at least 1", int, lambda number: number >= 1
 NATURAL = argument("a whole number of at least 0", int, lambda number: number >= 0)
 COUNTS = argument("whole numbers of at least 1, as 1,8", each(int), lambda numbers: min(numbers) >= 1)
 RATES = argument("finite numbers over 0, as 0.5,2", each(float), lambda rates: all(0 < r < math.inf for r in rates))
+PICTURE = argument("a file.png, .svg or .pdf", Path, lambda path: path.suffix.lower() in (".png", ".svg", ".pdf"))
 SIZE = argument("a number of bytes such as 8GiB", parse_size)

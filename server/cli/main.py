@@ -294,7 +294,7 @@ def _chat(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from dataclasses import fields
 
-    from gptserve.server.cli.bench.command import Bench
+    from gptserve.server.cli.bench.command import Bench, check_plot
     from gptserve.server.cli.bench.launch import started_server
     from gptserve.server.cli.bench.report import Objective
     from gptserve.server.cli.bench.workload import Workload
@@ -304,12 +304,14 @@ def _bench(options: argparse.Namespace) -> int:
     if options.shared_prefix >= options.prompt_tokens:
         rule = f"below --prompt-tokens {options.prompt_tokens}"
         raise SettingsError(f"--shared-prefix must be {rule}, got {options.shared_prefix}")
+    if options.plot is not None:
+        check_plot(options.plot)
     workload = Workload(**{field.name: getattr(options, field.name) for field in fields(Workload)})
     clients = options.concurrency or (() if options.rate else (1, 8, 32))
     slo = Objective(options.slo_ttft_ms, options.slo_itl_ms)
     bench = Bench(workload, clients, options.rate, options.num_requests, slo)
     with contextlib.nullcontext() if options.MODEL is None else started_server(options.MODEL) as url:
-        bench.run(_remote(options, url), as_json=options.json)
+        bench.run(_remote(options, url), as_json=options.json, plot=options.plot)
     return 0
 
 

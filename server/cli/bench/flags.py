@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gptserve.server.cli.arguments import COUNT, COUNTS, NATURAL, NUMBER, POSITIVE, RATES, SHARE
+from gptserve.server.cli.arguments import COUNT, COUNTS, NATURAL, NUMBER, PICTURE, POSITIVE, RATES, SHARE
 from gptserve.server.cli.flags import add_server_flags
 
 DESCRIPTION = """\
@@ -43,3 +43,5 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--slo-ttft-ms", type=POSITIVE, metavar="MS", help="longest time to the first token of a good request")
     add("--slo-itl-ms", type=POSITIVE, metavar="MS", help="longest mean time between the tokens of a good request")
     add("--json", action="store_true", help="print one line of JSON instead of the table")
+    picture = "draw the loads into FILE.png, .svg or .pdf; needs pip install 'gptserve[plots]'"
+    add("--plot", type=PICTURE, metavar="FILE", help=picture)

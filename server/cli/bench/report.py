@@ -65,6 +65,16 @@ class Report:
     """CPU time of this client, as a share of one core."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A load and what it showed."""
+
+    number: float
+    """Of clients, or of requests a second."""
+    report: Report
+    outcomes: list[Outcome]
+
+
 def summarize(load: str, outcomes: Sequence[Outcome], seconds: float, cpu_seconds: float, slo: Objective) -> Report:
     """Return the report of a load that took so many seconds."""
     ended = [outcome for outcome in outcomes if outcome.failure is None]
