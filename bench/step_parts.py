@@ -67,7 +67,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(engine: Engine, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print and return a row of each part at this number of sequences."""
-    steps = timed_steps(engine, batch, args)[NUM_WARM_UP:]
+    if not (steps := timed_steps(engine, batch, args)[NUM_WARM_UP:]):
+        raise SystemExit("too few steps had all sequences decoding: raise --max-tokens")
     model = engine._runner._model
     floors = floor_bytes(model, args.quantization, batch, args.prompt_len + args.max_tokens // 2)
     bandwidth = Reader(sum(floors.values()), torch.device("cpu")).bytes_per_second()

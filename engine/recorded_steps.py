@@ -114,10 +114,10 @@ class RecordedSteps:
         self._compute, self._device = compute, device
         self._cache, self._block_size, self._max_model_len = cache, config.block_size, max_model_len
         min_rows = min_rows_on(device, batch_invariant=config.batch_invariant)
+        sizes = batch_sizes(config.max_num_seqs, min_rows)
         # The largest first: the others find room in the memory that it needs between its kernels.
         self.steps = [
-            RecordedStep(size, compute, config.block_size, max_model_len, config.max_num_seqs, device)
-            for size in reversed(batch_sizes(config.max_num_seqs, min_rows))
+            RecordedStep(size, compute, config.block_size, max_model_len, sizes[-1], device) for size in reversed(sizes)
         ]
 
     def of(self, num_seqs: int) -> RecordedStep:
@@ -248,6 +248,7 @@ class RecordedStep:
         _, tables_SN = copy_into(self._staged, rows, tables)
         self._tables_SN[:num_seqs, :width].copy_(tables_SN)
         if chosen_R is not None and is_foreseen.any():
+            assert len(chosen_R) <= len(self._chosen)
             # A row that chose none, -1, gives the id 0: what follows is void.
             torch.clamp(chosen_R, min=0, out=self._chosen[: len(chosen_R)])
 

@@ -81,7 +81,7 @@ class Checkpoint:
         progress: Callable[[int, int], None] | None = None,
         keeps_mxfp4: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (canonical name, contiguous tensor of its own memory) in canonical order.
+        """Yield (canonical name, contiguous tensor) in canonical order; on a CPU vectors share memory.
 
         With keeps_mxfp4 a weight of an expert that is stored in MXFP4 comes as its blocks, and after it, as
         {expert}.ffn_up.scales or {expert}.ffn_down.scales, its scales, in `held_shapes`. Calls `progress` after each

@@ -25,5 +25,6 @@ class KeptWarnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
-        if logging.lastResort is not None and not logging.getLogger().handlers:
+        others = [handler for name in ("", "gptserve") for handler in logging.getLogger(name).handlers]
+        if logging.lastResort is not None and all(isinstance(handler, KeptWarnings) for handler in others):
             logging.lastResort.handle(record)  # as Python does for a program that has no handlers

@@ -52,6 +52,7 @@ def found_of(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, found
 
 
+@pytest.mark.slow
 def test_each_outcome_is_kept(tmp_path: Path) -> None:
     status, found = found_of(tmp_path)
 

@@ -157,6 +157,8 @@ def mix(kernels: TritonOperations, dtype: torch.dtype) -> None:
     routing = Routing(torch.zeros(pairs, dtype=torch.int64), torch.zeros(experts + 1, dtype=torch.int32))
     bias = torch.empty(experts, 2 * hidden, dtype=dtype)
     kernels.multiply(x, torch.empty(experts, 2 * hidden, hidden, dtype=dtype), bias, routing)
+    of_128 = Routing(routing.pairs_P, torch.zeros(128 + 1, dtype=torch.int32))  # what the largest one has
+    kernels.multiply(x, torch.empty(128, 32, hidden, dtype=dtype), torch.empty(128, 32, dtype=dtype), of_128)
     for num_out, num_in, group, out_dtype in ((2 * hidden, hidden, 32, None), (hidden, 360, 8, FP32)):
         scales = torch.empty(experts, num_out, num_in // group, dtype=torch.uint8)
         blocks = torch.empty(*scales.shape, group // 2, dtype=torch.uint8)

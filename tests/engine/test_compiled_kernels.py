@@ -27,6 +27,7 @@ def table(folder: Path, *arguments: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()[1:]]
 
 
+@pytest.mark.slow
 def test_a_launch_of_each_kernel_compiles_for_an_h100(tmp_path: Path) -> None:
     engine = ROOT / "engine"
     launched = {name for path in LAUNCHING for name in re.findall(r"kernels\.(\w+)\[", (engine / path).read_text())}

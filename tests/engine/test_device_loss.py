@@ -102,5 +102,6 @@ def test_an_error_that_comes_once_more_loses_nothing(synchronize: list[Exception
 
 
 def test_without_a_gpu_there_is_none_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     assert failure(ERROR).startswith("they failed")

@@ -53,7 +53,7 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
     return replace(
         config,
         attention_scales=(scale,) * config.num_layers,
-        attention_softcap=raw.number("attn_logit_softcapping"),
+        attention_softcap=raw.number("attn_logit_softcapping") or None,
         activation=raw.choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"),
         norm_placement="both",
         norm_weight_offset=1.0,

@@ -116,8 +116,10 @@ def check_plot(path: Path) -> None:
     """Raise SettingsError if no picture can be drawn or written there: after the loads it would be too late."""
     try:
         import gptserve.server.cli.bench.plot  # noqa: F401
-    except ModuleNotFoundError:
+    except ImportError:  # also an old one without what is used, or one that does not fit numpy
         raise SettingsError("--plot needs matplotlib: pip install 'gptserve[plots]'") from None
+    if path.is_fifo():
+        raise SettingsError(f"--plot must be a file that can be written, got {str(path)!r}: Is a pipe")
     is_new = not os.path.lexists(path)
     try:
         path.open("ab").close()

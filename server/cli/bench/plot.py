@@ -23,6 +23,9 @@ from gptserve.server.cli.bench.report import PERCENTILES, Measured, Report
 from gptserve.server.cli.bench.stream import Outcome
 from gptserve.server.cli.terminal import visible
 
+if not hasattr(Axes, "ecdf"):
+    raise ImportError("matplotlib is older than 3.8")
+
 _INCHES = (15, 8)
 _PIXELS_AN_INCH = 120
 _CHARACTERS_A_LINE = 130

@@ -44,19 +44,20 @@ def test_a_rank_warns_of_what_the_first_one_has_not(
     assert "slower" not in capfd.readouterr().err, "the rank itself prints none"
 
 
-@pytest.mark.parametrize("has_handlers", [True, False])
+@pytest.mark.parametrize("owner", ["", "gptserve", None])
 def test_warnings_that_are_kept_still_reach_who_else_gets_them(
-    has_handlers: bool,
+    owner: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if not has_handlers:  # as in a program that configures no logging
-        monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # None: as in a program that configures no logging
+    if owner is not None:
+        monkeypatch.setattr(logging.getLogger(owner), "handlers", [caplog.handler])
     with KeptWarnings() as kept:
         logger.warning("a kernel %s", "fails")
         logger.info("no warning")
     logger.warning("later")
     assert kept.messages == ["a kernel fails"]
-    assert caplog.messages == (["a kernel fails", "later"] if has_handlers else [])
-    assert capsys.readouterr().err == ("" if has_handlers else "a kernel fails\nlater\n")
+    assert caplog.messages == ([] if owner is None else ["a kernel fails", "later"])
+    assert capsys.readouterr().err == ("a kernel fails\nlater\n" if owner is None else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from io import BytesIO
@@ -204,10 +205,14 @@ def test_the_extension_is_the_format(suffix: str, begin: bytes, bench: Any, tmp_
     assert path.read_bytes().startswith(begin)
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 def test_without_matplotlib_only_a_picture_is_refused(
-    bench: Any, server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_old: bool, bench: Any, server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    if is_old:
+        monkeypatch.delattr(Axes, "ecdf")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "gptserve.server.cli.bench.plot")
     refused = bench("--concurrency", "1", "--plot", str(tmp_path / "loads.png"))
     asked = len(server.asked)
@@ -223,6 +228,7 @@ def test_without_matplotlib_only_a_picture_is_refused(
         ("missing/loads.png", "No such file or directory"),
         ("file/loads.png", "Not a directory"),
         ("folder.png", "Is a directory"),
+        ("pipe.png", "Is a pipe"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_loads(
@@ -230,6 +236,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_loads(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
     path = str(tmp_path / name)
 
     error = f"--plot must be a file that can be written, got {path!r}: {why}"
