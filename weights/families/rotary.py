@@ -44,7 +44,7 @@ def read_rotary(
     )
     if theta <= 1:
         raise scaling.error("rope_theta", "above 1")
-    num_pairs = int(head_size * fraction) // 2
+    num_pairs = int(head_size * min(fraction, 2.0)) // 2  # 2, too many, stands for more: that may be beyond any float
     if not 1 <= num_pairs <= head_size // 2:
         raise scaling.error("partial_rotary_factor", f"a share of {head_size} dimensions, at least 2")
     plain = tuple(theta ** (-i / num_pairs) for i in range(num_pairs))

@@ -133,11 +133,12 @@ def _run(measuring: Coroutine[Any, Any, Measured]) -> Measured:
     """Run it. Signals wait until asyncio has its handler: sooner, they would leave a task that has not begun."""
 
     async def begun() -> Measured:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
             return await measuring
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+            measuring.close()  # which has not begun, if a signal has waited and asyncio has no handler
 
     with signals_blocked():
         return asyncio.run(begun())

@@ -130,6 +130,7 @@ def test_a_part_of_each_head_turns() -> None:
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn"}}, InvalidConfigError, "rope_theta must be above 1"),
         ({"original_max_position_embeddings": 1}, InvalidConfigError, "must be at least 2"),
         ({"partial_rotary_factor": 1.5}, InvalidConfigError, "partial_rotary_factor must be a share of 64 dimensions"),
+        ({"partial_rotary_factor": 1e307}, InvalidConfigError, "partial_rotary_factor must be a share of 64"),
         ({"partial_rotary_factor": 0.01}, InvalidConfigError, "partial_rotary_factor must be a share of 64 dimensions"),
         (
             {"rope_scaling": {"type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}},

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -28,8 +29,10 @@ LOADS = ("--rate", "0.0001", "--num-requests", "2", "--prompt-tokens", "8", "--m
 """The second request is due after hours: the command is still at it when it is told to end."""
 
 
-def bench(main: str, *flags: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def bench(main: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """Run it in a session of its own, which is killed if the test fails."""
+    with subprocess.Popen(
         [sys.executable, "-c", main, "bench", "storyteller", *flags, *LOADS],
         cwd=ROOT,
         env=os.environ | {"GPTSERVE_NUM_THREADS": "1", "GPTSERVE_DEVICE": "cpu", "GPTSERVE_API_KEY": "secret"},
@@ -37,7 +40,12 @@ def bench(main: str, *flags: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 @pytest.mark.slow
@@ -56,6 +64,7 @@ def test_a_model_is_served_for_the_time_of_the_command() -> None:
 
 SIGNALLED = """
 import asyncio, os, signal
+signal.signal(signal.SIGINT, signal.{interrupt})
 make = asyncio.events.new_event_loop
 def signalled():
     os.kill(os.getpid(), signal.{name})
@@ -65,9 +74,16 @@ asyncio.events.new_event_loop = signalled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_before_the_load_begins_ends_the_command_without_a_word(name: str) -> None:
-    with bench(SIGNALLED.format(name=name) + MAIN) as process:
+@pytest.mark.parametrize(
+    ("name", "interrupt"),
+    [
+        ("SIGINT", "default_int_handler"),
+        ("SIGTERM", "default_int_handler"),
+        pytest.param("SIGTERM", "SIG_IGN", id="in the background of a script"),
+    ],
+)
+def test_a_signal_before_the_load_begins_ends_the_command_without_a_word(name: str, interrupt: str) -> None:
+    with bench(SIGNALLED.format(name=name, interrupt=interrupt) + MAIN) as process:
         err = process.communicate(timeout=LIMIT_S)[1]
 
     assert (process.returncode, err) == (130, "")
