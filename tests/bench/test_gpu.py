@@ -19,6 +19,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     return gpu.main()
 
 
+@pytest.mark.slow
 def test_one_that_fails_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

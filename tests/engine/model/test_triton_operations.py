@@ -109,9 +109,10 @@ def test_the_bits_of_a_row_do_not_depend_on_what_others_chose(dtype: torch.dtype
         assert torch.equal(data.multiply(data.x[rows], rows, bias=True).view(-1, 2, NUM_OUT), whole[rows])
 
 
+@slow
 @interpreted
 @by_dtype
-@pytest.mark.parametrize("group", [8, pytest.param(32, marks=slow)])
+@pytest.mark.parametrize("group", [8, 32])
 def test_weights_in_mxfp4_give_the_bits_of_unpacked_ones(group: int, dtype: torch.dtype) -> None:
     """With inputs that fill no whole number of tiles."""
     data, generator = Products(dtype, num_in=64 + 3 * group), torch.Generator().manual_seed(1)
