@@ -17,7 +17,7 @@ _CHUNK_SHARE = 0.75
 more than twice as long as a step that only decodes."""
 _WAITING_COUNTS = 4
 """A sequence that waits for its first token counts as so many that wait for their next one. At 1, 32 prompts of 128
-tokens at once took a sixth longer than in whole steps, at 4 a fourteenth; four streams beside them paused longer."""
+tokens at once took a sixth longer than in whole steps, at 4 a fourteenth, with a third longer pauses (p99)."""
 _DECODE_WEIGHT = 1 / 4  # of the newest step in an average
 _HELD_UP = 2
 """A step counts as at most so many times as long as was expected, as another process may have held it up; one that
