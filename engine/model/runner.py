@@ -182,7 +182,8 @@ class ModelRunner:
             inputs, hidden = self._compute(batch, self.info.block_size, self.min_rows)
             starts, rows_R = inputs.metadata.query_starts, inputs.sampled_R
             if len(rows_R):
-                logits = self._decoder.logits(hidden[rows_R])
+                # To take rows from a tensor costs 0.2 ms, and most steps sample after each row.
+                logits = self._decoder.logits(hidden if len(rows_R) == len(hidden) else hidden[rows_R])
             scored = {
                 i: hidden[starts[i] : starts[i + 1]]
                 for i, item in enumerate(batch.items)

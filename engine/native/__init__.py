@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 13
+ABI = 14
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: tuple[Variant, ...] = ("avx2", "avx512", "avx512_bf16", "amx")
 """Of products in bf16. The library's number of a variant is its index plus 1."""
@@ -64,7 +64,6 @@ FUNCTIONS: Functions = {
     "native_populate_first": (None, c_void_p, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
-    "native_draw_scratch": (c_int64, c_int64),
     "native_draw": (None, c_void_p),
     "native_score": (None, c_void_p),
     "native_run": (None, c_void_p, c_void_p),

@@ -4,6 +4,8 @@
 // row's token depends neither on other rows nor on threads nor on the instructions. sampler.py's torch version is the
 // reference in the tests.
 
+#include <stdlib.h>
+
 #include "softmax.h"
 #include "team.h"
 #include "vectors.h"
@@ -46,16 +48,27 @@ struct Draw {
     int64_t stride, vocab_size, num_rows;
     const Row* rows;
     int64_t* token_ids;  // out; -1 for a row that is not finite
-    float* scratch;      // [num_threads][3 * padded vocabulary + 2 * blocks]
-    int64_t scratch_stride, num_threads;
-};
-
-struct Job {
-    const Draw* draw;
-    int busy[256];  // which parts of the scratch are in use
 };
 
 int64_t blocks_of(int64_t vocab_size) { return (vocab_size + BLOCK - 1) / BLOCK; }
+
+// What a thread needs for one row, kept for the next one: [3 * padded vocabulary + 2 * blocks].
+struct Scratch {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Scratch() { free(data); }
+};
+
+float* scratch_of(int64_t vocab_size) {
+    thread_local Scratch scratch;
+    const int64_t num_blocks = blocks_of(vocab_size), size = 2 * num_blocks + 3 * num_blocks * BLOCK;
+    if (scratch.size < size) {
+        free(scratch.data);
+        scratch.data = (float*)aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
+        scratch.size = size;
+    }
+    return scratch.data;
+}
 
 // Return the index of the first entry that equals `value`; there is one.
 INLINE int64_t first_of(float value, const float* row, int64_t n) {
@@ -274,27 +287,14 @@ int64_t token_by_best(const Draw& draw, int64_t index, float* scratch) {
     return token_generic(draw, index, scratch);
 }
 
-void draw_row(void* shared, int64_t index) {
-    Job& job = *(Job*)shared;
-    const Draw& draw = *job.draw;
-    int part = 0;  // as many parts as threads, so one is free
-    while (__atomic_exchange_n(&job.busy[part], 1, __ATOMIC_ACQUIRE)) part = (part + 1) % draw.num_threads;
-    draw.token_ids[index] = token_by_best(draw, index, draw.scratch + part * draw.scratch_stride);
-    __atomic_store_n(&job.busy[part], 0, __ATOMIC_RELEASE);
+void draw_row(void* job, int64_t index) {
+    const Draw& draw = *(const Draw*)job;
+    draw.token_ids[index] = token_by_best(draw, index, scratch_of(draw.vocab_size));
 }
 
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Floats of scratch that a thread needs.
-EXPORT int64_t native_draw_scratch(int64_t vocab_size) {
-    const int64_t num_blocks = blocks_of(vocab_size);
-    return 2 * num_blocks + 3 * num_blocks * BLOCK;
-}
-
-// Draw a token for each row; num_threads is at most 256.
-EXPORT void native_draw(const Draw* draw) {
-    Job job = {draw, {}};
-    run_chunks(draw_row, &job, draw->num_rows, draw->num_threads);
-}
+// Draw a token for each row.
+EXPORT void native_draw(const Draw* draw) { run_chunks(draw_row, (void*)draw, draw->num_rows, num_threads()); }

@@ -111,11 +111,14 @@ def _best_of_row(logprobs_V: Tensor, k: int) -> tuple[tuple[int, float], ...]:
 
 
 def reported_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]) -> list[TokenLogprobs | None]:
-    """Return one entry per row: the logprobs of the chosen token, None if its request asks for none."""
+    """Return one entry per row: the logprobs of the chosen token, None if its request asks for none.
+
+    Of a row that chose none, -1, they are those of the token 0.
+    """
     num_top = _num_top(positions)
     if not num_top:
         return [None] * len(positions)
-    entries = top_logprobs(*_rows_of(raw, chosen, num_top), list(num_top.values()))
+    entries = top_logprobs(*_rows_of(raw, chosen.clamp(min=0), num_top), list(num_top.values()))
     reported = dict(zip(num_top, entries, strict=True))
     return [reported.get(row) for row in range(len(positions))]
 

@@ -61,8 +61,7 @@ class _Draw(Structure):
     _fields_ = native.members(
         (c_void_p, "logits"),
         (c_int64, "stride vocab_size num_rows"),
-        (c_void_p, "rows token_ids scratch"),
-        (c_int64, "scratch_stride num_threads"),
+        (c_void_p, "rows token_ids"),
     )
 
 
@@ -70,17 +69,12 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Return a token id (int64 [rows]) per row of fp32 logits [rows, vocab]; -1 for a row that is not finite."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype is torch.float32 and logits.stride(1) == 1
-    library, num_threads = native.library(), native.num_threads()
     adjustments = [_adjustment(choice.adjustment) for choice in choices]  # the rows hold their addresses
     rows = (_Row * num_rows)(*map(_row, choices, adjustments))
     token_ids = torch.empty(num_rows, dtype=torch.int64)
-    scratch = torch.empty(num_threads, library.native_draw_scratch(vocab_size))
-    draw = _Draw(
-        *(logits.data_ptr(), logits.stride(0), vocab_size, num_rows),
-        *(addressof(rows), token_ids.data_ptr()),
-        *(scratch.data_ptr(), scratch.stride(0), num_threads),
-    )
-    library.native_draw(byref(draw))
+    sizes = logits.stride(0), vocab_size, num_rows
+    draw = _Draw(logits.data_ptr(), *sizes, addressof(rows), token_ids.data_ptr())
+    native.library().native_draw(byref(draw))
     return token_ids
 
 

@@ -99,12 +99,12 @@ def begin_sampling(
     logits: Tensor, positions: Sequence[SamplingPosition], eos_token_ids: Sequence[int], choose: Choose | None
 ) -> tuple[Tensor, Callable[[], SampledTokens]]:
     """Have the device choose; return the ids (int64 [rows], -1 for None) and what waits for the result of `sample`."""
-    raw = logits[: len(positions)]
+    raw = logits if len(logits) == len(positions) else logits[: len(positions)]
     if choose is None:
         choose = native_draw.choose if raw.device.type == "cpu" and native.is_available() else choose_by_torch
     chosen = choose(raw, [choice_at(position, raw.shape[1], eos_token_ids) for position in positions])
     if raw.device.type == "cpu":
-        sampled = _sampled(chosen.tolist(), reported_logprobs(raw, chosen.clamp(min=0), positions))
+        sampled = _sampled(chosen.tolist(), reported_logprobs(raw, chosen, positions))
         return chosen, lambda: sampled
     read = to_host(tokens_with_logprobs(raw, chosen, positions))
     return chosen, lambda: _sampled(*read_tokens_with_logprobs(read(), positions))  # a step waits for the device here
