@@ -2,8 +2,8 @@
 
     python -m bench.exactness [--shape gpt2] [--prompt-len 128] [--max-tokens 128] [--repeats 5]
 
-- Where oneDNN multiplies, a single row is padded to two, because it sums a single row in another order (batch 1). An
-  assertion refuses a single row there: measure with `python -O`. Elsewhere the two sides are the same.
+- Where oneDNN multiplies, a single row is padded to two, because it sums a single row in another order (batch 1).
+  Elsewhere the two sides are the same.
 - The random number of a token is a hash of seed, choice and position, and the token is drawn through a cumulative sum.
   Without the rule torch.multinomial draws it, from a generator's state (batch 1 and 32).
 
@@ -27,6 +27,7 @@ from bench.machine import versions
 from bench.models import SHAPES, write_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.engine.model import linear
 from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.sampler import Choose
@@ -45,7 +46,7 @@ def main() -> None:
         runner = ModelRunner(config)
         engine = Engine(config, runner=runner)
     rows = []
-    padded = runner.min_rows
+    padded = linear._MIN_ROWS
     for rule, batch, temperature, min_rows, choose in (
         ("a single row is padded", 1, 0.0, 1, None),
         ("noise belongs to the position", 1, 0.8, padded, drawn_by_torch()),
@@ -55,9 +56,9 @@ def main() -> None:
         for _ in range(args.repeats + 1):  # the first round warms up
             prompts = torch.randint(engine.info.vocab_size, (batch, args.prompt_len)).tolist()
             num_tokens = batch * args.max_tokens
-            runner.min_rows, runner.choose = padded, None
+            linear._MIN_ROWS, runner.choose = padded, None
             exact.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))
-            runner.min_rows, runner.choose = min_rows, choose
+            linear._MIN_ROWS, runner.choose = min_rows, choose
             loose.append(num_tokens / seconds(engine, prompts, args.max_tokens, temperature=temperature))
         ratio = statistics.median(a / b for a, b in zip(exact[1:], loose[1:], strict=True))
         rows.append({"rule": rule, "batch": batch, "exact": statistics.median(exact[1:]), "ratio": ratio})

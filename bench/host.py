@@ -96,7 +96,7 @@ class HostRunner(ModelRunner):
         self._masks, self._chosen_R = MaskThread(), torch.empty(0, dtype=torch.int64, device=DEVICE)
         self.graphs = DecodeGraphs(model, cache, config, max_model_len, DEVICE, choose)
         self.graphs.record(_record)
-        self.min_rows, self.choose = 1, choose.choose
+        self.choose = choose.choose
         self.info = EngineInfo(
             *(VOCAB_SIZE, max_model_len, (), "cpu", "bfloat16", "none", "torch", BLOCK_SIZE, num_blocks, 0),
             *(config.max_num_seqs, config.max_num_seqs, "", False),

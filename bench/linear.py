@@ -21,7 +21,7 @@ import torch
 from bench.machine import versions
 from bench.models import GPT2_SHAPES
 from gptserve.engine import native
-from gptserve.engine.model.linear import MIN_ROWS, Linear, NativeLinear, PackedLinear
+from gptserve.engine.model.linear import Linear, NativeLinear, PackedLinear
 
 HEAD_ROWS = 32
 PAUSE_S = 0.05  # torch's threads spin for a while after their work, in the way of the other side
@@ -80,8 +80,6 @@ def seconds(
     linears: list[Linear], shapes: list[tuple[int, int]], head: Linear, head_shape: tuple[int, int], num_rows: int
 ) -> float:
     """Return the time of one pass over all weights."""
-    is_packed = isinstance(head, PackedLinear)
-    num_rows = max(num_rows, MIN_ROWS) if is_packed else num_rows
     x = {num_in: torch.randn(num_rows, num_in).bfloat16() for num_in, _ in [*shapes, head_shape]}
     time.sleep(PAUSE_S)
     start = time.perf_counter()

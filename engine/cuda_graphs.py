@@ -89,7 +89,7 @@ class DecodeGraphs:
         if not all(map(_decodes, batch.items)):
             return None
         step = self._latest = self._recorded.of(len(batch.items))
-        arrays = build_arrays(batch, self._block_size, step.size)
+        arrays = build_arrays(batch, self._block_size)
         with nullcontext() if self._ranks is None else self._ranks.step(arrays, step.size):
             step.fill(arrays, chosen_R)
             return step.replay()

@@ -21,9 +21,8 @@ from torch import Tensor
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.device_loss import end_if_lost
-from gptserve.engine.model.batch import build_arrays, min_rows_on, model_input
+from gptserve.engine.model.batch import build_arrays, model_input
 from gptserve.engine.model.kv_cache import KVCache
-from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import Array, bytes_of, copy_into, to_device
@@ -94,12 +93,12 @@ def failure(error: Exception) -> str:
     return f"they failed with {type(error).__name__}: {error}{after}"
 
 
-def batch_sizes(max_num_seqs: int, min_rows: int = MIN_ROWS) -> list[int]:
-    """Return the sizes of batches that have a graph, ascending: powers of two from min_rows on, and the largest batch.
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the sizes of batches that have a graph, ascending: powers of two, and the largest batch.
 
     Up to some hundred rows a step takes as long as reading its weights, so rows of padding cost little.
     """
-    sizes = [min_rows]
+    sizes = [1]
     while sizes[-1] < max_num_seqs:
         sizes.append(min(2 * sizes[-1], max_num_seqs))
     return sizes
@@ -113,8 +112,7 @@ class RecordedSteps:
     ) -> None:
         self._compute, self._device = compute, device
         self._cache, self._block_size, self._max_model_len = cache, config.block_size, max_model_len
-        min_rows = min_rows_on(device, batch_invariant=config.batch_invariant)
-        sizes = batch_sizes(config.max_num_seqs, min_rows)
+        sizes = batch_sizes(config.max_num_seqs)
         # The largest first: the others find room in the memory that it needs between its kernels.
         self.steps = [
             RecordedStep(size, compute, config.block_size, max_model_len, sizes[-1], device) for size in reversed(sizes)
@@ -146,8 +144,8 @@ class RecordedSteps:
         """
         for step in self.steps:
             batch = ScheduledBatch(tuple(self._probes(step.size, vocab_size)))
-            arrays = build_arrays(batch, self._block_size, step.size)
-            inputs, num_rows = model_input(arrays, self._device), len(batch.items)
+            arrays = build_arrays(batch, self._block_size)
+            inputs, num_rows = model_input(_padded(arrays, step.size), self._device), len(batch.items)
             compute = partial(self._compute, inputs.token_ids_T, inputs.positions_T, inputs.metadata)
             num_blocks, slots_R = len(batch.items[0].sequence.block_ids), inputs.metadata.slots_T[:num_rows]
             expected = self._bits(compute, num_blocks, slots_R)
@@ -233,7 +231,7 @@ class RecordedStep:
         return self.out
 
     def fill(self, arrays: tuple[Array, ...], chosen_R: Tensor | None = None) -> None:
-        """Put build_arrays' arrays of `size` rows where the graph reads them: one copy from the host.
+        """Put build_arrays' arrays of at most `size` rows where the graph reads them: one copy from the host.
 
         Foreseen tokens are taken from chosen_R. Rows of padding read the block that was last at their place in the
         table.
@@ -241,16 +239,24 @@ class RecordedStep:
         token_ids, positions, _, _, kv_lens, tables, slots = arrays
         num_seqs, width = tables.shape
         rows = self._padding_5B.copy()
-        rows[:3] = token_ids, positions, slots
+        rows[:3, :num_seqs] = token_ids, positions, slots
         rows[3].view(np.int32)[:num_seqs] = kv_lens
         is_foreseen = token_ids < 0
-        np.copyto(rows[4], ~token_ids, where=is_foreseen)
+        np.copyto(rows[4, :num_seqs], ~token_ids, where=is_foreseen)
         _, tables_SN = copy_into(self._staged, rows, tables)
         self._tables_SN[:num_seqs, :width].copy_(tables_SN)
         if chosen_R is not None and is_foreseen.any():
             assert len(chosen_R) <= len(self._chosen)
             # A row that chose none, -1, gives the id 0: what follows is void.
             torch.clamp(chosen_R, min=0, out=self._chosen[: len(chosen_R)])
+
+
+def _padded(arrays: tuple[Array, ...], size: int) -> tuple[Array, ...]:
+    """Return build_arrays' arrays with rows of padding up to `size`."""
+    token_ids, positions, *others, slots = arrays
+    missing = (0, size - len(slots))
+    slots = np.pad(slots, missing, constant_values=-1)
+    return np.pad(token_ids, missing), np.pad(positions, missing), *others, slots
 
 
 def _padding(size: int, num_chosen: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

@@ -1,6 +1,6 @@
 """From a ScheduledBatch to tensors: what one forward pass reads.
 
-Rows are the scheduled tokens of all sequences, one sequence after the other, then padding up to min_rows.
+Rows are the scheduled tokens of all sequences, one sequence after the other.
 ModelRunner calls it once a step. It schedules and computes nothing.
 """
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.attention import AttentionMetadata
-from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.engine.staging import Array, to_device
 
@@ -23,30 +22,20 @@ class ModelInput:
     """The tensors of one step: T rows."""
 
     token_ids_T: Tensor
-    """int64 [T], 0 in padding rows; negative where a token is foreseen (SequenceState.is_foreseen)"""
+    """int64 [T], negative where a token is foreseen (SequenceState.is_foreseen)"""
     positions_T: Tensor
-    """int64 [T], 0 in padding rows"""
+    """int64 [T]"""
     sampled_R: Tensor
-    """int64, the rows after which tokens are sampled, those of an item together; the last again up to min_rows"""
+    """int64, the rows after which tokens are sampled, those of an item together"""
     metadata: AttentionMetadata
 
 
-def min_rows_on(device: torch.device, *, batch_invariant: bool) -> int:
-    """Return to how many rows a step is padded, unless all its products are our own.
-
-    A GPU may give a single row other bits than in a batch in any case, and multiplies it as fast as it can.
-    """
-    return 1 if device.type == "cuda" and not batch_invariant else MIN_ROWS
-
-
-def build_model_input(
-    batch: ScheduledBatch, block_size: int, device: torch.device, min_rows: int = MIN_ROWS
-) -> ModelInput:
+def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.device) -> ModelInput:
     """Return the step's tensors on `device`. All scheduled tokens must have blocks."""
-    return model_input(build_arrays(batch, block_size, min_rows), device)
+    return model_input(build_arrays(batch, block_size), device)
 
 
-def build_arrays(batch: ScheduledBatch, block_size: int, min_rows: int = MIN_ROWS) -> tuple[Array, ...]:
+def build_arrays(batch: ScheduledBatch, block_size: int) -> tuple[Array, ...]:
     """Return what model_input takes: the step's arrays, on the host."""
     items = batch.items
     known, rows, starts, kv_lens = list[int](), list[int](), [0], list[int]()
@@ -60,16 +49,11 @@ def build_arrays(batch: ScheduledBatch, block_size: int, min_rows: int = MIN_ROW
         if item.needs_sampling:
             rows += range(starts[-1] - 1 - len(draft), starts[-1])
         tables[s, : len(sequence.block_ids)] = sequence.block_ids
-    rows += rows[-1:] * (min_rows - len(rows))
     offsets, lengths = np.array(starts, np.int32), np.array(kv_lens, np.int32)
     owners = np.repeat(np.arange(len(items)), offsets[1:] - offsets[:-1])
     places = np.arange(len(known)) + (lengths - offsets[1:])[owners]
-    num_rows = max(len(known), min_rows)
-    token_ids, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    slots = np.full(num_rows, -1, np.int64)
-    token_ids[: len(known)], positions[: len(known)] = known, places
-    slots[: len(known)] = tables[owners, places // block_size].astype(np.int64) * block_size + places % block_size
-    return token_ids, positions, np.array(rows, np.int64), offsets, lengths, tables, slots
+    slots = tables[owners, places // block_size].astype(np.int64) * block_size + places % block_size
+    return np.array(known, np.int64), places, np.array(rows, np.int64), offsets, lengths, tables, slots
 
 
 def model_input(arrays: tuple[Array, ...], device: torch.device) -> ModelInput:

@@ -17,13 +17,12 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.config import EngineConfig, Quantization
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model.linear import MIN_ROWS, Linear, make_linear, product_of
+from gptserve.engine.model.linear import Linear, make_linear, product_of
 from gptserve.engine.model.memory import linear_shapes
 from gptserve.engine.recorded_steps import batch_sizes
 from gptserve.engine.request import Request, SamplingParams
@@ -145,14 +144,13 @@ def first_difference(
     generator, num_threads = torch.Generator(device).manual_seed(0), torch.get_num_threads()
     widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
     is_ours = product_of(device, dtype, quantization).startswith("native")
-    min_rows, most = (1, _PROBED_COLUMNS_OF_OURS) if is_ours else (MIN_ROWS, _PROBED_COLUMNS)
+    most = _PROBED_COLUMNS_OF_OURS if is_ours else _PROBED_COLUMNS
 
     def rows(num_rows: int, num_columns: int) -> Tensor:
         return torch.randn(num_rows, num_columns, generator=generator, dtype=dtype, device=device)
 
     def depends(linear: Linear, x: Tensor, whole: Tensor, num_rows: int) -> bool:
-        last = pad(x[-num_rows:], (0, 0, 0, max(0, min_rows - num_rows)))  # the last, as these get other places, too
-        return not torch.equal(linear(last)[:num_rows], whole[-num_rows:])
+        return not torch.equal(linear(x[-num_rows:]), whole[-num_rows:])  # the last, as these get other places, too
 
     try:
         for num_in, num_out in shapes:
@@ -192,7 +190,8 @@ def check_model(
     def logits_beside(others: Sequence[SequenceState]) -> Tensor:
         items = [ScheduledSequence(sequence, length - sequence.num_computed) for sequence in (*others, target)]
         num_rows = sum(item.num_tokens for item in items)
-        return logits_of(ScheduledBatch(tuple(items)), slice(num_rows - 1, num_rows))
+        # The head gets as many rows as in a step that samples for all of them.
+        return logits_of(ScheduledBatch(tuple(items)), slice(num_rows - len(items), num_rows))[-1]
 
     alone = logits_beside(())
     for num_others in sorted({min(count, len(others)) for count in (*_BESIDE, len(others))}):

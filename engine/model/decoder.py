@@ -122,7 +122,7 @@ class Decoder:
         return self._layers(x, positions_T, cache, metadata)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits [rows, vocab_size] for at least ModelRunner.min_rows rows of the hidden states."""
+        """Return fp32 logits [rows, vocab_size] for rows of the hidden states."""
         if self._native is not None:
             logits = self._native.logits(hidden)
         else:

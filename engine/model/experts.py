@@ -15,9 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from gptserve.engine.model.linear import MIN_ROWS, Linear
+from gptserve.engine.model.linear import Linear
 
 
 class MixtureOfExperts:
@@ -34,9 +33,7 @@ class MixtureOfExperts:
         # The host starts the chosen experts, so on a GPU this waits for the router.
         for e in sorted(set(chosen_TK.flatten().tolist())):
             rows, ranks = torch.where(chosen_TK == e)
-            padding = max(0, MIN_ROWS - len(rows))
-            h = functional.pad(x[rows], (0, 0, 0, padding))
-            parts_TKH[rows, ranks] = self._experts[e](h)[: len(rows)].float()
+            parts_TKH[rows, ranks] = self._experts[e](x[rows]).float()
         y = (parts_TKH * weights_TK1).sum(1).to(x.dtype)
         return y if residual is None else residual + y
 

@@ -2,7 +2,7 @@
 
 On a CPU the weight is packed once: in bf16 and int8 for our own code, which reads it at memory speed and computes each
 row by itself; else for oneDNN. There the bits of a row do not depend on the other rows if a call has at least 2 rows
-(the batch pads a single one) and, with AMX, at most 32. Elsewhere torch's own linear is used. layers.py and decoder.py
+and, with AMX, at most 32; PackedLinear makes such calls. Elsewhere torch's own linear is used. layers.py and decoder.py
 build one `Linear` for each weight and know nothing of packing.
 """
 
@@ -26,10 +26,8 @@ from gptserve.weights.huge_pages import HugePages
 Product = Literal["native", "onednn", "torch", "native_int8", "torch_int8"]
 """What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear or DenseInt8Linear."""
 
-MIN_ROWS = 2
-"""oneDNN sums a single row in another order; two and more rows agree bit for bit. Steps of our own products in bf16
-take one row, all others at least these."""
-
+_MIN_ROWS = 2
+"""Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
 _AMX_ROWS = 32
 """Maximum rows of a call with AMX: in bf16 oneDNN sums more rows in another order. From 2 to 32 rows no bit differed in
 16 shapes up to 14336x4096, for any order of the rows and number of threads."""
@@ -46,10 +44,7 @@ _FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
 
 
 class Linear(Protocol):
-    """y = act(x W^T + b) + residual for x [rows, in], contiguous, in the weight's dtype.
-
-    PackedLinear needs at least MIN_ROWS rows for equal bits.
-    """
+    """y = act(x W^T + b) + residual for x [rows, in], contiguous, in the weight's dtype."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, out]; residual ([rows, out]) is added after the product. Mutates nothing."""
@@ -288,11 +283,14 @@ class PackedLinear:
         self._max_rows = _AMX_ROWS if uses_amx else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.shape[0] >= MIN_ROWS, "a single row must be padded: its bits would differ from those in a batch"
         assert residual is None or (self._attr == "none" and self._activation is None), "a residual or an activation"
+        num_rows = len(x)
+        if num_rows < _MIN_ROWS:
+            padding = (0, 0, 0, _MIN_ROWS - num_rows)
+            x, residual = functional.pad(x, padding), None if residual is None else functional.pad(residual, padding)
         num_calls = 1 if self._max_rows is None else math.ceil(len(x) / self._max_rows)
         if num_calls == 1:
-            return activate(self._multiply(x, residual), self._activation)
+            return activate(self._multiply(x, residual)[:num_rows], self._activation)
         pieces = x.tensor_split(num_calls)
         added = [None] * num_calls if residual is None else residual.tensor_split(num_calls)
         y = torch.cat([self._multiply(*pair) for pair in zip(pieces, added, strict=True)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.step_memory import LOGIT_ROWS
@@ -16,9 +15,7 @@ from gptserve.engine.staging import to_device
 
 
 @torch.inference_mode()
-def prompt_logprobs(
-    decoder: Decoder, min_rows: int, hidden: Tensor, item: ScheduledSequence
-) -> list[tuple[int, TokenLogprobs]]:
+def prompt_logprobs(decoder: Decoder, hidden: Tensor, item: ScheduledSequence) -> list[tuple[int, TokenLogprobs]]:
     """Return (position, logprobs) of the prompt tokens that the item's rows predict, before the item is counted."""
     sequence, first = item.sequence, item.sequence.num_computed
     num_top = sequence.request.params.prompt_logprobs
@@ -27,8 +24,7 @@ def prompt_logprobs(
     entries: list[tuple[int, TokenLogprobs]] = []
     for start in range(first, last, LOGIT_ROWS):
         positions = range(start + 1, min(start + LOGIT_ROWS, last) + 1)
-        rows = hidden[positions[0] - 1 - first : positions[-1] - first]
-        logits = decoder.logits(pad(rows, (0, 0, 0, max(0, min_rows - len(rows)))))[: len(rows)]
+        logits = decoder.logits(hidden[positions[0] - 1 - first : positions[-1] - first])
         (targets,) = to_device(hidden.device, np.array(sequence.token_ids[positions[0] : positions[-1] + 1]))
         entries += zip(positions, top_logprobs(logits, targets, [num_top] * len(positions)), strict=True)
     return entries

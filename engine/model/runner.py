@@ -18,13 +18,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
-from gptserve.engine.model.batch import ModelInput, build_arrays, known_token_ids, min_rows_on, model_input
+from gptserve.engine.model.batch import ModelInput, build_arrays, known_token_ids, model_input
 from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import fingerprint, numeric_causes, sample_numbers
@@ -32,7 +31,7 @@ from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_
 from gptserve.engine.model.host_cpus import FreeCpus
 from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.layers import layer_specs
-from gptserve.engine.model.linear import MIN_ROWS, product_of
+from gptserve.engine.model.linear import product_of
 from gptserve.engine.model.memory import check_max_model_len
 from gptserve.engine.model.operations_choice import choose_operations
 from gptserve.engine.model.prompt_logprobs import prompt_logprobs
@@ -114,8 +113,6 @@ class ModelRunner:
             num_step_threads, max_threads=num_threads, free_cpus=free_cpus
         )
         """From the work of a step to the number of its threads."""
-        self.min_rows = 1 if self._in_team else min_rows_on(self.device, batch_invariant=config.batch_invariant)
-        """A step with fewer rows is padded."""
         self.choose: Choose | None = None if sampler is None else sampler.choose
         """What chooses the tokens; None: the fastest there is."""
         logits_of, sample = partial(self._logits_of, config.block_size), ""
@@ -179,7 +176,7 @@ class ModelRunner:
             choose = self.graphs.choose or choose
         scored: dict[int, Tensor] = {}
         if logits is None:
-            inputs, hidden = self._compute(batch, self.info.block_size, self.min_rows)
+            inputs, hidden = self._compute(batch, self.info.block_size)
             starts, rows_R = inputs.metadata.query_starts, inputs.sampled_R
             if len(rows_R):
                 # To take rows from a tensor costs 0.2 ms, and most steps sample after each row.
@@ -192,14 +189,14 @@ class ModelRunner:
         sample = self._begin_sampling(logits, batch, {} if masks is None else masks.result(), choose)
 
         def collect() -> StepResult:
-            score = partial(prompt_logprobs, self._decoder, self.min_rows)
+            score = partial(prompt_logprobs, self._decoder)
             return StepResult(sample(), {i: score(rows, batch.items[i]) for i, rows in scored.items()})
 
         return collect
 
-    def _compute(self, batch: ScheduledBatch, block_size: int, min_rows: int) -> tuple[ModelInput, Tensor]:
+    def _compute(self, batch: ScheduledBatch, block_size: int) -> tuple[ModelInput, Tensor]:
         """Return the step's tensors and hidden states, computed by all ranks."""
-        arrays = build_arrays(batch, block_size, min_rows)
+        arrays = build_arrays(batch, block_size)
         with nullcontext() if self._ranks is None else self._ranks.step(arrays):
             inputs = model_input(arrays, self.device)
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
@@ -210,8 +207,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _logits_of(self, block_size: int, batch: ScheduledBatch, rows: slice) -> Tensor:
         """Return the logits of these rows of a step."""
-        hidden = self._compute(batch, block_size, MIN_ROWS)[1][rows]
-        return self._decoder.logits(pad(hidden, (0, 0, 0, max(0, MIN_ROWS - len(hidden)))))[: len(hidden)]
+        return self._decoder.logits(self._compute(batch, block_size)[1][rows])
 
     def _begin_sampling(
         self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks, choose: Choose | None

@@ -259,11 +259,23 @@ def test_steps_that_compute_known_tokens_or_drafts_have_no_graph(tiny_gpt2: Path
 
 
 def test_sizes_are_powers_of_two_up_to_the_largest_batch() -> None:
-    assert batch_sizes(1) == [2]
-    assert batch_sizes(7) == [2, 4, 7]
-    assert batch_sizes(64) == [2, 4, 8, 16, 32, 64]
-    assert batch_sizes(1, 1) == [1]
-    assert batch_sizes(7, 1) == [1, 2, 4, 7]
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(7) == [1, 2, 4, 7]
+    assert batch_sizes(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_in_a_cache_with_fewer_tokens_than_sequences_graphs_are_compared_with_steps_of_their_sizes(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen, compute = make_engine(tiny_gpt2, num_blocks=1, block_size=3), set[int](), Decoder.hidden_states
+
+    def computing(decoder: Decoder, token_ids_T: Tensor, *rest: Any) -> Tensor:
+        seen.add(len(token_ids_T))
+        return compute(decoder, token_ids_T, *rest)
+
+    monkeypatch.setattr(Decoder, "hidden_states", computing)
+    assert capture_for(engine, Rerun(), max_num_seqs=5) is not None
+    assert seen == {1, 2, 4, 5}
 
 
 def keep_first(compute: Callable[[], Tensor]) -> Replay:
@@ -289,7 +301,7 @@ def test_graphs_that_are_dropped_are_freed_at_once(tiny_gpt2: Path) -> None:
             assert graphs.record(keep_first) is None
         held = [weakref.ref(graphs), *map(weakref.ref, graphs._recorded.steps)]
         del graphs
-        assert [ref() for ref in held] == [None, None, None]
+        assert [ref() for ref in held] == [None, None, None, None]
     finally:
         gc.enable()
 
@@ -463,12 +475,12 @@ def test_what_is_recorded_neither_waits_nor_reads_the_host(
     first: list[Any] = []
     for items in ([decoding([5, 9, 3], [1])] * 3, [decoding([7] * 20, [2, 4])] * 5):
         step = graphs._latest = graphs._recorded.steps[0]
-        arrays, launches.noted = build_arrays(ScheduledBatch(tuple(items)), 16, step.size), []
+        arrays, launches.noted = build_arrays(ScheduledBatch(tuple(items)), 16), []
         with Lists(), Copies() as copies:
             step.fill(arrays, torch.empty(len(items), dtype=torch.int64, device=DEVICE))
         assert (copies.count, copies.num_started) == (1, 2), "the table of blocks goes on to its place"
         foreseen = [decoding([*item.sequence.token_ids, ~0], [1, 2]) for item in items]
-        arrays = build_arrays(ScheduledBatch(tuple(foreseen)), 16, step.size)
+        arrays = build_arrays(ScheduledBatch(tuple(foreseen)), 16)
         with Lists(), Copies() as copies:
             step.fill(arrays, torch.empty(len(items), dtype=torch.int64, device=DEVICE))
         assert (copies.count, copies.num_started) == (1, 3), "and the ids that the step before chose"

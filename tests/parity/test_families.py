@@ -21,7 +21,6 @@ from gptserve.engine.attention.reference import ReferenceAttention
 from gptserve.engine.model import linear
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
-from gptserve.engine.model.linear import MIN_ROWS
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
 from gptserve.weights.checkpoint import Checkpoint
@@ -87,12 +86,10 @@ def paged_logits(
             break
         kv_lens = [min(len(prompts[s]), done + chunk) for s in live]
         query_lens = [kv_len - done for kv_len in kv_lens]
-        pad = max(0, MIN_ROWS - sum(query_lens))
         ids = [token for s, kv_len in zip(live, kv_lens, strict=True) for token in prompts[s][done:kv_len]]
-        metadata = make_metadata(query_lens, kv_lens, [tables[s] for s in live], block_size, pad)
-        token_ids_T = torch.tensor(ids + [0] * pad)
-        hidden = decoder.hidden_states(token_ids_T, positions(query_lens, kv_lens, pad), cache, metadata)
-        for s, part in zip(live, decoder.logits(hidden)[: len(ids)].split(query_lens), strict=True):
+        metadata = make_metadata(query_lens, kv_lens, [tables[s] for s in live], block_size)
+        hidden = decoder.hidden_states(torch.tensor(ids), positions(query_lens, kv_lens), cache, metadata)
+        for s, part in zip(live, decoder.logits(hidden).split(query_lens), strict=True):
             rows[s].append(part)
         done += chunk
     return [torch.cat(parts) for parts in rows]

@@ -1,10 +1,10 @@
-"""The step's tensors: every row's token, position and slot, and the padding of a single row."""
+"""The step's tensors: every row's token, position and slot."""
 
 from __future__ import annotations
 
 import torch
 
-from gptserve.engine.model.batch import build_model_input, known_token_ids, min_rows_on
+from gptserve.engine.model.batch import build_model_input, known_token_ids
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 
@@ -40,20 +40,12 @@ def test_a_draft_comes_after_the_known_tokens() -> None:
     assert inputs.metadata.kv_lens == (5, 2)
 
 
-def test_a_single_row_is_padded_with_one_that_stores_nothing() -> None:
+def test_a_single_token_is_a_single_row() -> None:
     inputs = build_model_input(ScheduledBatch((scheduled([3, 4], 1, 1, [0]),)), 2, torch.device("cpu"))
-    assert inputs.token_ids_T.tolist() == [4, 0]
-    assert inputs.metadata.slots_T.tolist() == [1, -1]
+    assert inputs.token_ids_T.tolist() == [4]
+    assert inputs.sampled_R.tolist() == [0]
+    assert inputs.metadata.slots_T.tolist() == [1]
     assert inputs.metadata.query_starts == (0, 1)
-
-
-def test_a_gpu_computes_a_single_row_as_one_unless_its_bits_are_to_be_those_of_a_batch() -> None:
-    found = {
-        (kind, it): min_rows_on(torch.device(kind), batch_invariant=it)
-        for kind in ("cpu", "cuda")
-        for it in (False, True)
-    }
-    assert found == {("cpu", False): 2, ("cpu", True): 2, ("cuda", False): 1, ("cuda", True): 2}
 
 
 def test_a_foreseen_token_is_the_one_that_its_row_of_the_step_before_chose() -> None:

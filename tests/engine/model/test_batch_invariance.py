@@ -137,7 +137,7 @@ def test_independent_products_of_a_gpu_are_called_with_the_rows_there_are(
 ) -> None:
     calls = Calls(monkeypatch, exact)
     assert chosen_on_gpu(tiny_gpt2, max_num_batched_tokens=300) == Products(are_invariant=True)
-    assert calls.rows == {2, 3, 4, 8, 9, 24, 33, 64, 65, 160, 256, 300}
+    assert calls.rows == {1, 2, 3, 4, 8, 9, 24, 33, 64, 65, 160, 256, 300}
     assert chosen_on_gpu(tiny_gpt2, tensor_parallel_size=2) == Products(are_invariant=True)
 
 
@@ -232,13 +232,14 @@ def test_cublas_is_told_to_split_no_sums(tiny_gpt2: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("depends", "found"),
     [
-        (lambda num_seqs, num_rows: num_seqs == 3, "a sequence has other logits beside 2 others than alone"),
-        (lambda num_seqs, num_rows: num_seqs == 5, "a sequence has other logits beside 4 others than alone"),
-        (lambda num_seqs, num_rows: num_rows == 1, "a token has other logits in a step of its own than in that of its"),
+        (lambda batch, rows: len(batch.items) == 3, "a sequence has other logits beside 2 others than alone"),
+        (lambda batch, rows: len(batch.items) == 5, "a sequence has other logits beside 4 others than alone"),
+        (lambda batch, rows: batch.num_tokens == 1, "a token has other logits in a step of its own than in that of"),
+        (lambda batch, rows: rows.stop - rows.start == 1, "a sequence has other logits beside 1 others than alone"),
     ],
 )
 def test_a_loaded_model_of_which_a_step_has_other_bits_is_refused(
-    depends: Callable[[int, int], bool], found: str, tiny_gpt2: Path
+    depends: Callable[[ScheduledBatch, slice], bool], found: str, tiny_gpt2: Path
 ) -> None:
     runner = make_engine(tiny_gpt2)._runner
     config = make_config(tiny_gpt2, batch_invariant=True, max_num_seqs=5)
@@ -248,8 +249,7 @@ def test_a_loaded_model_of_which_a_step_has_other_bits_is_refused(
         return runner._logits_of(config.block_size, batch, rows)
 
     def depending(batch: ScheduledBatch, rows: slice) -> Tensor:
-        num_rows = sum(item.num_tokens for item in batch.items)
-        return logits_of(batch, rows) * (1.01 if depends(len(batch.items), num_rows) else 1.0)
+        return logits_of(batch, rows) * (1.01 if depends(batch, rows) else 1.0)
 
     check_model(logits_of, *sizes)
     with pytest.raises(InvalidConfigurationError, match=f"^batch_invariant cannot be kept: {found}"):

@@ -13,7 +13,6 @@ from torch import Tensor
 from gptserve.engine import native
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.linear import (
-    MIN_ROWS,
     DenseLinear,
     NativeLinear,
     PackedLinear,
@@ -46,16 +45,23 @@ def test_packed_adds_the_residual_and_leaves_it_unchanged() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(768, 2304), (3072, 768), (640, 96)])
-def test_a_row_has_the_same_bits_in_any_batch_of_at_least_two(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, bias = torch.randn(shape[1], shape[0], dtype=dtype), torch.randn(shape[1], dtype=dtype)
     linear = PackedLinear(weight, bias)
     x, residual = torch.randn(64, shape[0], dtype=dtype), torch.randn(64, shape[1], dtype=dtype)
     plain, added = linear(x), linear(x, residual)
-    for start, end in pairwise((0, 2, 5, 12, 28, 64)):
+    for start, end in pairwise((0, 1, 2, 4, 7, 12, 28, 63, 64)):
         assert torch.equal(linear(x[start:end]), plain[start:end])
         assert torch.equal(linear(x[start:end], residual[start:end]), added[start:end])
     order = torch.randperm(64)
     assert torch.equal(linear(x[order]), plain[order])
+
+
+def test_a_single_row_would_have_other_bits_in_a_call_of_its_own() -> None:
+    """Why the test above can fail: in fp32, where no rounding of the result hides the order."""
+    linear, x = PackedLinear(torch.randn(768, 3072), None), torch.randn(64, 3072)
+    alone = torch.cat([linear._multiply(row[None], None) for row in x])
+    assert not torch.equal(alone, linear(x))
 
 
 def test_sums_in_another_order_are_seen_by_the_comparison() -> None:
@@ -65,12 +71,6 @@ def test_sums_in_another_order_are_seen_by_the_comparison() -> None:
     other = PackedLinear(weight[:, mixed], bias)(x[:, mixed])
     torch.testing.assert_close(other, plain, atol=1e-3, rtol=1e-3)
     assert not torch.equal(other, plain)
-
-
-def test_a_single_row_is_refused() -> None:
-    linear = PackedLinear(torch.randn(8, 8), None)
-    with pytest.raises(AssertionError, match="single row"):
-        linear(torch.randn(MIN_ROWS - 1, 8))
 
 
 def test_the_cpu_gets_a_packed_linear() -> None:
@@ -92,7 +92,7 @@ def test_without_the_library_bf16_gets_onednn() -> None:
     assert build_of(product_of(CPU, torch.bfloat16)) == "onednn"
 
 
-@pytest.mark.parametrize("num_rows", [2, 32, 33, 65, 100])
+@pytest.mark.parametrize("num_rows", [1, 2, 32, 33, 65, 100])
 def test_with_amx_no_call_has_more_rows_than_keep_their_bits_nor_a_single_one(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_with_amx_no_call_has_more_rows_than_keep_their_bits_nor_a_single_one(
     x, residual = torch.randn(num_rows, 32).bfloat16(), torch.randn(num_rows, 48).bfloat16()
     torch.testing.assert_close(linear(x, residual), multiply(x, residual))
     assert linear(x).shape == (num_rows, 48)
-    assert sum(calls) == 2 * num_rows
+    assert sum(calls) == 2 * max(2, num_rows)
     assert all(2 <= rows <= 32 for rows in calls)
 
 
