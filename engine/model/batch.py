@@ -6,6 +6,7 @@ ModelRunner calls it once a step. It schedules and computes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,22 +39,37 @@ def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.devi
 def build_arrays(batch: ScheduledBatch, block_size: int) -> tuple[Array, ...]:
     """Return what model_input takes: the step's arrays, on the host."""
     items = batch.items
-    known, rows, starts, kv_lens = list[int](), list[int](), [0], list[int]()
+    token_ids, positions, slots = list[int](), list[int](), list[int]()
+    rows, starts, kv_lens = list[int](), [0], list[int]()
     tables = np.zeros((len(items), max(len(item.sequence.block_ids) for item in items)), np.int32)
     for s, item in enumerate(items):
         sequence, first, draft = item.sequence, item.sequence.num_computed, item.draft
-        known += sequence.token_ids[first : first + item.num_tokens]
-        known += draft
-        starts.append(len(known))
-        kv_lens.append(first + item.num_tokens)
+        end = first + item.num_tokens
+        if item.num_tokens == 1:
+            token_ids.append(sequence.token_ids[first])
+            positions.append(first)
+            slots.append(sequence.block_ids[first // block_size] * block_size + first % block_size)
+        else:
+            token_ids += sequence.token_ids[first:end]
+            token_ids += draft
+            positions += range(first, end)
+            slots += _slots(sequence.block_ids, first, end, block_size)
+        starts.append(len(token_ids))
+        kv_lens.append(end)
         if item.needs_sampling:
             rows += range(starts[-1] - 1 - len(draft), starts[-1])
         tables[s, : len(sequence.block_ids)] = sequence.block_ids
-    offsets, lengths = np.array(starts, np.int32), np.array(kv_lens, np.int32)
-    owners = np.repeat(np.arange(len(items)), offsets[1:] - offsets[:-1])
-    places = np.arange(len(known)) + (lengths - offsets[1:])[owners]
-    slots = tables[owners, places // block_size].astype(np.int64) * block_size + places % block_size
-    return np.array(known, np.int64), places, np.array(rows, np.int64), offsets, lengths, tables, slots
+    int64s = (np.array(ints, np.int64) for ints in (token_ids, positions, rows))
+    return *int64s, np.array(starts, np.int32), np.array(kv_lens, np.int32), tables, np.array(slots, np.int64)
+
+
+def _slots(block_ids: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
+    """Return the slots of positions [first, end) in the cache."""
+    slots = list[int]()
+    for block_id in block_ids[first // block_size : -(-end // block_size)]:
+        slots += range(block_id * block_size, (block_id + 1) * block_size)
+    start = first % block_size
+    return slots[start : start + end - first]
 
 
 def model_input(arrays: tuple[Array, ...], device: torch.device) -> ModelInput:

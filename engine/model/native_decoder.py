@@ -107,8 +107,7 @@ class NativeDecoder:
     ) -> Tensor:
         """Decoder.hidden_states; the result is valid until the next call."""
         num_rows = len(token_ids_T)
-        for ids_T in (token_ids_T, positions_T, metadata.slots_T):
-            assert ids_T.dtype is torch.int64 and ids_T.is_contiguous() and len(ids_T) == num_rows
+        assert token_ids_T.dtype is positions_T.dtype is torch.int64 and len(positions_T) == num_rows
         self._reserve(num_rows)
         batch, caches = self._backend.step_data(metadata, cache.layers)
         self._layers.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches)
