@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from ctypes import c_float, c_int32
+from ctypes import c_float
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import NativeLinear
 from gptserve.engine.model.streamed_tensors import StreamedTensors
-from gptserve.engine.native.program import Norm, Program, Rotation, Table
+from gptserve.engine.native.program import Gate, Norm, Program, Rotation, Table
 from gptserve.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,6 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, dtype: torch.dtype, b
         return f"attention is {backend.name!r}"
     if config.experts is not None:
         return "it has experts"
-    if config.ffn_limit is not None:
-        return "its feed-forward is limited"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
     widths = (config.hidden_size, config.num_heads * config.head_size, config.ffn_size, config.embed_size or 0)
@@ -221,10 +219,15 @@ class _Writer:
             hidden = "up"
             if self._config.gated_ffn:
                 hidden = "gated"
-                self.program.add("gate", "up", hidden, c_int32(native.ACTIVATIONS.index(self._config.activation)))
+                self.program.add("gate", "up", hidden, self._gate())
             self._linear(f"{name}.ffn_down", hidden, target, residual)
 
         return append
+
+    def _gate(self) -> Gate:
+        """Return the gate, as `gated` in activation.py defines it."""
+        limit = torch.tensor(self._config.ffn_limit or 0.0, dtype=torch.bfloat16).item()  # rounded, as torch clamps
+        return Gate(limit, native.ACTIVATIONS.index(self._config.activation))
 
     def _linear(self, name: str, source: str, target: str, residual: str = "", wide: bool = False) -> None:
         linear = self._parts.linears[name]

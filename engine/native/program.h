@@ -19,7 +19,7 @@ enum Kind {
     NORM,          // data: Norm
     CLAMP,         // data: const float*; to [-limit, limit]
     ROTATE,        // data: Rotation; in place
-    GATE,          // data: const int32_t*, an Activation; out is act(first half of in) * second half
+    GATE,          // data: Gate; out is act(first half of in) * second half
     ADD,           // out is in plus residual
     NUM_KINDS,
 };
@@ -68,6 +68,12 @@ struct Norm {
 struct Rotation {
     const float* waves;  // [positions][cosines, sines][num_pairs]
     int64_t num_heads, head_size, num_pairs;
+};
+
+// With a limit the first half is at most that, and the second is clamped to [-limit, limit] before 1 is added to it.
+struct Gate {
+    float limit;  // in the type of the rows; 0 for none
+    int32_t activation;
 };
 
 // in is the fused queries, keys and values. Attention is a library of its own: these are its functions.

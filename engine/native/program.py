@@ -37,6 +37,12 @@ class Rotation(Structure):
     _fields_ = native.members((c_void_p, "waves"), (c_int64, "num_heads head_size num_pairs"))
 
 
+class Gate(Structure):
+    """Gate of program.h."""
+
+    _fields_ = native.members((c_float, "limit"), (c_int32, "activation"))
+
+
 class Attend(Structure):
     """Attend of program.h."""
 

@@ -90,21 +90,27 @@ static void rotate(const Operation& op, const Program& program, const Step& step
 }
 
 template <int ACTIVATION>
-static void gate_row(const bf16* in, bf16* out, int64_t width) {
+static void gate_row(const bf16* in, bf16* out, int64_t width, float limit) {
+    const Floats high = broadcast(limit), low = broadcast(-limit), one = broadcast(1);
     each(width, [=](int64_t i, int count) {
-        const Floats gate = widened(narrowed(activate<ACTIVATION>(load(in + i, count))));
-        store(out + i, count, gate * load(in + width + i, count));
+        Floats x = load(in + i, count), y = load(in + width + i, count);
+        if (limit > 0) {  // NaN, the second operand, stays NaN
+            x = min(high, x);
+            y = widened(narrowed(max(low, min(high, y)) + one));
+        }
+        store(out + i, count, widened(narrowed(activate<ACTIVATION>(x))) * y);
     });
 }
 
-typedef void (*GateRow)(const bf16* in, bf16* out, int64_t width);
+typedef void (*GateRow)(const bf16* in, bf16* out, int64_t width, float limit);
 static const GateRow GATE_ROWS[NUM_ACTIVATIONS] = {gate_row<IDENTITY>, gate_row<GELU>,  gate_row<GELU_TANH>,
                                                    gate_row<GELU_SIGMOID>, gate_row<RELU>, gate_row<RELU2>,
                                                    gate_row<SILU>,     gate_row<TANH>};
 
 static void gate(const Operation& op, const Program& program, const Step&, int64_t row) {
-    GATE_ROWS[*(const int32_t*)op.data](row_of(program, op.in, row), row_of(program, op.out, row),
-                                        program.buffers[op.out].width);
+    const Gate& gate = *(const Gate*)op.data;
+    GATE_ROWS[gate.activation](row_of(program, op.in, row), row_of(program, op.out, row), program.buffers[op.out].width,
+                               gate.limit);
 }
 
 static const RowOperation ROW_OPERATIONS[NUM_KINDS] = {nullptr, nullptr, embed, add_position, norm, clamp, rotate, gate,

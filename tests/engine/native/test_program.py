@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_float, c_int32
+from ctypes import c_float
 from typing import Literal
 
 import pytest
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import native
-from gptserve.engine.native.program import Norm, Program, Rotation, Table
+from gptserve.engine.model.activation import gated
+from gptserve.engine.native.program import Gate, Norm, Program, Rotation, Table
+from gptserve.weights.config import Activation
 
 ROWS, EPS = 5, 1e-5
 WIDTHS = (1, 7, 8, 15, 16, 17, 31, 33, 64, 200)
@@ -48,9 +50,9 @@ def table(kind: Literal["embed", "add_position"]) -> Add:
     return add
 
 
-def gate(activation: str | None) -> Add:
+def gate(activation: str | None, limit: float = 0.0) -> Add:
     number = native.ACTIVATIONS.index(activation)
-    return lambda program, y: program.add("gate", "x", "out", c_int32(number))
+    return lambda program, y: program.add("gate", "x", "out", Gate(limit, number))
 
 
 OPERATIONS: dict[str, Add] = {
@@ -63,7 +65,32 @@ OPERATIONS: dict[str, Add] = {
     "clamp": lambda program, y: program.add("clamp", "y", "out", c_float(0.7)),
     "sum": lambda program, y: program.add("add", "y", "out", residual="out"),
     **{f"gate by {name}": gate(name) for name in native.ACTIVATIONS},
+    "limited gate": gate("gelu_sigmoid", 2.5),
 }
+
+
+def gated_by_program(x: Tensor, gate: Gate, variant: native.Variant) -> Tensor:
+    out = torch.empty(len(x), x.shape[1] // 2, dtype=torch.bfloat16)
+    program = Program({"x": x.shape[1], "out": out.shape[1]}, variant)
+    program.add("gate", "x", "out", gate)
+    program.place("x", x.data_ptr())
+    program.place("out", out.data_ptr())
+    program.run(len(x))
+    return out
+
+
+@pytest.mark.parametrize("variant", native.supported_variants())
+@pytest.mark.parametrize("limit", [None, 2.0, 0.7])  # 0.7 is no number of bf16
+def test_a_gate_is_what_torch_computes(limit: float | None, variant: native.Variant) -> None:
+    rounded = torch.tensor(limit or 0.0).bfloat16().item()
+    activation: Activation
+    for activation, tolerance in (("relu", 0.0), ("silu", 2**-6)):  # whose exponentials differ in the last bits
+        gate = Gate(rounded, native.ACTIVATIONS.index(activation))
+        for width in WIDTHS:
+            x = torch.randn(ROWS, 2 * width, generator=torch.Generator().manual_seed(width)).mul(3).bfloat16()
+            x[0, -1], x[1, 0], x[2, :2], x[3, -1] = torch.nan, torch.nan, torch.inf, -torch.inf
+            found, expected = gated_by_program(x, gate, variant), gated(x, activation, limit)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-30, equal_nan=True)
 
 
 def computed(operation: Add, width: int, variant: native.Variant) -> Tensor:
