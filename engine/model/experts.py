@@ -27,7 +27,7 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        top_TK, chosen_TK = self._router(x).float().topk(self._num_active, dim=-1)
+        top_TK, chosen_TK = choose(self._router(x), self._num_active)
         weights_TK1 = top_TK.softmax(-1).unsqueeze(-1)
         parts_TKH = torch.empty(*chosen_TK.shape, x.shape[-1], dtype=torch.float32, device=x.device)
         # The host starts the chosen experts, so on a GPU this waits for the router.
@@ -36,6 +36,15 @@ class MixtureOfExperts:
             parts_TKH[rows, ranks] = self._experts[e](x[rows]).float()
         y = (parts_TKH * weights_TK1).sum(1).to(x.dtype)
         return y if residual is None else residual + y
+
+
+def choose(logits_TE: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+    """Return each row's highest logits in fp32 and their experts [T, K], the highest first; of equals the first expert.
+
+    NaN ranks above all numbers, so that it is not passed over.
+    """
+    found_TE, experts_TE = logits_TE.float().sort(dim=-1, descending=True, stable=True)
+    return found_TE[:, :num_active], experts_TE[:, :num_active]
 
 
 class Routing(NamedTuple):
@@ -88,7 +97,7 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixture for x [T, hidden], summed in fp32, added to residual if given."""
-        top_TK, chosen_TK = self._router(x).float().topk(self._num_active, dim=-1)
+        top_TK, chosen_TK = choose(self._router(x), self._num_active)
         experts_P, pairs_P = chosen_TK.flatten().sort(stable=True)
         routing = Routing(pairs_P, torch.searchsorted(experts_P, self._bounds_E1, out_int32=True))
         h = self._activate(self._multiply(x, "ffn_up", routing, x.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptserve.engine.model.experts import MixtureOfExperts
+from gptserve.engine.model.experts import MixtureOfExperts, choose
 from gptserve.engine.model.linear import make_linear
 
 
@@ -25,3 +25,19 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(num_active: int, dtype: 
                 assert torch.equal(mixture(rows, rows), whole[last - num_rows : last])
     finally:
         torch.set_num_threads(before)
+
+
+def test_of_equal_logits_the_first_experts_are_chosen() -> None:
+    """As many as torch sorts by other means than a few."""
+    logits_TE = torch.zeros(3, 200).bfloat16()
+    logits_TE[1, 150], logits_TE[2, 7] = 1, -1
+    found_TK, experts_TK = choose(logits_TE, 4)
+    assert experts_TK.tolist() == [[0, 1, 2, 3], [150, 0, 1, 2], [0, 1, 2, 3]]
+    assert found_TK.dtype is torch.float32
+    assert torch.equal(found_TK, logits_TE.float().gather(1, experts_TK))
+
+
+def test_nan_is_chosen_before_all_numbers() -> None:
+    found_TK, experts_TK = choose(torch.tensor([[1.0, torch.nan, torch.inf, 0.0]]), 2)
+    assert experts_TK.tolist() == [[1, 2]]
+    assert found_TK.softmax(-1).isnan().all()
