@@ -34,7 +34,10 @@ setup(
         ),
         library(
             "gptserve.engine.native._native",
-            [f"engine/native/{name}.cpp" for name in ("draw", "int8", "linear", "logprobs", "program", "rows", "team")],
+            [
+                f"engine/native/{name}.cpp"
+                for name in ("draw", "experts", "int8", "linear", "logprobs", "program", "rows", "team")
+            ],
             [
                 f"engine/native/{name}.h"
                 for name in (

@@ -20,7 +20,10 @@ from gptserve.engine.model.linear import Linear
 
 
 class MixtureOfExperts:
-    """The sum of the num_active experts with the highest router logits, weighted by the softmax of these logits."""
+    """The sum of the num_active experts with the highest router logits, weighted by the softmax of these logits.
+
+    engine/native/experts.cpp computes the same.
+    """
 
     def __init__(self, router: Linear, experts: Sequence[Callable[[Tensor], Tensor]], num_active: int) -> None:
         self._router, self._experts, self._num_active = router, experts, num_active

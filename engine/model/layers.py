@@ -210,6 +210,7 @@ def take_feed_forward(
     weight = source.take(f"{name}.router.weight")
     bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
     router = make_linear(weight, bias, call_rows=source.operations.call_rows, memory=source.memory)
+    source.linears[f"{name}.router"] = router
     num, num_active, operations = config.experts.num, config.experts.num_active, source.operations
     if operations.experts is not None:
         weights = stack(source.take, name, num, config.ffn_bias)

@@ -8,8 +8,9 @@ Decoder calls it. Shape letters as in engine/attention/__init__.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from ctypes import c_float
+from collections.abc import Callable, Iterable
+from ctypes import Array, Structure, addressof, c_float, c_int32, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import NativeLinear
 from gptserve.engine.model.streamed_tensors import StreamedTensors
-from gptserve.engine.native.program import Gate, Norm, Program, Rotation, Table
+from gptserve.engine.native.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
+from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -68,8 +70,6 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, dtype: torch.dtype, b
         return "its products are not those of engine/native"
     if not isinstance(backend, CpuAttention):
         return f"attention is {backend.name!r}"
-    if config.experts is not None:
-        return "it has experts"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
     widths = (config.hidden_size, config.num_heads * config.head_size, config.ffn_size, config.embed_size or 0)
@@ -80,14 +80,22 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, dtype: torch.dtype, b
 
 def _widths(config: ModelConfig) -> dict[str, int]:
     """Return the buffers of both programs: by name, the elements of a row."""
-    return {
+    num_ffns = 1 if config.experts is None else config.experts.num_active
+    buffers = {
         **dict.fromkeys(("x", "h", "h2"), config.hidden_size),
         "embedded": config.embed_size or config.hidden_size,
         "qkv": config.qkv_size,
         "heads": config.num_heads * config.head_size,
-        "up": config.ffn_size * (2 if config.gated_ffn else 1),
-        "gated": config.ffn_size,
+        "up": num_ffns * config.ffn_size * (2 if config.gated_ffn else 1),
+        "gated": num_ffns * config.ffn_size,
     }
+    if config.experts is not None:
+        buffers |= {
+            "scores": config.experts.num,
+            "routes": num_ffns * ROUTE_BYTES // torch.bfloat16.itemsize,
+            "pairs": num_ffns * config.hidden_size,
+        }
+    return buffers
 
 
 class NativeDecoder:
@@ -156,7 +164,8 @@ class _Writer:
     def block(self, layer: int, table: Tensor | None, backend: CpuAttention) -> None:
         """Put x through a layer, as `Block` in layers.py defines it."""
         name, shared = f"blocks.{layer}", self._config.shared_norm
-        attention, ffn = self._attention(layer, table, backend), self._feed_forward(name)
+        attention = self._attention(layer, table, backend)
+        ffn = self._feed_forward(name) if self._config.experts is None else self._mixture(name, self._config.experts)
         if not self._config.parallel_residual:
             self._residual(f"{name}.attn", attention)
             self._residual(f"{name}.ffn", ffn)
@@ -224,16 +233,47 @@ class _Writer:
 
         return append
 
+    def _mixture(self, name: str, experts: Mixture) -> Part:
+        data = Experts(
+            ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num)),
+            downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num)),
+            gate=self._kept(self._gate()) if self._config.gated_ffn else None,
+            ends=self._kept((c_int32 * experts.num)()),
+            num=experts.num,
+            num_active=experts.num_active,
+            **{buffer: self.program.number(buffer) for buffer in ("scores", "routes", "pairs", "up", "gated")},
+        )
+
+        def append(source: str, target: str, residual: str) -> None:
+            self._linear(f"{name}.router", source, "scores")
+            self.program.add("experts", source, target, data, residual=residual)
+
+        return append
+
     def _gate(self) -> Gate:
         """Return the gate, as `gated` in activation.py defines it."""
         limit = torch.tensor(self._config.ffn_limit or 0.0, dtype=torch.bfloat16).item()  # rounded, as torch clamps
         return Gate(limit, native.ACTIVATIONS.index(self._config.activation))
 
     def _linear(self, name: str, source: str, target: str, residual: str = "", wide: bool = False) -> None:
+        self.program.add("linear", source, target, self._weight(name), residual=residual, wide=wide)
+
+    def _weight(self, name: str) -> native.PackedWeight:
+        """Return the weight of a linear, which the program keeps alive."""
         linear = self._parts.linears[name]
         assert isinstance(linear, NativeLinear)
-        self.program.add("linear", source, target, linear.weight, residual=residual, wide=wide)
         self.program.keep(linear)
+        return linear.weight
+
+    def _addresses(self, names: Iterable[str]) -> int:
+        """Return the address of an array of addresses of weights."""
+        weights = [addressof(self._weight(name)) for name in names]
+        return self._kept((c_void_p * len(weights))(*weights))
+
+    def _kept(self, data: Structure | Array[Any]) -> int:
+        """Return the address of data, which the program keeps alive."""
+        self.program.keep(data)
+        return addressof(data)
 
     def _norm(self, name: str, source: str, target: str, vectors: tuple[int, int, int] | None = None) -> None:
         """Normalise whole rows, or vectors of a row: (where the first begins, how many, their width)."""

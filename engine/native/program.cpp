@@ -27,6 +27,8 @@ void compute_rows(void* shared, int64_t chunk) {
             job.compute[op->kind](*op, job.program, job.step, row);
 }
 
+}  // namespace
+
 void run_rows(const Program& program, const Step& step, const Operation* first, int64_t num_operations) {
     int64_t widest = 1;
     for (int64_t i = 0; i < num_operations; i++)
@@ -36,6 +38,8 @@ void run_rows(const Program& program, const Step& step, const Operation* first, 
     RowJob job = {program, step, first, num_operations, rows_a_chunk, row_operations(program.variant)};
     run_chunks(compute_rows, &job, (step.num_rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
 }
+
+namespace {
 
 void attend(const Program& program, const Step& step, const Operation& op) {
     const Attend& a = *(const Attend*)op.data;
@@ -66,8 +70,10 @@ EXPORT void native_run(const Program* program, const Step* step) {
             multiply(*program, *step, *first);
         } else if (first->kind == ATTEND) {
             attend(*program, *step, *first);
+        } else if (first->kind == EXPERTS) {
+            mix_experts(*program, *step, *first);
         } else {
-            while (op < end && op->kind > ATTEND) op++;
+            while (op < end && op->kind > EXPERTS) op++;
             run_rows(*program, *step, first, op - first);
         }
     }

@@ -13,6 +13,7 @@
 enum Kind {
     LINEAR,  // data: a Linear of linear.cpp
     ATTEND,  // data: Attend
+    EXPERTS,  // data: Experts; in are the rows, out their mixtures plus residual
     // From here on an operation computes row by row: a RowOperation of rows.cpp.
     EMBED,         // data: Table; out is the row of the token
     ADD_POSITION,  // data: Table; out is in plus the row of the position
@@ -21,6 +22,10 @@ enum Kind {
     ROTATE,        // data: Rotation; in place
     GATE,          // data: Gate; out is act(first half of in) * second half
     ADD,           // out is in plus residual
+    // Parts of EXPERTS, which only experts.cpp writes; data: Experts.
+    CHOOSE,  // in are the scores
+    GATHER,  // out are the pairs
+    MIX,     // in are the pairs
     NUM_KINDS,
 };
 
@@ -76,6 +81,34 @@ struct Gate {
     int32_t activation;
 };
 
+// A mixture of experts: the sum of the outputs of the num_active experts with a row's highest scores, weighted by the
+// softmax of these scores. Of equal scores the first ranks highest; a row with a score that is NaN gives NaN. A pair is
+// a row and an expert that it chose: buffers of pairs have num_active times the width of one.
+struct Experts {
+    const Linear* const* ups;    // [num]
+    const Linear* const* downs;  // [num]
+    const Gate* gate;            // between them; null: ups have the activation
+    int32_t* ends;               // [num], scratch: where the pairs of an expert end, sorted by expert
+    int64_t num, num_active;
+    int32_t scores;              // the buffer [rows][num] of the router's output, which the operation reads, too
+    int32_t routes;              // from here on buffers for scratch: of the rows' Routes
+    int32_t pairs;               // of inputs, then outputs
+    int32_t up, gated;           // of outputs of ups, and of the gate, if there is one
+};
+
+// What a row has of its choices, highest score first.
+struct Routes {
+    int32_t* experts;  // [num_active]
+    float* weights;    // [num_active]
+    int32_t* places;   // [num_active], of its pairs among all pairs
+};
+
+static inline Routes routes_of(const Experts& experts, const Program& program, int64_t row) {
+    const int64_t num = experts.num_active;
+    int32_t* start = (int32_t*)program.buffers[experts.routes].data + row * 3 * num;
+    return {start, (float*)(start + num), start + 2 * num};
+}
+
 // in is the fused queries, keys and values. Attention is a library of its own: these are its functions.
 struct Attend {
     void (*write)(const void* batch, const void* cache, const void* key, const void* value, int64_t token_stride);
@@ -89,6 +122,12 @@ struct Attend {
 };
 
 typedef void (*RowOperation)(const Operation&, const Program&, const Step&, int64_t row);
+
+// Run neighbouring operations that compute row by row as one job of the team.
+void run_rows(const Program& program, const Step& step, const Operation* first, int64_t num_operations);
+
+// Run an operation of kind EXPERTS.
+void mix_experts(const Program& program, const Step& step, const Operation& op);
 
 // By kind, with the instructions of a Bf16Variant; null for those that do not compute row by row.
 const RowOperation* row_operations(int variant);

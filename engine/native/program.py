@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from gptserve.engine import native
 
-KINDS = ("linear", "attend", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add")
+KINDS = ("linear", "attend", "experts", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add")
 """The index is the library's number."""
-Kind = Literal["linear", "attend", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add"]
+Kind = Literal["linear", "attend", "experts", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add"]
 
 
 class Table(Structure):
@@ -51,6 +51,20 @@ class Attend(Structure):
         (c_int64, "layer key value num_heads window"),
         (c_float, "scale softcap"),
         (c_int32, "instructions"),
+    )
+
+
+ROUTE_BYTES = 12
+"""Of a pair in the buffer of Experts.routes."""
+
+
+class Experts(Structure):
+    """Experts of program.h."""
+
+    _fields_ = native.members(
+        (c_void_p, "ups downs gate ends"),
+        (c_int64, "num num_active"),
+        (c_int32, "scores routes pairs up gated"),
     )
 
 
@@ -103,6 +117,10 @@ class Program:
         address = None if data is None else addressof(data)
         self._operations.append(_Operation(KINDS.index(kind), *buffers, wide, address))
         self.keep(data)
+
+    def number(self, name: str) -> int:
+        """Return the index of a buffer, by which the data of an operation names it."""
+        return self._numbers[name]
 
     def keep(self, owner: object) -> None:
         """Keep alive what an address in the data of an operation belongs to."""

@@ -113,5 +113,63 @@ static void gate(const Operation& op, const Program& program, const Step&, int64
                                gate.limit);
 }
 
-static const RowOperation ROW_OPERATIONS[NUM_KINDS] = {nullptr, nullptr, embed, add_position, norm, clamp, rotate, gate,
-                                                       add};
+static inline bool ranks_above(float a, float b) { return a > b || (a != a && b == b); }
+
+static void choose(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Experts& experts = *(const Experts*)op.data;
+    const Routes routes = routes_of(experts, program, row);
+    const bf16* scores = row_of(program, op.in, row);
+    float* best = routes.weights;  // first the highest scores
+    int64_t num_found = 0;
+    each(experts.num, [&](int64_t start, int count) {
+        float wide[16];
+        store(wide, 16, load(scores + start, count));
+        for (int i = 0; i < count; i++) {
+            if (num_found == experts.num_active && !ranks_above(wide[i], best[num_found - 1])) continue;
+            int64_t at = num_found < experts.num_active ? num_found++ : num_found - 1;
+            for (; at > 0 && ranks_above(wide[i], best[at - 1]); at--) {
+                best[at] = best[at - 1];
+                routes.experts[at] = routes.experts[at - 1];
+            }
+            best[at] = wide[i];
+            routes.experts[at] = (int32_t)(start + i);
+        }
+    });
+    const Floats highest = broadcast(best[0]);
+    Floats sums = broadcast(0);
+    each(experts.num_active, [&](int64_t i, int count) {
+        const Floats y = exp_of(load(best + i, count) - highest);
+        sums = sums + first(y, count);
+        store(best + i, count, y);
+    });
+    const Floats sum = broadcast(sum_of(sums));
+    each(experts.num_active, [=](int64_t i, int count) { store(best + i, count, load(best + i, count) / sum); });
+}
+
+static void gather(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Experts& experts = *(const Experts*)op.data;
+    const Routes routes = routes_of(experts, program, row);
+    const int64_t width = program.buffers[op.in].width;
+    const bf16* from = row_of(program, op.in, row);
+    bf16* pairs = row_of(program, op.out, 0);
+    for (int64_t k = 0; k < experts.num_active; k++)
+        __builtin_memcpy(pairs + routes.places[k] * width, from, width * sizeof *from);
+}
+
+static void mix(const Operation& op, const Program& program, const Step&, int64_t row) {
+    const Experts& experts = *(const Experts*)op.data;
+    const Routes routes = routes_of(experts, program, row);
+    const int64_t width = program.buffers[op.out].width;
+    const bf16* pairs = row_of(program, op.in, 0);
+    const bf16* residual = op.residual < 0 ? nullptr : row_of(program, op.residual, row);
+    bf16* out = row_of(program, op.out, row);
+    each(width, [=](int64_t i, int count) {
+        Floats sum = broadcast(0);
+        for (int64_t k = 0; k < experts.num_active; k++)
+            sum = sum + load(pairs + routes.places[k] * width + i, count) * broadcast(routes.weights[k]);
+        store(out + i, count, residual ? load(residual + i, count) + widened(narrowed(sum)) : sum);
+    });
+}
+
+static const RowOperation ROW_OPERATIONS[NUM_KINDS] = {nullptr, nullptr, nullptr, embed, add_position, norm, clamp,
+                                                       rotate, gate, add, choose, gather, mix};

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.model import batch_invariance, decoder, linear, runner
-from tests.engine.runs import make_engine, make_request, run
+from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 
@@ -24,7 +25,6 @@ NO_PROGRAM = "torch runs the operations of a step, not a program: "
 OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
     "fp32": ("GPT-2", {"dtype": "float32"}, "it computes in float32"),
     "the reference": ("GPT-2", {"attention_backend": "reference"}, "attention is 'reference'"),
-    "experts": ("gpt-oss, past its window", {}, "it has experts"),
     "a narrow model": ("GPT-2, one layer of one head", {}, "a linear's input is not a multiple of 32 wide"),
     "narrow heads": ("GPT-2, head size 24, wide ffn", {}, "a linear's input is not a multiple of 32 wide"),
 }
@@ -55,11 +55,15 @@ def test_other_products_leave_a_model_to_torch(
     assert obstacle(tiny_gpt2, caplog) == "its products are not those of engine/native"
 
 
-FAMILIES = ["GPT-1", "GPT-2", "GPT-J", "BLOOM", "OPT 350M's layout", "Llama", "Qwen3", "Gemma 3, past its window"]
+WITH_EXPERTS = "gpt-oss, past its window"
+FAMILIES = [
+    *("GPT-1", "GPT-2", "GPT-J", "BLOOM", "OPT 350M's layout", "Llama", "Qwen3", "Gemma 3, past its window"),
+    WITH_EXPERTS,
+]
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-def test_families_without_experts_have_programs(shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_families_have_programs(shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, *SHAPES[shape])
     assert obstacle(tmp_path, caplog) is None
 
@@ -92,6 +96,32 @@ def test_programs_give_the_same_bits_by_avx2_as_by_others(
         return [(output.token_ids, output.logprobs) for request in requests for output in outputs[request.request_id]]
 
     assert told("avx2", "avx2") == told("avx512", other)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_program_mixes_experts_as_torch_does(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of one row, and of many; the logprobs of other prompts differ by far more."""
+    write_model(tmp_path, *SHAPES[WITH_EXPERTS])
+    requests = [
+        make_request(str(i), prompt, max_tokens=1, prompt_logprobs=0)
+        for i, prompt in enumerate([[5], *ragged_prompts(6, 60), [7, 7]])
+    ]
+
+    def logprobs() -> Tensor:
+        engine, found = make_engine(tmp_path, dtype="bfloat16", quantization=quantization), list[float]()
+        for together in (requests[:1], requests[1:]):
+            outputs = run(engine, together)
+            entries = [e for r in together for o in outputs[r.request_id] for e in o.prompt_logprobs or () if e]
+            found += [entry.logprob for entry in entries]
+        return torch.tensor(found)
+
+    by_program = logprobs()
+    monkeypatch.setattr(decoder, "native_decoder", lambda *arguments: None)
+    by_torch = logprobs()
+    assert len(by_torch) > 100
+    assert (by_program - by_torch).abs().mean() < 0.05 < 0.5 < (by_program - by_torch.roll(1)).abs().mean()
 
 
 def test_the_embedded_model_has_programs(storyteller: Path, caplog: pytest.LogCaptureFixture) -> None:

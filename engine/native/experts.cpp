@@ -1,0 +1,62 @@
+// A mixture of experts: its rows choose, are gathered by expert, and go through the experts that they chose.
+//
+// The products are those of native_multiply, one expert after the other; all else computes row by row (rows_kernel.h), so
+// a row's bits do not depend on what others chose. The sorting alone is done by one thread: it takes some ns a pair.
+
+#include "program.h"
+
+namespace {
+
+// Find the places of all pairs: by expert, those of one expert in the order of the rows.
+void place_pairs(const Experts& experts, const Program& program, int64_t num_rows) {
+    for (int64_t e = 0; e < experts.num; e++) experts.ends[e] = 0;
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t k = 0; k < experts.num_active; k++) experts.ends[routes_of(experts, program, row).experts[k]]++;
+    int32_t start = 0;
+    for (int64_t e = 0; e < experts.num; e++) {
+        const int32_t count = experts.ends[e];
+        experts.ends[e] = start;
+        start += count;
+    }
+    for (int64_t row = 0; row < num_rows; row++) {
+        const Routes routes = routes_of(experts, program, row);
+        for (int64_t k = 0; k < experts.num_active; k++) routes.places[k] = experts.ends[routes.experts[k]]++;
+    }
+}
+
+// Multiply each pair with its expert's weight.
+void multiply(const Experts& experts, const Linear* const* linears, const Buffer& in, const Buffer& out) {
+    const int64_t in_width = in.width / experts.num_active, out_width = out.width / experts.num_active;
+    int64_t first = 0;
+    for (int64_t e = 0; e < experts.num; e++) {
+        native_multiply(linears[e], (const bf16*)in.data + first * in_width, nullptr, (bf16*)out.data + first * out_width,
+                        experts.ends[e] - first, 0);
+        first = experts.ends[e];
+    }
+}
+
+// Apply the gate to each pair, as a program of its own whose rows are the pairs.
+void gate(const Experts& experts, const Program& program, int64_t num_pairs) {
+    const Buffer &up = program.buffers[experts.up], &gated = program.buffers[experts.gated];
+    const Buffer buffers[] = {{up.data, up.width / experts.num_active}, {gated.data, gated.width / experts.num_active}};
+    const Operation op = {GATE, 0, 1, -1, 0, experts.gate};
+    const Program of_pairs = {&op, 1, buffers, program.variant};
+    run_rows(of_pairs, {num_pairs, nullptr, nullptr, nullptr, nullptr}, &op, 1);
+}
+
+}  // namespace
+
+void mix_experts(const Program& program, const Step& step, const Operation& op) {
+    const Experts& experts = *(const Experts*)op.data;
+    const Buffer &pairs = program.buffers[experts.pairs], &up = program.buffers[experts.up];
+    const Operation choose = {CHOOSE, experts.scores, experts.routes, -1, 0, &experts};
+    const Operation gather = {GATHER, op.in, experts.pairs, -1, 0, &experts};
+    const Operation mix = {MIX, experts.pairs, op.out, op.residual, 0, &experts};
+    run_rows(program, step, &choose, 1);
+    place_pairs(experts, program, step.num_rows);
+    run_rows(program, step, &gather, 1);
+    multiply(experts, experts.ups, pairs, up);
+    if (experts.gate) gate(experts, program, step.num_rows * experts.num_active);
+    multiply(experts, experts.downs, experts.gate ? program.buffers[experts.gated] : up, pairs);
+    run_rows(program, step, &mix, 1);
+}
