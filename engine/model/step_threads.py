@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gptserve.engine.model.memory import parameter_counts
 from gptserve.engine.scheduling.sequence import ScheduledBatch
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import Experts, ModelConfig
 
 WORK_PER_THREAD = 150_000_000
 """Units of `StepWork` for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one thread: a
@@ -38,10 +38,9 @@ class StepWork:
         self._head = counts["head"]
         if model.tied_head:
             self._head += model.vocab_size * (model.embed_size or model.hidden_size)
-        self._blocks = counts["attention"] + counts["feed-forward"]
-        if model.experts is not None:
-            num_idle = model.experts.num - model.experts.num_active
-            self._blocks -= counts["feed-forward"] * num_idle // model.experts.num
+        self._experts = model.experts or Experts(1, 1)
+        self._attention_weights = counts["attention"]
+        self._expert = counts["feed-forward"] // self._experts.num  # over all layers
         self._attention = _ATTENTION_COST * 2 * model.num_layers * model.num_heads * model.head_size
         self._draw = _DRAW_COST * model.vocab_size
 
@@ -55,7 +54,10 @@ class StepWork:
             num_draws += num_sampled if params.temperature > 0 else 0
             num_pairs += item.num_tokens * (item.sequence.num_computed + item.num_tokens)
         head = self._head * (_ROWS_OF_A_READ + num_logits) if num_logits else 0
-        blocks = self._blocks * (_ROWS_OF_A_READ + batch.num_tokens)
+        num_active, num_tokens = self._experts.num_active, batch.num_tokens
+        num_read = min(self._experts.num, num_active * num_tokens)  # if each row chooses others
+        blocks = self._attention_weights * (_ROWS_OF_A_READ + num_tokens)
+        blocks += self._expert * (_ROWS_OF_A_READ * num_read + num_tokens * num_active)
         return blocks + head + self._attention * num_pairs + self._draw * num_draws
 
 

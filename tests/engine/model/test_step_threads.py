@@ -73,8 +73,19 @@ def test_work_grows_with_all_that_a_step_computes() -> None:
     assert of(batch_of(1, 50, 0)) < of(batch_of(1, 50, 0, prompt_logprobs=1))
 
 
+def work_of_experts(folder: Path, num_active: int, num_sequences: int) -> int:
+    (folder / "config.json").write_text(json.dumps(GptOssConfig().to_dict(), default=str))
+    model = replace(load_config(folder), experts=Experts(8, num_active))
+    return StepWork(model).of(batch_of(num_sequences, 1, 1))
+
+
 def test_idle_experts_are_no_work(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GptOssConfig().to_dict(), default=str))
-    model = load_config(tmp_path)
-    sizes = [StepWork(replace(model, experts=Experts(8, n))).of(batch_of(1, 1, 1)) for n in (2, 4, 8)]
+    sizes = [work_of_experts(tmp_path, num_active, 1) for num_active in (2, 4, 8)]
     assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_more_sequences_read_more_experts(tmp_path: Path) -> None:
+    """Where there are several to choose from; each is read once."""
+    few, many = ([work_of_experts(tmp_path, num_active, n) for n in (1, 4, 5)] for num_active in (2, 8))
+    assert few[1] - few[0] > 2 * (many[1] - many[0])
+    assert few[2] - few[1] < (few[1] - few[0]) / 3
