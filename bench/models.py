@@ -1,4 +1,5 @@
-"""Models to measure with: the real shapes of GPT-2 and of Llamas with random weights, and a tokenizer of their size."""
+"""Models to measure with: real shapes of GPT-2 and Llamas and a small mixture of experts, with random weights, and a
+tokenizer of their size."""
 
 from __future__ import annotations
 
@@ -34,7 +35,19 @@ LLAMA_SHAPES: dict[str, tuple[Any, ...]] = {
     "llama-1b": (16, 2048, 8192, 32, 8, 128256, 131072, 5e5, True),  # Llama 3.2 1B, but for its scaled positions
     "llama-8b": (32, 4096, 14336, 32, 8, 128256, 8192, 5e5, False),  # Llama 3 8B
 }
-SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES)
+MOE_SHAPES: dict[str, dict[str, int]] = {
+    "moe": {  # a small gpt-oss
+        "num_hidden_layers": 8,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 50257,
+    }
+}
+SHAPES = (*GPT2_SHAPES, *LLAMA_SHAPES, *MOE_SHAPES)
 
 
 @contextmanager
@@ -57,13 +70,15 @@ def served_model(shape: str, kept: Path | None = None) -> Iterator[Path]:
 def write_model(folder: Path, shape: str) -> Any:
     """Write a model of this shape with random weights and return transformers' model of it, on the CPU.
 
-    GPT-2 is in fp32, a Llama in bf16, as they were published. A GPU draws the weights where there is one.
+    GPT-2 is in fp32, others in bf16, as they were published. A GPU draws the weights where there is one.
     """
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig
 
     torch.manual_seed(0)
     if shape in GPT2_SHAPES:
         config, dtype = GPT2Config(**GPT2_SHAPES[shape]), torch.float32
+    elif shape in MOE_SHAPES:
+        config, dtype = GptOssConfig(**MOE_SHAPES[shape], head_dim=64), torch.bfloat16
     else:
         fields = dict(zip(_LLAMA_NAMES, LLAMA_SHAPES[shape], strict=True))
         rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
