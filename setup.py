@@ -36,7 +36,10 @@ setup(
             "gptserve.engine.native._native",
             [
                 f"engine/native/{name}.cpp"
-                for name in ("draw", "experts", "int8", "linear", "logprobs", "program", "rows", "team")
+                for name in (
+                    *("draw", "experts", "float_products", "int8", "linear", "logprobs"),
+                    *("program", "rows", "team"),
+                )
             ],
             [
                 f"engine/native/{name}.h"

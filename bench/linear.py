@@ -1,6 +1,7 @@
-"""The products of a step in bf16: those of engine/native compared with oneDNN's, over all weights of a model's shape.
+"""The products of a step: those of engine/native compared with oneDNN's, over all weights of a model's shape.
 
-    python -m bench.linear [--shape gpt2] [--rows 1 8 32 128 512] [--threads 2] [--repeats 7]
+    python -m bench.linear [--shape gpt2] [--dtype bfloat16] [--rows 1 8 32 128 512] [--threads 2]
+        [--repeats 7]
 
 Each side has weights of its own, which together exceed the CPU's caches, and multiplies with all of them once a run, as
 a step does: the blocks, then the head with at most 32 rows. oneDNN gets two rows for one, and with AMX at most 32 a
@@ -32,18 +33,19 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     native.set_num_threads(args.threads)
     sides: dict[str, Callable[..., Linear]] = {"onednn": PackedLinear}
-    for variant in native.supported_variants():
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    for variant in native.supported_variants(dtype.itemsize):
         sides[variant] = lambda weight, bias, variant=variant: NativeLinear(weight, bias, variant=variant)
     shapes, head = weight_shapes(args.shape)
-    made = {side: [make(shape, make_linear) for shape in shapes] for side, make_linear in sides.items()}
-    heads = {side: make(head, make_linear) for side, make_linear in sides.items()}
+    made = {side: [make(shape, dtype, make_linear) for shape in shapes] for side, make_linear in sides.items()}
+    heads = {side: make(head, dtype, make_linear) for side, make_linear in sides.items()}
     rows = []
     with torch.inference_mode():
         for num_rows in args.rows:
             times: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(1 + args.repeats):
                 for side in sides:
-                    times[side].append(seconds(made[side], shapes, heads[side], head, num_rows))
+                    times[side].append(seconds(made[side], shapes, heads[side], head, num_rows, dtype))
             ms = {side: statistics.median(its[1:]) * 1e3 for side, its in times.items()}
             rows.append({"rows": num_rows, "ms": ms, "ratio": {side: ms["onednn"] / ms[side] for side in sides}})
     print(f"{'rows':>5} " + " ".join(f"{side + ' ms':>16} {'ratio':>6}" for side in sides))
@@ -55,6 +57,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=GPT2_SHAPES, default="gpt2")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7)
@@ -71,16 +74,21 @@ def weight_shapes(name: str) -> tuple[list[tuple[int, int]], tuple[int, int]]:
     return block * config.n_layer, (hidden, config.vocab_size)
 
 
-def make(shape: tuple[int, int], make_linear: Callable[..., Linear]) -> Linear:
+def make(shape: tuple[int, int], dtype: torch.dtype, make_linear: Callable[..., Linear]) -> Linear:
     num_in, num_out = shape
-    return make_linear(torch.randn(num_out, num_in).bfloat16(), torch.randn(num_out).bfloat16())
+    return make_linear(torch.randn(num_out, num_in).to(dtype), torch.randn(num_out).to(dtype))
 
 
 def seconds(
-    linears: list[Linear], shapes: list[tuple[int, int]], head: Linear, head_shape: tuple[int, int], num_rows: int
+    linears: list[Linear],
+    shapes: list[tuple[int, int]],
+    head: Linear,
+    head_shape: tuple[int, int],
+    num_rows: int,
+    dtype: torch.dtype,
 ) -> float:
     """Return the time of one pass over all weights."""
-    x = {num_in: torch.randn(num_rows, num_in).bfloat16() for num_in, _ in [*shapes, head_shape]}
+    x = {num_in: torch.randn(num_rows, num_in).to(dtype) for num_in, _ in [*shapes, head_shape]}
     time.sleep(PAUSE_S)
     start = time.perf_counter()
     for linear, (num_in, _) in zip(linears, shapes, strict=True):

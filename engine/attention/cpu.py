@@ -2,8 +2,8 @@
 
 This file packs pointers and sizes, and checks what the kernel does not check. The arithmetic is in cpu_paged_kernel.h.
 The installation builds the library if there is a C++ compiler; without it `is_available()` is False and choose_backend
-takes another backend. The kernel runs in the threads of the linears beside it: in bf16 in the team of engine/native, if
-there is one, else in torch's OpenMP pool.
+takes another backend. The kernel runs in the threads of the linears beside it: in the team of engine/native, if there
+is one, else in torch's OpenMP pool.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CpuAttention:
         self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
         assert self._instructions <= best, f"this CPU has no {instructions}"
         self.build = f"{INSTRUCTIONS[self._instructions]} {native.digest(library)}"
-        self._parallel = _find_parallel()
-        self._team = native.parallel() if native.supported_variants() else None
+        self._in_team = bool(native.supported_variants(4))
+        self._parallel = native.parallel() if self._in_team else _find_parallel()
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None
         self._batch = _Batch()
@@ -131,8 +131,7 @@ class CpuAttention:
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
         """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
         # The threads of the linears beside it: those of two pools would wait for each other's to stop spinning.
-        in_team = cache.element_size == 2 and self._team is not None
-        num_threads = native.num_threads() if in_team else torch.get_num_threads()
+        num_threads = native.num_threads() if self._in_team else torch.get_num_threads()
         if metadata is self._metadata and num_threads == self._batch.num_threads:
             return self._batch
         starts_S1, lens_S = metadata.query_starts_S1, metadata.kv_lens_S
@@ -156,7 +155,7 @@ class CpuAttention:
             scratch=self._scratch.data_ptr(),
             scratch_stride=self._scratch.shape[1],
             max_kv_len=max_kv_len,
-            parallel=self._team if in_team else self._parallel,
+            parallel=self._parallel,
             num_threads=num_threads,
         )
         return self._batch

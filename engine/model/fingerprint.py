@@ -53,8 +53,10 @@ def numeric_causes(
         "dtype": str(dtype),
         "attention": f"{backend.name} {backend.build}",
         "operations": operations.build,
-        "products": build_of(product_of(device, dtype)),
-        "quantized products": "none" if quantization is None else build_of(product_of(device, dtype, quantization)),
+        "products": build_of(product_of(device, dtype), dtype),
+        "quantized products": "none"
+        if quantization is None
+        else build_of(product_of(device, dtype, quantization), dtype),
         "rows of products": repr(products),
         "ranks": str(num_ranks),
         "rows of decoding steps": "padded for graphs" if has_graphs else "as many as needed",

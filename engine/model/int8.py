@@ -64,7 +64,7 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.d
         raise InvalidConfigurationError(
             f"quantization 'int8' sums at most {native.MAX_INT8_DEPTH} products, but this model has rows of {widest}"
         )
-    if not native.supported_int8_variants():
+    if not native.supported_variants(1):
         logger.warning(
             "linear: without the compiled library or AVX2, products in int8 are slow; int8 saves memory only"
         )

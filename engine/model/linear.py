@@ -1,7 +1,7 @@
 """Matrix products with weights: the one place that decides how y = x W^T + b is computed.
 
-On a CPU the weight is packed once: in bf16 and int8 for our own code, which reads it at memory speed and computes each
-row by itself; else for oneDNN. There the bits of a row do not depend on the other rows if a call has at least 2 rows
+On a CPU the weight is packed once: for our own code, which reads it at memory speed and computes each row by itself;
+where that cannot run, for oneDNN. There the bits of a row do not depend on the other rows if a call has at least 2 rows
 and, with AMX, at most 32; PackedLinear makes such calls. Elsewhere torch's own linear is used. layers.py and decoder.py
 build one `Linear` for each weight and know nothing of packing.
 """
@@ -57,19 +57,19 @@ def has_onednn() -> bool:
 
 def product_of(device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None) -> Product:
     """Return what multiplies rows of this dtype on this device with weights of this dtype, or quantized so."""
+    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if quantization is not None:
-        fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-        return "native_int8" if fits and native.supported_int8_variants() else "torch_int8"
-    if device.type == "cpu" and dtype is torch.bfloat16 and native.supported_variants():
+        return "native_int8" if fits and native.supported_variants(torch.int8.itemsize) else "torch_int8"
+    if fits and native.supported_variants(dtype.itemsize):
         return "native"
     return "onednn" if device.type == "cpu" and has_onednn() and dtype != torch.float16 else "torch"
 
 
-def build_of(product: Product) -> str:
+def build_of(product: Product, dtype: torch.dtype) -> str:
     """Return the product and what else decides its bits; the versions of torch and its libraries decide the others'."""
     match product:
         case "native":
-            return f"native {native.supported_variants()[-1]} {native.digest()}"
+            return f"native {native.supported_variants(dtype.itemsize)[-1]} {native.digest()}"
         case "native_int8":  # whose variants give the same bits
             return f"native_int8 {native.digest()}"
         case _:
@@ -140,7 +140,7 @@ class DenseLinear:
 
 
 class NativeLinear:
-    """The library of engine/native, for bf16 on a CPU, with the weight in its own layout.
+    """The library of engine/native, for fp32 and bf16 on a CPU, with the weight in its own layout.
 
     The bits of a row depend on that row alone: not on the number of rows, nor on native.num_threads(). They may differ
     between variants. Bias, activation and residual are added in fp32, and the result is rounded once.
@@ -155,18 +155,19 @@ class NativeLinear:
         variant: native.Variant | None = None,
         memory: HugePages | None = None,
     ) -> None:
-        """Pack the weight into `memory`. `variant` is one of _variants(); None means the best."""
+        """Pack the weight into `memory`. `variant` is one of native.supported_variants; None means the fastest."""
         assert weight.device.type == "cpu"
         self._library, self._dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
         self._num_out, self._num_in = weight.shape
         self._padding = -self._num_in % native.ROW_MULTIPLE
         self._memory, self._kept = memory or HugePages(), list[Tensor]()
-        known, supported = self._variants()
+        itemsize = self._itemsize()
         self.weight = native.PackedWeight(
             num_in=self._num_in,
             num_out=self._num_out,
             activation=native.ACTIVATIONS.index(activation),
-            variant=known.index(variant or supported[-1]) + 1,
+            variant=native.VARIANTS[itemsize].index(variant or native.supported_variants(itemsize)[-1]) + 1,
+            element_bytes=itemsize,
             **self._pack(weight, bias),
         )
 
@@ -183,18 +184,18 @@ class NativeLinear:
         self._library.native_multiply(self.weight, x.data_ptr(), address, out.data_ptr(), len(x), width)
         return out
 
-    @staticmethod
-    def _variants() -> tuple[tuple[native.Variant, ...], tuple[native.Variant, ...]]:
-        """Return the library's variants and those that are supported."""
-        return native.VARIANTS, native.supported_variants()
+    def _itemsize(self) -> int:
+        """Return the bytes of an element of the packed weight."""
+        return self._dtype.itemsize
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         """Return the members of PackedWeight that depend on the weight's dtype; addresses are of tensors in _kept."""
-        assert weight.dtype is torch.bfloat16
-        return {"weight": self._pack_rows([weight], weight.itemsize), "bias": self._pad_outputs(bias)}
+        assert weight.dtype in (torch.float32, torch.bfloat16)
+        return {"weight": self._pack_rows([weight]), "bias": self._pad_outputs(bias)}
 
-    def _pack_rows(self, pieces: Iterable[Tensor], itemsize: int) -> int:
+    def _pack_rows(self, pieces: Iterable[Tensor]) -> int:
         """Keep pieces [rows, in] of a weight, all but the last of whole panels, in the library's layout; return it."""
+        itemsize = self._itemsize()
         sizes = self._num_in, self._num_out, itemsize
         start = address = self._keep(self._memory.take(self._library.native_packed_size(*sizes)))
         for piece in pieces:
@@ -235,9 +236,8 @@ class NativeInt8Linear(NativeLinear):
         self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs
         super().__init__(weight, bias, activation, out_dtype, variant, memory)
 
-    @staticmethod
-    def _variants() -> tuple[tuple[native.Variant, ...], tuple[native.Variant, ...]]:
-        return native.INT8_VARIANTS, native.supported_int8_variants()
+    def _itemsize(self) -> int:
+        return torch.int8.itemsize
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
@@ -249,7 +249,7 @@ class NativeInt8Linear(NativeLinear):
                 scales.append(its_scales)
                 yield piece
 
-        packed = self._pack_rows(values(), torch.int8.itemsize)
+        packed = self._pack_rows(values())
         all_scales = torch.cat(scales)
         exact = exact_outputs(all_scales)
         return {

@@ -50,11 +50,8 @@ def _packed_bytes(config: EngineConfig) -> int:
     """Return how many bytes of weights the engine will pack for our own products at least."""
     if config.device == "cuda" or (config.device == "auto" and NVIDIA_DRIVER.exists()):
         return 0
-    packs = native.supported_int8_variants() if config.quantization else native.supported_variants()
-    others_bytes = (
-        0 if config.dtype == "float32" else 2
-    )  # of weights that are not quantized; oneDNN packs those in fp32
-    if not packs or usable_cpus() == 1 or config.tensor_parallel_size > 1:
+    others_bytes = 4 if config.dtype == "float32" else 2  # of weights that are not quantized
+    if not native.supported_variants(others_bytes) or usable_cpus() == 1 or config.tensor_parallel_size > 1:
         return 0
     try:
         return linear_bytes(load_config(config.model_dir), config.quantization, others_bytes)

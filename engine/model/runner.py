@@ -107,7 +107,7 @@ class ModelRunner:
         self._step_work = StepWork(self._model)
         # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
         product = product_of(self.device, dtype, quantization)
-        self._in_team = product.startswith("native") and dtype is torch.bfloat16
+        self._in_team = product.startswith("native")
         free_cpus = (lambda: math.inf) if self._in_team else FreeCpus()
         self.choose_threads: Callable[[int], int] = partial(
             num_step_threads, max_threads=num_threads, free_cpus=free_cpus

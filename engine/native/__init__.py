@@ -1,4 +1,4 @@
-"""The compiled parts of a step on a CPU: products in bf16 and int8, draws, logprobs, and the team of threads for them.
+"""The compiled parts of a step on a CPU: products in fp32, bf16 and int8, draws, logprobs, and their team of threads.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
 it, or on a CPU without AVX2, the supported variants are none and callers use what torch has. Torch-free: callers pass
@@ -21,12 +21,15 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 14
+ABI = 15
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
-VARIANTS: tuple[Variant, ...] = ("avx2", "avx512", "avx512_bf16", "amx")
-"""Of products in bf16. The library's number of a variant is its index plus 1."""
-INT8_VARIANTS: tuple[Variant, ...] = ("avx2", "avx_vnni", "avx512_vnni", "amx")
-"""Those of products in int8, of which all give the same bits."""
+VARIANTS: dict[int, tuple[Variant, ...]] = {
+    4: ("avx2", "avx512"),
+    2: ("avx2", "avx512", "avx512_bf16", "amx"),
+    1: ("avx2", "avx_vnni", "avx512_vnni", "amx"),
+}
+"""Of products by the bytes of a weight's element: fp32, bf16 and int8. The library's number of a variant is its index
+plus 1. Those of int8 give the same bits."""
 COLUMNS = 32
 """What belongs to the outputs is padded to a multiple of this many."""
 MAX_INT8_DEPTH = 65536
@@ -50,7 +53,7 @@ class PackedWeight(Structure):
     _fields_ = members(
         (c_void_p, "weight bias scales factors exact exact_outputs input_weights exact_inputs"),
         (c_int64, "num_in num_out num_exact num_exact_inputs"),
-        (c_int32, "activation variant"),
+        (c_int32, "activation variant element_bytes"),
     )
 
 
@@ -80,15 +83,14 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def supported_variants() -> tuple[Variant, ...]:
-    """Return the variants of products in bf16 that are built and that this CPU has, the fastest last."""
-    return _supported(VARIANTS, 2)
-
-
-@functools.cache
-def supported_int8_variants() -> tuple[Variant, ...]:
-    """Return those of products in int8."""
-    return _supported(INT8_VARIANTS, 1)
+def supported_variants(element_bytes: int) -> tuple[Variant, ...]:
+    """Return those of VARIANTS that are built and that this CPU has, the fastest last."""
+    found, variants = _load(), VARIANTS[element_bytes]
+    if found is None:
+        return ()
+    numbers = [number for number, _ in enumerate(variants, 1) if found.native_has_variant(element_bytes, number)]
+    fastest = found.native_fastest_variant(element_bytes)
+    return tuple(variants[number - 1] for number in sorted(numbers, key=fastest.__eq__))
 
 
 @functools.cache
@@ -141,15 +143,6 @@ def open_library(module: str, abi_function: str, abi: int, functions: Functions)
         logger.warning("the compiled library %s is not used: %s", spec.origin, error)
         return None
     return found
-
-
-def _supported(variants: tuple[Variant, ...], element_bytes: int) -> tuple[Variant, ...]:
-    found = _load()
-    if found is None:
-        return ()
-    numbers = [number for number, _ in enumerate(variants, 1) if found.native_has_variant(element_bytes, number)]
-    fastest = found.native_fastest_variant(element_bytes)
-    return tuple(variants[number - 1] for number in sorted(numbers, key=fastest.__eq__))
 
 
 def _load() -> ctypes.CDLL | None:

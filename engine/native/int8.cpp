@@ -97,12 +97,12 @@ static bool has_avx_vnni() {
     return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
 }
 
-bool has_int8_variant(int variant, bool has_amx) {
+bool has_int8_variant(int variant) {
     const bool has_avx512_vnni = has_avx512() && __builtin_cpu_supports("avx512vnni");
     return variant == INT8_AVX2       ? has_avx2()
            : variant == INT8_AVX_VNNI ? has_avx_vnni()
            : variant == INT8_VNNI     ? has_avx512_vnni
-                                      : has_avx512_vnni && has_amx;
+                                      : has_avx512_vnni && has_amx();
 }
 
 namespace {
@@ -143,7 +143,7 @@ void quantize_chunk(void* job, int64_t chunk) {
 }  // namespace
 
 void quantize_rows(Product& p, const void* x, bool wide) {
-    const int64_t size = padded(p.linear.num_in, 32), max_far = (p.linear.num_in + 127) / 128;
+    const int64_t size = padded(p.linear.num_in, ROW_MULTIPLE), max_far = (p.linear.num_in + 127) / 128;
     const int64_t num_exact = p.linear.num_exact;
     const int64_t each = p.row_bytes + sizeof(QuantizedRow) + max_far * sizeof(QuantizedRow::Far) +
                          (num_exact + p.linear.num_exact_inputs) * sizeof(float);
@@ -171,6 +171,6 @@ void quantize_rows(Product& p, const void* x, bool wide) {
 
 void compute_int8(const Product&, int64_t, int64_t, int64_t, int64_t) {}
 void quantize_rows(Product&, const void*, bool) {}
-bool has_int8_variant(int, bool) { return false; }
+bool has_int8_variant(int) { return false; }
 
 #endif

@@ -1,9 +1,9 @@
-// Products with packed weights, y = act(x W^T + b) + residual, in bf16 or in int8: what both share.
+// Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16 or int8: what all share.
 //
 // Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][row_bytes / 64][2][16]
-// [16 outputs][4 bytes], where 4 bytes are two bf16 or four int8 numbers that follow each other in a row of W. The last
-// three are a tile of AMX; vectors multiply one of its 16 lines with 4 bytes of x. Outputs and depth are padded with
-// zeros. linear_kernel.h multiplies, linear.cpp cuts products into chunks and exports them, int8.cpp quantizes rows.
+// [16 outputs][4 bytes], where 4 bytes are one fp32, two bf16 or four int8 numbers that follow each other in a row of W.
+// The last three are a tile of AMX; vectors multiply one of its 16 lines with 4 bytes of x. Outputs and depth are padded
+// with zeros. linear.cpp cuts products into chunks and exports them; float_products.cpp and int8.cpp compute chunks.
 
 #pragma once
 
@@ -12,13 +12,14 @@
 #include "vectors.h"
 
 constexpr int COLUMNS = 32;               // outputs of a panel
+constexpr int ROW_MULTIPLE = 32;          // rows of x are padded with zeros to a multiple of this many elements
 constexpr int LINE = 64;                  // bytes of 16 outputs, and of a row of x that goes with a tile
 constexpr int TILE = 16 * LINE;
 constexpr int STEP = 2 * TILE;            // bytes of a panel for LINE bytes of a row
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
-// 0: the CPU has none.
-enum Bf16Variant { BF16_AVX2 = 1, BF16_FMA = 2, BF16_DOT = 3, BF16_AMX = 4 };
+// 0: the CPU has none. In fp32 there are only the first two.
+enum FloatVariant { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX = 4 };
 enum Int8Variant { INT8_AVX2 = 1, INT8_AVX_VNNI = 2, INT8_VNNI = 3, INT8_AMX = 4 };
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
@@ -27,7 +28,7 @@ enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TA
 struct Linear {
     const uint8_t* weight;  // packed; in int8, 128 is added to each
     const float* bias;      // [outputs, padded to whole panels], or null
-    const float* scales;    // int8: what each output is multiplied by, padded alike; null in bf16
+    const float* scales;    // int8: what each output is multiplied by, padded alike
     const float* factors;   // int8: what each element of a row is multiplied by first, padded with 1; null for ones
     const float* exact;     // int8: the weights [num_exact][num_in, padded to 32] of outputs that are not quantized
     const int32_t* exact_outputs;  // int8: which these are
@@ -35,7 +36,7 @@ struct Linear {
                                    // are not quantized; their factors are 0
     const int32_t* exact_inputs;   // int8: which these are
     int64_t num_in, num_out, num_exact, num_exact_inputs;
-    int32_t activation, variant;
+    int32_t activation, variant, element_bytes;
 };
 
 // A row of x in int8: scale * (near + 128 * far), where few elements are far from 0.
@@ -68,15 +69,23 @@ static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// Compute the outputs of panels [panel, last) for rows [from, to).
+// Compute the outputs of panels [panel, last) for rows [from, to), in fp32 and bf16 and in int8.
+void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
 void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
 
 // Make x and `quantized` of a product from its rows [rows][num_in, padded to a multiple of 32], in fp32 or bf16. They
 // are valid until the calling thread quantizes others.
 void quantize_rows(Product& p, const void* x, bool wide);
 
-// Whether the CPU has an Int8Variant, given whether AMX may be used.
-bool has_int8_variant(int variant, bool has_amx);
+// The last FloatVariant that the CPU has for elements of 4 or 2 bytes, which has those before, and the fastest of them.
+int last_float_variant(int64_t element_bytes);
+int fastest_float_variant(int64_t element_bytes);
+
+// Whether the CPU has an Int8Variant.
+bool has_int8_variant(int variant);
+
+// Whether the CPU multiplies tiles and the system lets this process use them.
+bool has_amx();
 
 extern "C" void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                                 int width);

@@ -1,6 +1,6 @@
 // The sums of products in vectors of AVX2. linear.h says how weights lie.
 //
-// linear.cpp and int8.cpp include this file after linear_vectors.h. A panel has four vectors of 8 outputs. Up to 3 rows
+// float_products.cpp and int8.cpp include this file after linear_vectors.h. A panel has four vectors of 8 outputs. Up to 3 rows
 // are multiplied with all four; more, up to 6, with two and then with the other two. Either way 12 sums of 8 outputs,
 // and what they are made of, fill the 16 registers. Besides what linear_vectors.h asks for, of which sum_words can be
 // the sum<R>, their Numbers have:

@@ -45,7 +45,7 @@ struct Program {
     const Operation* operations;
     int64_t num_operations;
     const Buffer* buffers;
-    int32_t variant;  // a Bf16Variant that the CPU has: its instructions compute the rows
+    int32_t variant;  // a FloatVariant that the CPU has: its instructions compute the rows
 };
 
 // One call of a program.
@@ -129,5 +129,5 @@ void run_rows(const Program& program, const Step& step, const Operation* first, 
 // Run an operation of kind EXPERTS.
 void mix_experts(const Program& program, const Step& step, const Operation& op);
 
-// By kind, with the instructions of a Bf16Variant; null for those that do not compute row by row.
+// By kind, with the instructions of a FloatVariant; null for those that do not compute row by row.
 const RowOperation* row_operations(int variant);

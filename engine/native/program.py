@@ -100,10 +100,10 @@ class Program:
     def __init__(self, widths: dict[str, int], variant: native.Variant | None = None) -> None:
         """Begin an empty program over buffers of these names and widths, in elements.
 
-        `variant` is one of native.supported_variants(), whose instructions compute all but products and attention; None
-        means the best.
+        `variant` is one of native.supported_variants(2), whose instructions compute all but products and attention;
+        None means the best.
         """
-        self._variant = variant or native.supported_variants()[-1]
+        self._variant = variant or native.supported_variants(2)[-1]
         self._numbers = {name: number for number, name in enumerate(widths)}
         self._buffers = (_Buffer * len(widths))(*(_Buffer(None, width) for width in widths.values()))
         self._operations: list[_Operation] = []
@@ -148,5 +148,5 @@ class Program:
         """The program as the library reads it; made by the first run, after the last `add`."""
         operations = (_Operation * len(self._operations))(*self._operations)
         self.keep(operations)
-        variant = native.VARIANTS.index(self._variant) + 1
+        variant = native.VARIANTS[2].index(self._variant) + 1
         return _Program(addressof(operations), len(operations), addressof(self._buffers), variant)

@@ -25,7 +25,7 @@ namespace avx512 {
 END_INSTRUCTIONS
 
 const RowOperation* row_operations(int variant) {
-    return variant == BF16_AVX2 ? avx2::ROW_OPERATIONS : avx512::ROW_OPERATIONS;
+    return variant == AVX2 ? avx2::ROW_OPERATIONS : avx512::ROW_OPERATIONS;
 }
 
 #else

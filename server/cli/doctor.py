@@ -89,10 +89,6 @@ def _kernels(build: Mapping[str, str], cpuinfo: Path) -> Finding:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     if not flags >= {"avx2", "fma"}:
         why = "the CPU has no AVX2"
-    elif build["product"] == "onednn" and build["dtype"] != "bfloat16":
-        why = f"they compute in bfloat16, and --dtype is {build['dtype']}"
-    elif build["product"] == "torch_int8" and build["dtype"] == "float16":
-        why = "in int8 they compute in bfloat16 or float32, and --dtype is float16"
     else:
         why = "their library is missing: the installation compiles it where there is a C++ compiler"
     return "warn", f"products with weights: {build['product']}, not our own kernels: {why}"

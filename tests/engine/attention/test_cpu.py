@@ -306,17 +306,16 @@ def test_the_scratch_takes_the_bytes_it_was_said_to(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_kernel_runs_in_the_threads_of_the_linears(set_threads: Callable[[int], None]) -> None:
-    """Those of torch in fp32, the team of engine/native in bf16."""
+    """The team of engine/native."""
     set_threads(2)
     torch.ones(1 << 20).relu()
-    if native.supported_variants():
-        native.stop()
-    threads = set(os.listdir("/proc/self/task"))
     spec = _spec()
-    _run(CpuAttention(), _sequences(spec, torch.float32), spec, _chunks(20))
-    assert set(os.listdir("/proc/self/task")) <= threads
-    _run(CpuAttention(), _sequences(spec, torch.bfloat16), spec, _chunks(20))
-    assert len(set(os.listdir("/proc/self/task")) - threads) == bool(native.supported_variants())
+    for dtype in DTYPES:
+        if native.supported_variants(2):
+            native.stop()
+        threads = set(os.listdir("/proc/self/task"))
+        _run(CpuAttention(), _sequences(spec, dtype), spec, _chunks(20))
+        assert len(set(os.listdir("/proc/self/task")) - threads) == bool(native.supported_variants(2))
     runtimes = set(re.findall(r"\S*/lib(?:gomp|omp|iomp)\S*", Path("/proc/self/maps").read_text()))
     assert len(runtimes) == 1
 

@@ -29,7 +29,7 @@ from gptserve.engine.model.batch_invariance import (
     first_difference,
     set_up_device,
 )
-from gptserve.engine.model.linear import DenseLinear, PackedLinear
+from gptserve.engine.model.linear import DenseLinear, Linear, make_linear
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_config, make_engine
@@ -39,14 +39,15 @@ LIMIT_S = 60
 SHAPES = [(768, 2304), (3072, 768), (768, 768), (2048, 8192), (1024, 256)]
 
 
-def test_whatever_the_cpu_rows_are_independent_in_bf16() -> None:
-    assert first_difference(SHAPES, PROBED_ROWS, CPU, torch.bfloat16) is None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whatever_the_cpu_rows_are_independent(dtype: torch.dtype) -> None:
+    assert first_difference(SHAPES, PROBED_ROWS, CPU, dtype) is None
 
 
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without AVX2, or an installation without a compiler."""
-    monkeypatch.setattr(native, "supported_variants", lambda: ())
+    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
 
 
 @pytest.mark.usefixtures("without_native")
@@ -64,14 +65,15 @@ def test_calls_of_any_number_of_rows_would_depend_on_it_with_amx(monkeypatch: py
 def test_a_product_whose_rows_depend_on_their_number_is_seen(
     tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compute = PackedLinear.__call__
+    linear = type(make_linear(torch.randn(32, 64), None))
+    compute = linear.__call__
 
-    def depending(self: PackedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def depending(self: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return compute(self, x, residual) * (1.0 if len(x) != 33 else 1.01)
 
     assert first_difference([(64, 32)], PROBED_ROWS, CPU, torch.float32) is None
     assert make_engine(tiny_gpt2, batch_invariant=True).info.batch_invariant
-    monkeypatch.setattr(PackedLinear, "__call__", depending)
+    monkeypatch.setattr(linear, "__call__", depending)
     found = "a row of a product (64 inputs, 32 outputs) has other bits among 33 rows than among 256"
     assert first_difference([(64, 32)], PROBED_ROWS, CPU, torch.float32) == found
     caplog.clear()

@@ -31,9 +31,9 @@ ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), 
 """(in, out) around the multiples that the layout pads to, and one that is quantized in two pieces."""
 
 
-@pytest.fixture(params=native.INT8_VARIANTS)
+@pytest.fixture(params=native.VARIANTS[1])
 def variant(request: pytest.FixtureRequest) -> Iterator[native.Variant]:
-    if request.param not in native.supported_int8_variants():
+    if request.param not in native.supported_variants(1):
         pytest.skip(f"{request.param} is not built, or this CPU has none")
     yield request.param
     native.set_num_threads(1)
@@ -231,7 +231,7 @@ def test_the_kernel_activates(variant: native.Variant, activation: Activation | 
 
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
 def test_all_variants_give_the_same_bits(activation: Activation | None) -> None:
-    first, *others = native.supported_int8_variants() or pytest.skip("no variant is built, or this CPU has none")
+    first, *others = native.supported_variants(1) or pytest.skip("no variant is built, or this CPU has none")
     if not others:
         pytest.skip("this CPU has one variant")
     for dtype in DTYPES:
@@ -299,10 +299,10 @@ def test_the_largest_sums_fit(variant: native.Variant) -> None:
 def test_without_the_kernel_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(40, 64), torch.randn(3, 64)
     best = make_linear(weight, None, quantization="int8")
-    name = build_of(product_of(CPU, torch.float32, "int8"))
-    monkeypatch.setattr(native, "supported_int8_variants", lambda: ())
+    name = build_of(product_of(CPU, torch.float32, "int8"), torch.float32)
+    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
     slow = make_linear(weight, None, quantization="int8")
     assert isinstance(slow, DenseInt8Linear)
     assert torch.equal(slow(x), best(x))
-    assert build_of(product_of(CPU, torch.float32, "int8")) == "torch_int8"
+    assert build_of(product_of(CPU, torch.float32, "int8"), torch.float32) == "torch_int8"
     assert (name == "torch_int8") == isinstance(best, DenseInt8Linear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -23,6 +24,7 @@ from gptserve.engine.model.linear import (
 from gptserve.weights.config import Activation
 
 CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS: tuple[Activation | None, ...] = (None, "gelu", "gelu_tanh", "relu", "silu")
 
 
@@ -43,7 +45,7 @@ def test_packed_adds_the_residual_and_leaves_it_unchanged() -> None:
     assert torch.equal(residual, kept)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(768, 2304), (3072, 768), (640, 96)])
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, bias = torch.randn(shape[1], shape[0], dtype=dtype), torch.randn(shape[1], dtype=dtype)
@@ -74,22 +76,23 @@ def test_sums_in_another_order_are_seen_by_the_comparison() -> None:
 
 
 def test_the_cpu_gets_a_packed_linear() -> None:
-    in_bf16 = NativeLinear if native.supported_variants() else PackedLinear
-    assert isinstance(make_linear(torch.randn(8, 8), None), PackedLinear)
-    assert isinstance(make_linear(torch.randn(8, 8).bfloat16(), None), in_bf16)
+    for dtype in DTYPES:
+        expected = NativeLinear if native.supported_variants(dtype.itemsize) else PackedLinear
+        assert isinstance(make_linear(torch.randn(8, 8, dtype=dtype), None), expected)
     assert isinstance(make_linear(torch.randn(8, 8).half(), None), DenseLinear)
 
 
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without AVX2, or an installation without a compiler."""
-    monkeypatch.setattr(native, "supported_variants", lambda: ())
+    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
 
 
 @pytest.mark.usefixtures("without_native")
-def test_without_the_library_bf16_gets_onednn() -> None:
-    assert isinstance(make_linear(torch.randn(8, 8).bfloat16(), None), PackedLinear)
-    assert build_of(product_of(CPU, torch.bfloat16)) == "onednn"
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_the_library_onednn_multiplies(dtype: torch.dtype) -> None:
+    assert isinstance(make_linear(torch.randn(8, 8, dtype=dtype), None), PackedLinear)
+    assert build_of(product_of(CPU, dtype), dtype) == "onednn"
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 32, 33, 65, 100])
@@ -112,19 +115,41 @@ def test_with_amx_no_call_has_more_rows_than_keep_their_bits_nor_a_single_one(
     assert all(2 <= rows <= 32 for rows in calls)
 
 
-@pytest.fixture(params=native.VARIANTS)
-def variant(request: pytest.FixtureRequest) -> Iterator[native.Variant]:
-    if request.param not in native.supported_variants():
-        pytest.skip(f"{request.param} is not built, or this CPU has none")
-    yield request.param
+@dataclass(frozen=True)
+class Kind:
+    """Our products of one dtype by one variant."""
+
+    dtype: torch.dtype
+    variant: native.Variant
+
+    def rows(self, *shape: int) -> Tensor:
+        return torch.randn(*shape).to(self.dtype)
+
+    def linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: Activation | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> NativeLinear:
+        return NativeLinear(weight, bias, activation, out_dtype, self.variant)
+
+
+@pytest.fixture(
+    params=[Kind(dtype, variant) for dtype in DTYPES for variant in native.VARIANTS[dtype.itemsize]],
+    ids=lambda kind: f"{kind.dtype} {kind.variant}",
+)
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    found: Kind = request.param
+    if found.variant not in native.supported_variants(found.dtype.itemsize):
+        pytest.skip(f"{found.variant} is not built, or this CPU has none")
+    yield found
     native.set_num_threads(1)
 
 
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(*shape).bfloat16()
-
-
-AVX2_AND_AVX512: tuple[native.Variant, ...] = ("avx2", "avx512")
+needs_avx512 = pytest.mark.skipif(
+    "avx512" not in native.supported_variants(2), reason="no AVX-512 here, or the library is not built"
+)
 
 ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), (257, 300)]
 """(in, out) around the multiples that the layout pads to."""
@@ -132,68 +157,69 @@ ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), 
 
 @pytest.mark.parametrize(("num_in", "num_out"), ODD_SIZES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_native_is_the_product_rounded_once(variant: native.Variant, num_in: int, num_out: int, bias: bool) -> None:
-    weight, x, residual = bf16(num_out, num_in), bf16(21, num_in), bf16(21, num_out)
-    b = bf16(num_out) if bias else None
-    wide = NativeLinear(weight, b, out_dtype=torch.float32, variant=variant)
+def test_native_is_the_product_rounded_once(kind: Kind, num_in: int, num_out: int, bias: bool) -> None:
+    weight, x, residual = kind.rows(num_out, num_in), kind.rows(21, num_in), kind.rows(21, num_out)
+    b = kind.rows(num_out) if bias else None
+    wide = kind.linear(weight, b, out_dtype=torch.float32)
     exact = DenseLinear(weight.double(), b.double() if b is not None else None)(x.double(), residual.double())
     torch.testing.assert_close(wide(x, residual).double(), exact, atol=num_in * 2e-6, rtol=1e-6)
 
-    narrow = NativeLinear(weight, b, variant=variant)
-    assert narrow(x, residual).dtype is torch.bfloat16
-    assert torch.equal(narrow(x, residual), wide(x, residual).bfloat16())
-    assert torch.equal(narrow(x), wide(x).bfloat16())
+    narrow = kind.linear(weight, b)
+    assert narrow(x, residual).dtype is kind.dtype
+    assert torch.equal(narrow(x, residual), wide(x, residual).to(kind.dtype))
+    assert torch.equal(narrow(x), wide(x).to(kind.dtype))
 
 
 @pytest.mark.parametrize("activation", native.ACTIVATIONS[1:])
-def test_native_activates_as_torch_does_in_fp64(variant: native.Variant, activation: Activation) -> None:
+def test_native_activates_as_torch_does_in_fp64(kind: Kind, activation: Activation) -> None:
     x = torch.cat([torch.linspace(-20, 20, 32 * 500), torch.logspace(-30, 2, 32 * 20), torch.zeros(32)])
-    x = x.view(-1, 32).bfloat16()
-    y = NativeLinear(torch.eye(32).bfloat16(), None, activation, torch.float32, variant)(x)
+    x = x.view(-1, 32).to(kind.dtype)
+    y = kind.linear(torch.eye(32).to(kind.dtype), None, activation, torch.float32)(x)
     torch.testing.assert_close(y.double(), activate(x.double(), activation), atol=1e-7, rtol=2e-6)
 
 
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
-def test_native_equals_dense(variant: native.Variant, activation: Activation | None) -> None:
-    weight, bias, x, residual = bf16(70, 96), bf16(70), bf16(40, 96), bf16(40, 70)
+def test_native_equals_dense(kind: Kind, activation: Activation | None) -> None:
+    weight, bias, x, residual = kind.rows(70, 96), kind.rows(70), kind.rows(40, 96), kind.rows(40, 70)
     kept = residual.clone()
-    expected = DenseLinear(weight.float(), bias.float(), activation)(x.float(), residual.float()).bfloat16()
-    y = NativeLinear(weight, bias, activation, variant=variant)(x, residual)
-    torch.testing.assert_close(y, expected, atol=2e-4, rtol=2**-7)  # where fp32 differs at a border: one step of bf16
-    assert (y != expected).float().mean() < 0.02
+    expected = DenseLinear(weight.float(), bias.float(), activation)(x.float(), residual.float()).to(kind.dtype)
+    y = kind.linear(weight, bias, activation)(x, residual)
+    if kind.dtype is torch.float32:
+        torch.testing.assert_close(y, expected, atol=2e-4, rtol=1e-5)
+    else:  # where fp32 differs at a border: one step of bf16
+        torch.testing.assert_close(y, expected, atol=2e-4, rtol=2**-7)
+        assert (y != expected).float().mean() < 0.02
     assert torch.equal(residual, kept)
 
 
-@pytest.mark.skipif("avx512" not in native.supported_variants(), reason="no AVX-512 here, or the library is not built")
-def test_avx2_and_avx512_compute_the_same_bits() -> None:
+@needs_avx512
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_avx2_and_avx512_compute_the_same_bits(dtype: torch.dtype) -> None:
+    by_avx2, by_avx512 = Kind(dtype, "avx2"), Kind(dtype, "avx512")
     for activation in native.ACTIVATIONS:
         for num_in, num_out in ODD_SIZES:
-            weight, bias = bf16(num_out, num_in), bf16(num_out)
-            x, residual = bf16(21, num_in), bf16(21, num_out)
-            for out_dtype in (torch.float32, torch.bfloat16):
-                by_avx2, by_avx512 = (
-                    NativeLinear(weight, bias, activation, out_dtype, variant) for variant in AVX2_AND_AVX512
-                )
+            weight, bias = by_avx2.rows(num_out, num_in), by_avx2.rows(num_out)
+            x, residual = by_avx2.rows(21, num_in), by_avx2.rows(21, num_out)
+            for out_dtype in {torch.float32, dtype}:
+                one, other = (k.linear(weight, bias, activation, out_dtype) for k in (by_avx2, by_avx512))
                 for num_rows in range(1, 22):
                     arguments = x[:num_rows], residual[:num_rows]
-                    assert torch.equal(by_avx2(*arguments), by_avx512(*arguments)), (activation, num_in, num_rows)
+                    assert torch.equal(one(*arguments), other(*arguments)), (activation, num_in, num_rows)
 
 
-@pytest.mark.skipif("avx512" not in native.supported_variants(), reason="no AVX-512 here, or the library is not built")
+@needs_avx512
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
 def test_avx2_and_avx512_activate_every_number_of_bf16_alike(activation: Activation | None) -> None:
     x = torch.zeros(2**16, 32).bfloat16()
     x[:, 0] = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
-    by_avx2, by_avx512 = (
-        NativeLinear(torch.eye(32).bfloat16(), None, activation, torch.float32, variant)(x)
-        for variant in AVX2_AND_AVX512
-    )
+    kinds = Kind(torch.bfloat16, "avx2"), Kind(torch.bfloat16, "avx512")
+    by_avx2, by_avx512 = (kind.linear(torch.eye(32).bfloat16(), None, activation, torch.float32)(x) for kind in kinds)
     assert torch.equal(by_avx2.view(torch.int32), by_avx512.view(torch.int32))
 
 
-def test_not_a_number_stays_in_its_row(variant: native.Variant) -> None:
+def test_not_a_number_stays_in_its_row(kind: Kind) -> None:
     for activation in native.ACTIVATIONS:
-        linear, x = NativeLinear(bf16(40, 64), None, activation, variant=variant), bf16(20, 64)
+        linear, x = kind.linear(kind.rows(40, 64), None, activation), kind.rows(20, 64)
         x[3, 5] = torch.nan
         is_nan = linear(x).isnan()
         assert is_nan[3].all()
@@ -201,11 +227,11 @@ def test_not_a_number_stays_in_its_row(variant: native.Variant) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_row_of_native_has_the_same_bits_among_any_others(variant: native.Variant, seed: int) -> None:
+def test_a_row_of_native_has_the_same_bits_among_any_others(kind: Kind, seed: int) -> None:
     draw = random.Random(seed)
     num_in, num_out = draw.choice([7, 64, 300, 768, 3072]), draw.choice([5, 96, 250, 1000])
-    linear = NativeLinear(bf16(num_out, num_in), bf16(num_out), draw.choice(native.ACTIVATIONS), variant=variant)
-    x, residual = bf16(300, num_in), bf16(300, num_out)
+    linear = kind.linear(kind.rows(num_out, num_in), kind.rows(num_out), draw.choice(native.ACTIVATIONS))
+    x, residual = kind.rows(300, num_in), kind.rows(300, num_out)
     native.set_num_threads(1)
     plain, added = linear(x), linear(x, residual)
     for num_threads in (1, 2, 3, 7):
@@ -218,46 +244,46 @@ def test_a_row_of_native_has_the_same_bits_among_any_others(variant: native.Vari
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_in", "num_out"), [(768, 96), (1100, 64)])
-def test_a_row_of_native_has_the_same_bits_in_every_number_of_rows(
-    variant: native.Variant, num_in: int, num_out: int
-) -> None:
-    linear, x = NativeLinear(bf16(num_out, num_in), bf16(num_out), variant=variant), bf16(300, num_in)
+def test_a_row_of_native_has_the_same_bits_in_every_number_of_rows(kind: Kind, num_in: int, num_out: int) -> None:
+    linear, x = kind.linear(kind.rows(num_out, num_in), kind.rows(num_out)), kind.rows(300, num_in)
     whole = linear(x)
     for num_rows in range(1, 301):
         assert torch.equal(linear(x[:num_rows]), whole[:num_rows])
         assert torch.equal(linear(x[-num_rows:]), whole[-num_rows:])
 
 
-def test_native_sums_in_another_order_are_seen_by_the_comparison(variant: native.Variant) -> None:
+def test_native_sums_in_another_order_are_seen_by_the_comparison(kind: Kind) -> None:
     """The negative control of the tests above, without the rounding that hides the order."""
-    weight, x, mixed = bf16(96, 640), bf16(64, 640), torch.randperm(640)
-    plain = NativeLinear(weight, None, out_dtype=torch.float32, variant=variant)(x)
-    other = NativeLinear(weight[:, mixed], None, out_dtype=torch.float32, variant=variant)(x[:, mixed])
+    weight, x, mixed = kind.rows(96, 640), kind.rows(64, 640), torch.randperm(640)
+    plain = kind.linear(weight, out_dtype=torch.float32)(x)
+    other = kind.linear(weight[:, mixed], out_dtype=torch.float32)(x[:, mixed])
     torch.testing.assert_close(other, plain, atol=1e-3, rtol=1e-3)
     assert not torch.equal(other, plain)
 
 
-def test_one_changed_element_changes_its_row_and_no_other(variant: native.Variant) -> None:
-    linear, x = NativeLinear(bf16(48, 768), None, variant=variant), bf16(40, 768)
+def test_one_changed_element_changes_its_row_and_no_other(kind: Kind) -> None:
+    linear, x = kind.linear(kind.rows(48, 768)), kind.rows(40, 768)
     before = linear(x)
     x[33, 700] += 4
     assert (linear(x) != before).any(1).nonzero().tolist() == [[33]]
 
 
-def test_native_refuses_what_is_not_laid_out_as_it_reads(variant: native.Variant) -> None:
-    linear, x = NativeLinear(bf16(8, 64), None, variant=variant), bf16(4, 64)
-    for wrong in (bf16(4, 128)[:, ::2], x.float(), bf16(4, 32), bf16(64)):
+def test_native_refuses_what_is_not_laid_out_as_it_reads(kind: Kind) -> None:
+    linear, x = kind.linear(kind.rows(8, 64)), kind.rows(4, 64)
+    for wrong in (kind.rows(4, 128)[:, ::2], x.half(), kind.rows(4, 32), kind.rows(64)):
         with pytest.raises(AssertionError):
             linear(wrong)
-    for wrong in (bf16(8, 4).T, bf16(4, 9), torch.randn(4, 8), bf16(1, 8)):
+    for wrong in (kind.rows(8, 4).T, kind.rows(4, 9), kind.rows(4, 8).half(), kind.rows(1, 8)):
         with pytest.raises(AssertionError):
             linear(x, wrong)
     assert linear(x[:0]).shape == (0, 8)
 
 
-@pytest.mark.skipif(len(native.supported_variants()) < 2, reason="this CPU has one variant")
-def test_the_fingerprint_knows_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, other, fastest = native.supported_variants()
-    assert build_of(product_of(CPU, torch.bfloat16)).startswith(f"native {fastest} ")
-    monkeypatch.setattr(native, "supported_variants", lambda: (other,))
-    assert build_of(product_of(CPU, torch.bfloat16)).startswith(f"native {other} ")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_fingerprint_knows_the_variant(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if len(supported := native.supported_variants(dtype.itemsize)) < 2:
+        pytest.skip("this CPU has one variant")
+    *_, other, fastest = supported
+    assert build_of(product_of(CPU, dtype), dtype).startswith(f"native {fastest} ")
+    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: (other,))
+    assert build_of(product_of(CPU, dtype), dtype).startswith(f"native {other} ")

@@ -39,7 +39,7 @@ def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it_fast(monkeypatch
         (False, (), torch.float32),
     ):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=has_instruction: supported)
-        monkeypatch.setattr(native, "supported_variants", lambda variants=variants: variants)
+        monkeypatch.setattr(native, "supported_variants", lambda element_bytes, variants=variants: variants)
         assert hardware.choose_dtype(config, torch.device("cpu")) is dtype
 
 
@@ -48,9 +48,9 @@ def test_bf16_is_refused_where_neither_our_own_products_nor_onednns_compute_it(
 ) -> None:
     """oneDNN has it with AVX-512 only."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    if native.supported_variants():
+    if native.supported_variants(2):
         assert info(tiny_gpt2, dtype="bfloat16").dtype == "bfloat16"
-    monkeypatch.setattr(native, "supported_variants", lambda: ())
+    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
     with pytest.raises(InvalidConfigurationError, match=r"^dtype 'bfloat16' is not supported by this CPU"):
         make_engine(tiny_gpt2, dtype="bfloat16")
 
@@ -177,11 +177,14 @@ def test_a_step_leaves_torch_its_threads(tiny_gpt2: Path) -> None:
 
 
 @pytest.mark.usefixtures("torch_threads")
-@pytest.mark.skipif(not native.supported_variants(), reason="the library is not built, or of no use here")
-@pytest.mark.parametrize(("dtype", "in_torch"), [("float32", 2), ("bfloat16", 1)])
+@pytest.mark.skipif(not native.supported_variants(2), reason="the library is not built, or of no use here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("is_built", "in_torch"), [(True, 1), (False, 2)])
 def test_either_torch_or_the_team_has_threads(
-    tiny_gpt2: Path, dtype: str, in_torch: int, monkeypatch: pytest.MonkeyPatch
+    tiny_gpt2: Path, dtype: str, is_built: bool, in_torch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not is_built:
+        monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
     seen, compute = set(), Decoder.hidden_states
 
     def computing(*arguments: Any) -> Any:
@@ -223,7 +226,7 @@ def test_a_gpu_that_torch_does_not_see_is_told(
     ]
 
 
-def test_without_onednn_the_loss_of_exactness_is_told(
+def test_without_the_library_and_onednn_the_loss_of_exactness_is_told(
     tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
@@ -231,6 +234,7 @@ def test_without_onednn_the_loss_of_exactness_is_told(
     assert "oneDNN" not in caplog.text
     assert "batch_invariant=yes" in caplog.text
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
     with caplog.at_level(logging.DEBUG):
         engine = make_engine(tiny_gpt2)
     assert "this torch has no oneDNN" in caplog.text

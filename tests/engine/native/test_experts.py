@@ -18,14 +18,14 @@ from gptserve.engine.model.experts import MixtureOfExperts
 from gptserve.engine.model.linear import NativeInt8Linear, NativeLinear
 from gptserve.engine.native.program import ROUTE_BYTES, Experts, Gate, Program
 
-pytestmark = pytest.mark.skipif(not native.supported_variants(), reason="the library is not built, or of no use here")
+pytestmark = pytest.mark.skipif(not native.supported_variants(2), reason="the library is not built, or of no use here")
 
 HIDDEN, FFN = 64, 96
 LIMIT = 2.0
 SPARE_ROWS = 3
 NAN, INF = torch.nan, torch.inf
 
-by_variant = pytest.mark.parametrize("variant", native.supported_variants())
+by_variant = pytest.mark.parametrize("variant", native.supported_variants(2))
 both_kinds = pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 
 
@@ -126,7 +126,7 @@ SHAPES = st.builds(
 @settings(max_examples=50, deadline=None)
 @given(
     shape=SHAPES,
-    variant=st.sampled_from(native.supported_variants() or ("avx2",)),
+    variant=st.sampled_from(native.supported_variants(2) or ("avx2",)),
     num_rows=st.sampled_from([1, 2, 3, 17, 80]),
     has_residual=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -151,7 +151,7 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
 
 
 @both_kinds
-@pytest.mark.skipif("avx512" not in native.supported_variants(), reason="this CPU has no AVX-512")
+@pytest.mark.skipif("avx512" not in native.supported_variants(2), reason="this CPU has no AVX-512")
 def test_avx2_and_avx512_compute_the_same_bits(int8: bool) -> None:
     shape = Shape(19, 17, int8=int8)  # several vectors, the last ones not whole
     rows = random_rows(9, shape)

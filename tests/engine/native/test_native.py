@@ -22,7 +22,7 @@ from gptserve.engine import native
 from gptserve.engine.model.linear import NativeLinear
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not native.supported_variants(),
+    sys.platform != "linux" or not native.supported_variants(2),
     reason="reads /proc, or the library is not built or of no use here",
 )
 
@@ -249,7 +249,7 @@ assert os.waitpid(child, 0)[1] == 0
 def test_without_the_library_there_is_no_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find_spec", lambda module: None)
     assert native._load() is None
-    assert native.supported_variants.__wrapped__() == ()
+    assert native.supported_variants.__wrapped__(2) == ()
 
 
 def test_the_fastest_variant_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +258,9 @@ def test_the_fastest_variant_comes_last(monkeypatch: pytest.MonkeyPatch) -> None
         native_has_variant=lambda itemsize, variant: variant in (1, 2, 3), native_fastest_variant=lambda itemsize: 2
     )
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_variants.__wrapped__() == ("avx2", "avx512_bf16", "avx512")
+    assert native.supported_variants.__wrapped__(2) == ("avx2", "avx512_bf16", "avx512")
     library.native_fastest_variant = lambda itemsize: 3
-    assert native.supported_variants.__wrapped__() == ("avx2", "avx512", "avx512_bf16")
+    assert native.supported_variants.__wrapped__(2) == ("avx2", "avx512", "avx512_bf16")
 
 
 def test_a_cpu_may_lack_a_variant_before_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_a_cpu_may_lack_a_variant_before_another(monkeypatch: pytest.MonkeyPatch
         native_has_variant=lambda itemsize, variant: variant in (1, 3), native_fastest_variant=lambda itemsize: 3
     )
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_int8_variants.__wrapped__() == ("avx2", "avx512_vnni")
+    assert native.supported_variants.__wrapped__(1) == ("avx2", "avx512_vnni")
 
 
 def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
@@ -281,7 +281,7 @@ def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
         "avx512_vnni": "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni",
     }
     unlisted = {"amx"} if "avx_vnni" in flags else {"amx", "avx_vnni"}  # old kernels do not know that name
-    found = [variant for variant in native.supported_int8_variants() if variant not in unlisted]
+    found = [variant for variant in native.supported_variants(1) if variant not in unlisted]
     assert found == [variant for variant, needed in needs.items() if flags >= set(needed.split())]
 
 

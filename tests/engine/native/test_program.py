@@ -79,7 +79,7 @@ def gated_by_program(x: Tensor, gate: Gate, variant: native.Variant) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("variant", native.supported_variants())
+@pytest.mark.parametrize("variant", native.supported_variants(2))
 @pytest.mark.parametrize("limit", [None, 2.0, 0.7])  # 0.7 is no number of bf16
 def test_a_gate_is_what_torch_computes(limit: float | None, variant: native.Variant) -> None:
     rounded = torch.tensor(limit or 0.0).bfloat16().item()
@@ -114,7 +114,7 @@ def computed(operation: Add, width: int, variant: native.Variant) -> Tensor:
     return tensors["out"][:ROWS].view(torch.int16)
 
 
-@pytest.mark.skipif("avx512" not in native.supported_variants(), reason="the library is not built, or no AVX-512 here")
+@pytest.mark.skipif("avx512" not in native.supported_variants(2), reason="the library is not built, or no AVX-512 here")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_avx2_and_avx512_compute_the_same_bits(name: str) -> None:
     for width in WIDTHS:

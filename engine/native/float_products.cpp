@@ -1,0 +1,161 @@
+// Products in fp32 and bf16, by the instructions that the CPU has: AVX2 or AVX-512 in fp32, AVX512-BF16, or AMX.
+//
+// A Xeon multiplied twice as fast in fp32 as by AVX512-BF16, so Intel's CPUs take that before it in bf16. A sum starts
+// at 0. AVX2 and AVX-512 add element after element, with the same bits; AVX512-BF16 adds pair after pair, and AMX sums
+// each piece of 32 elements from 0 before it adds it, so their bits may differ; these two take denormals as 0.
+// linear_vectors.h and linear_kernel.h have the loops around them.
+
+#include "linear.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+#if defined(__x86_64__)
+
+BEGIN_INSTRUCTIONS(WITH_AVX2)
+namespace avx2 {
+#include "floats_avx2.h"
+#include "activation.h"
+#include "linear_vectors.h"
+#include "linear_avx2.h"
+
+// In fp32, with the bits of Bf16ByFma of AVX-512: a word is two elements of a row or of a weight, taken one after the
+// other, the first in its lower half.
+struct Bf16ByFma {
+    static constexpr int MAX_ROWS = 6, PARTS = 2;
+    typedef __m256 Sum;
+    static __m256i part_of_x(int i, __m256i words) {
+        return i == 0 ? _mm256_slli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(0xffff0000));
+    }
+    static __m256i part_of_weights(int i, __m256i words) { return part_of_x(i, words); }
+    static __m256 add_product(__m256 sum, __m256 x, __m256 weights) { return _mm256_fmadd_ps(x, weights, sum); }
+    template <int R>
+    static constexpr auto sum = sum_words<Bf16ByFma, R>;
+    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
+};
+
+struct Fp32 {
+    static constexpr int MAX_ROWS = 6, PARTS = 1;
+    typedef __m256 Sum;
+    static __m256i part_of_x(int, __m256i words) { return words; }
+    static __m256i part_of_weights(int, __m256i words) { return words; }
+    static __m256 add_product(__m256 sum, __m256 x, __m256 weights) { return _mm256_fmadd_ps(x, weights, sum); }
+    template <int R>
+    static constexpr auto sum = sum_words<Fp32, R>;
+    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
+};
+
+}  // namespace avx2
+END_INSTRUCTIONS
+
+#define WITH_BF16 WITH_AVX512 ",avx512bf16"
+BEGIN_INSTRUCTIONS(WITH_BF16)
+namespace avx512 {
+
+#define MULTIPLY_TILES "tdpbf16ps"
+#include "linear_kernel.h"
+
+// In fp32. A word of a row or of a weight is one element in fp32, or PARTS elements in bf16, the first in its lower half;
+// they are widened once for all their products.
+template <int PARTS>
+struct ByFma {
+    static constexpr int MAX_ROWS = 12;
+    static __m512 part(int i, __m512i words) {
+        if (PARTS == 2)
+            words = i == 0 ? _mm512_slli_epi32(words, 16) : _mm512_and_si512(words, _mm512_set1_epi32(0xffff0000));
+        return (__m512)words;
+    }
+
+    template <int R>
+    static void sum(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
+        __m512 sum[R][2];
+        float wide[PARTS][R][16];
+        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+        for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
+            UNROLL for (int r = 0; r < R; r++) {
+                const __m512i words = _mm512_loadu_si512(x + r * row_bytes + k);
+                UNROLL for (int i = 0; i < PARTS; i++) _mm512_storeu_ps(wide[i][r], part(i, words));
+            }
+            const uint8_t* ahead = soon(panel, end);
+            for (int line = 0; line < 16; line++) {
+                prefetch_lines(ahead + line * LINE);
+                const __m512i left = _mm512_loadu_si512(panel + line * LINE);
+                const __m512i right = _mm512_loadu_si512(panel + TILE + line * LINE);
+                UNROLL for (int i = 0; i < PARTS; i++) {
+                    const __m512 weights[2] = {part(i, left), part(i, right)};
+                    UNROLL for (int r = 0; r < R; r++) {
+                        const __m512 all = _mm512_set1_ps(wide[i][r][line]);
+                        sum[r][0] = _mm512_fmadd_ps(all, weights[0], sum[r][0]);
+                        sum[r][1] = _mm512_fmadd_ps(all, weights[1], sum[r][1]);
+                    }
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            _mm512_storeu_ps(sums + r * 2 * LINE, sum[r][0]);
+            _mm512_storeu_ps(sums + r * 2 * LINE + LINE, sum[r][1]);
+        }
+    }
+    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
+};
+
+struct Bf16 {
+    static constexpr int MAX_ROWS = 8;
+    static __m512i dot(__m512i sum, __m512i x, __m512i weights) {
+        return (__m512i)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+    }
+    template <int R>
+    static constexpr auto sum = sum_words<Bf16, R>;
+    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
+};
+
+}  // namespace avx512
+END_INSTRUCTIONS
+
+void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
+    const int variant = p.linear.variant;
+    if (p.linear.element_bytes == 4)
+        (variant == AVX2 ? avx2::compute_vectors<avx2::Fp32>
+                         : avx512::compute_vectors<avx512::ByFma<1>>)(p, from, to, panel, last);
+    else
+        (variant == AVX2          ? avx2::compute_vectors<avx2::Bf16ByFma>
+         : variant == AVX512      ? avx512::compute_vectors<avx512::ByFma<2>>
+         : variant == AVX512_BF16 ? avx512::compute_vectors<avx512::Bf16>
+                                  : avx512::compute_tiles<avx512::Bf16>)(p, from, to, panel, last);
+}
+
+bool has_amx() {
+#ifdef __linux__
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18, BF16 = 1 << 22, TILES = 1 << 24, INT8 = 1 << 25;
+    constexpr unsigned ALL = BF16 | TILES | INT8;
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & ALL) != ALL) return false;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+
+int last_float_variant(int64_t element_bytes) {
+    if (!has_avx512()) return has_avx2() ? AVX2 : 0;
+    return element_bytes == 4 || !__builtin_cpu_supports("avx512bf16") ? AVX512 : has_amx() ? AMX : AVX512_BF16;
+}
+
+int fastest_float_variant(int64_t element_bytes) {
+    const int last = last_float_variant(element_bytes);
+    return last == AVX512_BF16 && __builtin_cpu_is("intel") ? (int)AVX512 : last;
+}
+
+#else
+
+void compute_floats(const Product&, int64_t, int64_t, int64_t, int64_t) {}
+bool has_amx() { return false; }
+int last_float_variant(int64_t) { return 0; }
+int fastest_float_variant(int64_t) { return 0; }
+
+#endif
