@@ -56,7 +56,7 @@ def main() -> None:
         )
         engines = {"adaptive": Engine(config)}
         if not args.alone:
-            with mock.patch.object(native, "supported_variants", return_value=()):  # without our products
+            with mock.patch.object(native, "is_available", return_value=False):  # as without a compiler
                 fixed = ModelRunner(config)
             fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
             engines["fixed"] = Engine(config, runner=fixed)

@@ -49,7 +49,7 @@ class CpuAttention:
         self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
         assert self._instructions <= best, f"this CPU has no {instructions}"
         self.build = f"{INSTRUCTIONS[self._instructions]} {native.digest(library)}"
-        self._in_team = bool(native.supported_variants(4))
+        self._in_team = native.is_available()
         self._parallel = native.parallel() if self._in_team else _find_parallel()
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None

@@ -64,10 +64,8 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.d
         raise InvalidConfigurationError(
             f"quantization 'int8' sums at most {native.MAX_INT8_DEPTH} products, but this model has rows of {widest}"
         )
-    if not native.supported_variants(1):
-        logger.warning(
-            "linear: without the compiled library or AVX2, products in int8 are slow; int8 saves memory only"
-        )
+    if not native.is_available():
+        logger.warning("linear: without the compiled library, products in int8 are slow; int8 saves memory only")
 
 
 def large_channels(embedding: Tensor, positions: Tensor | None) -> Tensor:
@@ -193,7 +191,7 @@ def _some_rows(weight: Tensor) -> Sequence[Tensor]:
 
 
 class DenseInt8Linear:
-    """A product in int8 by torch, for a CPU without AVX2; slow, as weights become fp32 at each call."""
+    """A product in int8 by torch, for an installation without a compiler; slow, as weights become fp32 at each call."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """Matrix products with weights: the one place that decides how y = x W^T + b is computed.
 
-On a CPU the weight is packed once: for our own code, which reads it at memory speed and computes each row by itself;
-where that cannot run, for oneDNN. There the bits of a row do not depend on the other rows if a call has at least 2 rows
-and, with AMX, at most 32; PackedLinear makes such calls. Elsewhere torch's own linear is used. layers.py and decoder.py
-build one `Linear` for each weight and know nothing of packing.
+On a CPU the weight is packed once: for our own code, which reads it at memory speed and computes each row by itself; in
+an installation without a C++ compiler, for oneDNN. There the bits of a row do not depend on the other rows if a call
+has at least 2 rows and, with AMX, at most 32; PackedLinear makes such calls. Elsewhere torch's own linear is used.
+layers.py and decoder.py build one `Linear` for each weight and know nothing of packing.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def has_onednn() -> bool:
 def product_of(device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None) -> Product:
     """Return what multiplies rows of this dtype on this device with weights of this dtype, or quantized so."""
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if fits and native.is_available():
+        return "native" if quantization is None else "native_int8"
     if quantization is not None:
-        return "native_int8" if fits and native.supported_variants(torch.int8.itemsize) else "torch_int8"
-    if fits and native.supported_variants(dtype.itemsize):
-        return "native"
+        return "torch_int8"
     return "onednn" if device.type == "cpu" and has_onednn() and dtype != torch.float16 else "torch"
 
 
@@ -70,7 +70,7 @@ def build_of(product: Product, dtype: torch.dtype) -> str:
     match product:
         case "native":
             return f"native {native.supported_variants(dtype.itemsize)[-1]} {native.digest()}"
-        case "native_int8":  # whose variants give the same bits
+        case "native_int8":  # whose variants give the same bits but for activations, which are those of "native"
             return f"native_int8 {native.digest()}"
         case _:
             return product

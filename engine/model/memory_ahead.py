@@ -51,7 +51,7 @@ def _packed_bytes(config: EngineConfig) -> int:
     if config.device == "cuda" or (config.device == "auto" and NVIDIA_DRIVER.exists()):
         return 0
     others_bytes = 4 if config.dtype == "float32" else 2  # of weights that are not quantized
-    if not native.supported_variants(others_bytes) or usable_cpus() == 1 or config.tensor_parallel_size > 1:
+    if not native.is_available() or usable_cpus() == 1 or config.tensor_parallel_size > 1:
         return 0
     try:
         return linear_bytes(load_config(config.model_dir), config.quantization, others_bytes)

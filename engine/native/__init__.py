@@ -1,7 +1,7 @@
 """The compiled parts of a step on a CPU: products in fp32, bf16 and int8, draws, logprobs, and their team of threads.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
-it, or on a CPU without AVX2, the supported variants are none and callers use what torch has. Torch-free: callers pass
+it the supported variants are none and callers use what torch has. Torch-free: callers pass
 addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
 """
 
@@ -19,17 +19,17 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
+Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 15
+ABI = 16
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
-    4: ("avx2", "avx512"),
-    2: ("avx2", "avx512", "avx512_bf16", "amx"),
-    1: ("avx2", "avx_vnni", "avx512_vnni", "amx"),
+    4: ("generic", "avx2", "avx512"),
+    2: ("generic", "avx2", "avx512", "avx512_bf16", "amx"),
+    1: ("generic", "avx2", "avx_vnni", "avx512_vnni", "amx"),
 }
 """Of products by the bytes of a weight's element: fp32, bf16 and int8. The library's number of a variant is its index
-plus 1. Those of int8 give the same bits."""
+plus 1. Those of int8 give the same bits, but for the activations of "generic"."""
 COLUMNS = 32
 """What belongs to the outputs is padded to a multiple of this many."""
 MAX_INT8_DEPTH = 65536
@@ -95,7 +95,7 @@ def supported_variants(element_bytes: int) -> tuple[Variant, ...]:
 
 @functools.cache
 def is_available() -> bool:
-    """Return whether the library is built and loads; `choose` of sampling/native_draw.py needs no more."""
+    """Return whether the library is built and loads. There is a variant for any CPU."""
     return _load() is not None
 
 

@@ -1,9 +1,10 @@
-// Products in fp32 and bf16, by the instructions that the CPU has: AVX2 or AVX-512 in fp32, AVX512-BF16, or AMX.
+// Products in fp32 and bf16, by the instructions that the CPU has: those of any CPU, AVX2 or AVX-512 in fp32,
+// AVX512-BF16, or AMX.
 //
 // A Xeon multiplied twice as fast in fp32 as by AVX512-BF16, so Intel's CPUs take that before it in bf16. A sum starts
-// at 0. AVX2 and AVX-512 add element after element, with the same bits; AVX512-BF16 adds pair after pair, and AMX sums
-// each piece of 32 elements from 0 before it adds it, so their bits may differ; these two take denormals as 0.
-// linear_vectors.h and linear_kernel.h have the loops around them.
+// at 0. The first three add element after element: AVX2 and AVX-512 with the same bits, the generic one with others where
+// it has no fused multiply-add. AVX512-BF16 adds pair after pair, and AMX sums each piece of 32 elements from 0 before it
+// adds it, so their bits may differ; these two take denormals as 0. linear_vectors.h has the loops around the sums.
 
 #include "linear.h"
 
@@ -15,6 +16,13 @@
 #endif
 #endif
 
+namespace generic {
+#include "floats_generic.h"
+#include "activation.h"
+#include "linear_vectors.h"
+#include "linear_words.h"
+}  // namespace generic
+
 #if defined(__x86_64__)
 
 BEGIN_INSTRUCTIONS(WITH_AVX2)
@@ -22,34 +30,7 @@ namespace avx2 {
 #include "floats_avx2.h"
 #include "activation.h"
 #include "linear_vectors.h"
-#include "linear_avx2.h"
-
-// In fp32, with the bits of Bf16ByFma of AVX-512: a word is two elements of a row or of a weight, taken one after the
-// other, the first in its lower half.
-struct Bf16ByFma {
-    static constexpr int MAX_ROWS = 6, PARTS = 2;
-    typedef __m256 Sum;
-    static __m256i part_of_x(int i, __m256i words) {
-        return i == 0 ? _mm256_slli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(0xffff0000));
-    }
-    static __m256i part_of_weights(int i, __m256i words) { return part_of_x(i, words); }
-    static __m256 add_product(__m256 sum, __m256 x, __m256 weights) { return _mm256_fmadd_ps(x, weights, sum); }
-    template <int R>
-    static constexpr auto sum = sum_words<Bf16ByFma, R>;
-    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
-};
-
-struct Fp32 {
-    static constexpr int MAX_ROWS = 6, PARTS = 1;
-    typedef __m256 Sum;
-    static __m256i part_of_x(int, __m256i words) { return words; }
-    static __m256i part_of_weights(int, __m256i words) { return words; }
-    static __m256 add_product(__m256 sum, __m256 x, __m256 weights) { return _mm256_fmadd_ps(x, weights, sum); }
-    template <int R>
-    static constexpr auto sum = sum_words<Fp32, R>;
-    static void finish_sums(const Product&, int64_t, int, int64_t, float*) {}
-};
-
+#include "linear_words.h"
 }  // namespace avx2
 END_INSTRUCTIONS
 
@@ -63,7 +44,7 @@ namespace avx512 {
 // In fp32. A word of a row or of a weight is one element in fp32, or PARTS elements in bf16, the first in its lower half;
 // they are widened once for all their products.
 template <int PARTS>
-struct ByFma {
+struct InFp32 {
     static constexpr int MAX_ROWS = 12;
     static __m512 part(int i, __m512i words) {
         if (PARTS == 2)
@@ -117,20 +98,34 @@ struct Bf16 {
 }  // namespace avx512
 END_INSTRUCTIONS
 
+#endif
+
+typedef void (*Compute)(const Product&, int64_t from, int64_t to, int64_t panel, int64_t last);
+
+static Compute compute_fp32([[maybe_unused]] int variant) {
+#if defined(__x86_64__)
+    if (variant == AVX512) return avx512::compute_vectors<avx512::InFp32<1>>;
+    if (variant == AVX2) return avx2::compute_vectors<avx2::InFp32<1>>;
+#endif
+    return generic::compute_vectors<generic::InFp32<1>>;
+}
+
+static Compute compute_bf16([[maybe_unused]] int variant) {
+#if defined(__x86_64__)
+    if (variant == AMX) return avx512::compute_tiles<avx512::Bf16>;
+    if (variant == AVX512_BF16) return avx512::compute_vectors<avx512::Bf16>;
+    if (variant == AVX512) return avx512::compute_vectors<avx512::InFp32<2>>;
+    if (variant == AVX2) return avx2::compute_vectors<avx2::InFp32<2>>;
+#endif
+    return generic::compute_vectors<generic::InFp32<2>>;
+}
+
 void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    const int variant = p.linear.variant;
-    if (p.linear.element_bytes == 4)
-        (variant == AVX2 ? avx2::compute_vectors<avx2::Fp32>
-                         : avx512::compute_vectors<avx512::ByFma<1>>)(p, from, to, panel, last);
-    else
-        (variant == AVX2          ? avx2::compute_vectors<avx2::Bf16ByFma>
-         : variant == AVX512      ? avx512::compute_vectors<avx512::ByFma<2>>
-         : variant == AVX512_BF16 ? avx512::compute_vectors<avx512::Bf16>
-                                  : avx512::compute_tiles<avx512::Bf16>)(p, from, to, panel, last);
+    (p.linear.element_bytes == 4 ? compute_fp32 : compute_bf16)(p.linear.variant)(p, from, to, panel, last);
 }
 
 bool has_amx() {
-#ifdef __linux__
+#if defined(__x86_64__) && defined(__linux__)
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18, BF16 = 1 << 22, TILES = 1 << 24, INT8 = 1 << 25;
     constexpr unsigned ALL = BF16 | TILES | INT8;
     unsigned a, b, c, d;
@@ -141,21 +136,19 @@ bool has_amx() {
 #endif
 }
 
-int last_float_variant(int64_t element_bytes) {
-    if (!has_avx512()) return has_avx2() ? AVX2 : 0;
-    return element_bytes == 4 || !__builtin_cpu_supports("avx512bf16") ? AVX512 : has_amx() ? AMX : AVX512_BF16;
+int last_float_variant([[maybe_unused]] int64_t element_bytes) {
+#if defined(__x86_64__)
+    if (has_avx512())
+        return element_bytes == 4 || !__builtin_cpu_supports("avx512bf16") ? AVX512 : has_amx() ? AMX : AVX512_BF16;
+    if (has_avx2()) return AVX2;
+#endif
+    return GENERIC;
 }
 
 int fastest_float_variant(int64_t element_bytes) {
     const int last = last_float_variant(element_bytes);
-    return last == AVX512_BF16 && __builtin_cpu_is("intel") ? (int)AVX512 : last;
-}
-
-#else
-
-void compute_floats(const Product&, int64_t, int64_t, int64_t, int64_t) {}
-bool has_amx() { return false; }
-int last_float_variant(int64_t) { return 0; }
-int fastest_float_variant(int64_t) { return 0; }
-
+#if defined(__x86_64__)
+    if (last == AVX512_BF16 && __builtin_cpu_is("intel")) return AVX512;
 #endif
+    return last;
+}

@@ -81,6 +81,10 @@ static inline void store(bf16* p, int64_t count, Floats v) {
     if (count < 16) __builtin_memcpy(p, all, count * sizeof(bf16));
 }
 
+typedef __m256 Vector;
+
+static inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+
 // Return a * b + c, and c - a * b, each rounded once.
 static inline Floats fma(Floats a, Floats b, Floats c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};

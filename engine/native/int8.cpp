@@ -8,7 +8,7 @@
 //
 // Integer sums are exact, so that all variants and engine/model/int8.py, which says the same in torch, give the same bits:
 //   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; then the products with
-//   elements that are not quantized are added, one after the other; the rest as in bf16.
+//   elements that are not quantized are added, one after the other; the rest, with its activations, as in bf16.
 // Products that are not quantized have the same bits everywhere, too: exact_product sums in one order.
 // The instructions of VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is
 // subtracted with the sums of the rows. A row with an element that is not finite gives NaN. int8_kernel.h has all but the
@@ -21,9 +21,33 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#endif
 
 constexpr int LEVEL = 20;    // the bits of a float from here on, without its sign: an eighth of an octave
 constexpr int LEVELS = 48;   // a far part stays below 64
+
+namespace generic {
+
+#include "floats_generic.h"
+#include "ints_generic.h"
+#include "activation.h"
+#include "linear_vectors.h"
+#include "linear_words.h"
+#include "int8_kernel.h"
+
+struct Int8 {
+    static constexpr int MAX_ROWS = 6, PARTS = 2;
+    typedef Words Sum;
+    static constexpr auto part_of_x = pairs_of_x, part_of_weights = pairs_of_weights;
+    static constexpr auto add_product = add_pairs;
+    template <int R>
+    static constexpr auto sum = sum_words<Int8, R>;
+    static constexpr auto finish_sums = finish_int8;
+};
+
+}  // namespace generic
+
+#if defined(__x86_64__)
 
 BEGIN_INSTRUCTIONS(WITH_AVX2)
 namespace avx2 {
@@ -32,12 +56,12 @@ namespace avx2 {
 #include "ints_avx2.h"
 #include "activation.h"
 #include "linear_vectors.h"
-#include "linear_avx2.h"
+#include "linear_words.h"
 #include "int8_kernel.h"
 
 struct Int8 {
     static constexpr int MAX_ROWS = 6, PARTS = 2;
-    typedef __m256i Sum;
+    typedef Words Sum;
     static constexpr auto part_of_x = pairs_of_x, part_of_weights = pairs_of_weights;
     static constexpr auto add_product = add_pairs;
     template <int R>
@@ -48,10 +72,10 @@ struct Int8 {
 // By AVX-VNNI, in assembly, as compilers that know AVX512-BF16 may not know it.
 struct Int8ByVnni {
     static constexpr int MAX_ROWS = 6, PARTS = 1;
-    typedef __m256i Sum;
-    static __m256i part_of_x(int, __m256i words) { return words; }
-    static __m256i part_of_weights(int, __m256i words) { return words; }
-    static __m256i add_product(__m256i sum, __m256i x, __m256i weights) {
+    typedef Words Sum;
+    static Words part_of_x(int, Words words) { return words; }
+    static Words part_of_weights(int, Words words) { return words; }
+    static Words add_product(Words sum, Words x, Words weights) {
         __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(x));
         return sum;
     }
@@ -83,26 +107,36 @@ struct Int8 {
 }  // namespace avx512
 END_INSTRUCTIONS
 
-void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    const int variant = p.linear.variant;
-    (variant == INT8_AMX        ? avx512::compute_tiles<avx512::Int8>
-     : variant == INT8_VNNI     ? avx512::compute_vectors<avx512::Int8>
-     : variant == INT8_AVX_VNNI ? avx2::compute_vectors<avx2::Int8ByVnni>
-                                : avx2::compute_vectors<avx2::Int8>)(p, from, to, panel, last);
-}
-
 static bool has_avx_vnni() {
     constexpr unsigned AVX_VNNI = 1 << 4;
     unsigned a, b, c, d;
     return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
 }
 
+static bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+#endif
+
+void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
+    auto compute = generic::compute_vectors<generic::Int8>;
+#if defined(__x86_64__)
+    const int variant = p.linear.variant;
+    if (variant == INT8_AMX) compute = avx512::compute_tiles<avx512::Int8>;
+    if (variant == INT8_VNNI) compute = avx512::compute_vectors<avx512::Int8>;
+    if (variant == INT8_AVX_VNNI) compute = avx2::compute_vectors<avx2::Int8ByVnni>;
+    if (variant == INT8_AVX2) compute = avx2::compute_vectors<avx2::Int8>;
+#endif
+    compute(p, from, to, panel, last);
+}
+
 bool has_int8_variant(int variant) {
-    const bool has_avx512_vnni = has_avx512() && __builtin_cpu_supports("avx512vnni");
-    return variant == INT8_AVX2       ? has_avx2()
-           : variant == INT8_AVX_VNNI ? has_avx_vnni()
-           : variant == INT8_VNNI     ? has_avx512_vnni
-                                      : has_avx512_vnni && has_amx();
+#if defined(__x86_64__)
+    if (variant == INT8_AMX) return has_avx512_vnni() && has_amx();
+    if (variant == INT8_VNNI) return has_avx512_vnni();
+    if (variant == INT8_AVX_VNNI) return has_avx_vnni();
+    if (variant == INT8_AVX2) return has_avx2();
+#endif
+    return variant == INT8_GENERIC;
 }
 
 namespace {
@@ -115,6 +149,8 @@ struct Memory {
 
 thread_local Memory memory;  // of the rows that the thread has quantized last
 
+typedef void (*QuantizeRow)(const Linear&, const void* x, int64_t size, int64_t max_far, int8_t* near, QuantizedRow&);
+
 struct Quantization {
     const Linear& linear;
     const uint8_t* x;
@@ -123,8 +159,17 @@ struct Quantization {
     QuantizedRow::Far* far;
     float *exact, *inputs;
     uint8_t* near;
-    void (*quantize_row)(const Linear&, const void* x, int64_t size, int64_t max_far, int8_t* near, QuantizedRow&);
+    QuantizeRow quantize_row;
 };
+
+template <bool WIDE>
+QuantizeRow quantize_row_by([[maybe_unused]] int variant) {
+#if defined(__x86_64__)
+    if (variant >= INT8_VNNI) return avx512::quantize_row<WIDE>;
+    if (variant >= INT8_AVX2) return avx2::quantize_row<WIDE>;
+#endif
+    return generic::quantize_row<WIDE>;
+}
 
 void quantize_chunk(void* job, int64_t chunk) {
     const Quantization& q = *(const Quantization*)job;
@@ -160,17 +205,8 @@ void quantize_rows(Product& p, const void* x, bool wide) {
     const int64_t rows_a_chunk = max_of(max_of(1, 32768 / size / (1 + num_exact)), p.rows / MAX_CHUNKS + 1);  // some 10 us
     Quantization q = {p.linear, (const uint8_t*)x, size, size * (wide ? 4 : 2), max_far, p.row_bytes, p.rows, rows_a_chunk,
                       quantized, far, exact, inputs, near,
-                      p.linear.variant >= INT8_VNNI ? (wide ? avx512::quantize_row<true> : avx512::quantize_row<false>)
-                                                    : (wide ? avx2::quantize_row<true> : avx2::quantize_row<false>)};
+                      (wide ? quantize_row_by<true> : quantize_row_by<false>)(p.linear.variant)};
     run_chunks(quantize_chunk, &q, (p.rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
     p.x = near;
     p.quantized = quantized;
 }
-
-#else
-
-void compute_int8(const Product&, int64_t, int64_t, int64_t, int64_t) {}
-void quantize_rows(Product&, const void*, bool) {}
-bool has_int8_variant(int) { return false; }
-
-#endif

@@ -81,24 +81,24 @@ static inline int64_t count_above(const uint16_t* keys, int64_t size, uint16_t l
 
 // The bytes 0 and 2 of each word, or 1 and 3, as pairs of 16 bits: signed ones of x, unsigned ones of weights. VPMADDWD
 // sums two products in 32 bits. VPMADDUBSW, which takes bytes, has 16 bits for the sum, which are too few.
-static inline __m256i pairs_of_x(int i, __m256i words) {
-    return _mm256_srai_epi16(i == 0 ? _mm256_slli_epi16(words, 8) : words, 8);
+static inline EightInts pairs_of_x(int i, EightInts words) {
+    const auto last = i == 0 ? _mm256_slli_epi16((__m256i)words, 8) : (__m256i)words;
+    return (EightInts)_mm256_srai_epi16(last, 8);
 }
-static inline __m256i pairs_of_weights(int i, __m256i words) {
-    return i == 0 ? _mm256_and_si256(words, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(words, 8);
+static inline EightInts pairs_of_weights(int i, EightInts words) {
+    return i == 0 ? words & 0x00ff00ff : (EightInts)_mm256_srli_epi16((__m256i)words, 8);
 }
-static inline __m256i add_pairs(__m256i sum, __m256i x, __m256i weights) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, weights));
+static inline EightInts add_pairs(EightInts sum, EightInts x, EightInts weights) {
+    return sum + (EightInts)_mm256_madd_epi16((__m256i)x, (__m256i)weights);
 }
 
 // Return sums of 16 outputs plus the products of 4 bytes of x with a line of weights.
 static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
     const Ints words = load_ints(weights);
-    __m256i low = (__m256i)sum.low, high = (__m256i)sum.high;
     UNROLL for (int i = 0; i < 2; i++) {
-        const __m256i pairs = pairs_of_x(i, _mm256_set1_epi32(x));
-        low = add_pairs(low, pairs, pairs_of_weights(i, (__m256i)words.low));
-        high = add_pairs(high, pairs, pairs_of_weights(i, (__m256i)words.high));
+        const EightInts pairs = pairs_of_x(i, all_of(x).low);
+        sum.low = add_pairs(sum.low, pairs, pairs_of_weights(i, words.low));
+        sum.high = add_pairs(sum.high, pairs, pairs_of_weights(i, words.high));
     }
-    return {(EightInts)low, (EightInts)high};
+    return sum;
 }

@@ -18,9 +18,9 @@ constexpr int TILE = 16 * LINE;
 constexpr int STEP = 2 * TILE;            // bytes of a panel for LINE bytes of a row
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
-// 0: the CPU has none. In fp32 there are only the first two.
-enum FloatVariant { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX = 4 };
-enum Int8Variant { INT8_AVX2 = 1, INT8_AVX_VNNI = 2, INT8_VNNI = 3, INT8_AMX = 4 };
+// In fp32 there are only the first three.
+enum FloatVariant { GENERIC = 1, AVX2 = 2, AVX512 = 3, AVX512_BF16 = 4, AMX = 5 };
+enum Int8Variant { INT8_GENERIC = 1, INT8_AVX2 = 2, INT8_AVX_VNNI = 3, INT8_VNNI = 4, INT8_AMX = 5 };
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
 

@@ -38,8 +38,8 @@ static inline const uint8_t* soon(const uint8_t* at, const uint8_t* end) {
 
 // Fetch lines of 32 outputs into the second cache.
 static inline void prefetch_lines(const uint8_t* at) {
-    _mm_prefetch((const char*)at, _MM_HINT_T1);
-    _mm_prefetch((const char*)(at + TILE), _MM_HINT_T1);
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + TILE, 0, 2);
 }
 
 // Sum up to R rows of x times a panel.

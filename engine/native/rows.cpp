@@ -2,9 +2,15 @@
 //
 // Each computes in fp32 and rounds to bf16 where engine/model/layers.py does, so that the two differ only by the order
 // of sums: here lane j of 16 sums every 16th element in ascending order, and the lanes are folded in halves. A row has
-// the same bits by AVX2 and by AVX-512.
+// the same bits by AVX2 and by AVX-512; by the instructions of any CPU they may differ.
 
 #include "program.h"
+
+namespace generic {
+#include "floats_generic.h"
+#include "activation.h"
+#include "rows_kernel.h"
+}  // namespace generic
 
 #if defined(__x86_64__)
 
@@ -24,12 +30,12 @@ namespace avx512 {
 }  // namespace avx512
 END_INSTRUCTIONS
 
-const RowOperation* row_operations(int variant) {
-    return variant == AVX2 ? avx2::ROW_OPERATIONS : avx512::ROW_OPERATIONS;
-}
-
-#else
-
-const RowOperation* row_operations(int) { return nullptr; }
-
 #endif
+
+const RowOperation* row_operations([[maybe_unused]] int variant) {
+#if defined(__x86_64__)
+    if (variant >= AVX512) return avx512::ROW_OPERATIONS;
+    if (variant == AVX2) return avx2::ROW_OPERATIONS;
+#endif
+    return generic::ROW_OPERATIONS;
+}

@@ -48,4 +48,13 @@ static inline bool has_avx512() {
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// Have the compiler keep a vector of floats in a register here.
+#if defined(__x86_64__)
+#define KEEP_IN_REGISTER(vector) __asm__("" : "+x"(vector))
+#elif defined(__aarch64__)
+#define KEEP_IN_REGISTER(vector) __asm__("" : "+w"(vector))
+#else
+#define KEEP_IN_REGISTER(vector)
+#endif
+
 typedef uint16_t bf16;

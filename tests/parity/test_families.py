@@ -168,7 +168,7 @@ def test_sixty_four_greedy_ids_equal_those_of_transformers(name: str, written: W
         assert len(ids) == NUM_GREEDY
 
 
-@pytest.mark.skipif(not native.supported_variants(2), reason="the library is not built, or of no use here")
+@pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 @all_or_first
 def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
     name: str, written: Written, monkeypatch: pytest.MonkeyPatch

@@ -311,11 +311,11 @@ def test_kernel_runs_in_the_threads_of_the_linears(set_threads: Callable[[int], 
     torch.ones(1 << 20).relu()
     spec = _spec()
     for dtype in DTYPES:
-        if native.supported_variants(2):
+        if native.is_available():
             native.stop()
         threads = set(os.listdir("/proc/self/task"))
         _run(CpuAttention(), _sequences(spec, dtype), spec, _chunks(20))
-        assert len(set(os.listdir("/proc/self/task")) - threads) == bool(native.supported_variants(2))
+        assert len(set(os.listdir("/proc/self/task")) - threads) == native.is_available()
     runtimes = set(re.findall(r"\S*/lib(?:gomp|omp|iomp)\S*", Path("/proc/self/maps").read_text()))
     assert len(runtimes) == 1
 

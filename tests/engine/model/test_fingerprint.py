@@ -70,7 +70,7 @@ def test_what_is_computed_and_by_which_code_is_a_cause(tiny_gpt2: Path) -> None:
         "rows of decoding steps"
     }
     assert causes(tiny_gpt2, operations=Operations(build="triton 3"))["operations"] != before["operations"]
-    if native.supported_variants(4):
+    if native.is_available():
         assert before["products"].startswith(f"native {native.supported_variants(4)[-1]} ")
     builds = {CpuAttention(name).build for name in CpuAttention.supported_instructions()}
     assert len(builds) == len(CpuAttention.supported_instructions())
@@ -109,9 +109,9 @@ def test_a_variable_that_steers_a_library_is_seen_in_the_sample(
     storyteller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of oneDNN, which multiplies where our own products cannot run."""
-    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
+    monkeypatch.setattr(native, "is_available", lambda: False)
     code = (
-        "from gptserve.engine import native; native.supported_variants = lambda element_bytes: ();"
+        "from gptserve.engine import native; native.is_available = lambda: False;"
         "import json; from pathlib import Path; from tests.engine.model.test_fingerprint import causes, make_engine;"
         f"folder = Path({str(storyteller)!r});"
         "print(json.dumps([causes(folder), make_engine(folder).info.fingerprint]))"

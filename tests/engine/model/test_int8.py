@@ -231,7 +231,10 @@ def test_the_kernel_activates(variant: native.Variant, activation: Activation | 
 
 @pytest.mark.parametrize("activation", native.ACTIVATIONS)
 def test_all_variants_give_the_same_bits(activation: Activation | None) -> None:
-    first, *others = native.supported_variants(1) or pytest.skip("no variant is built, or this CPU has none")
+    """Any CPU's sums and scales, too; its activations differ where they fuse products and sums."""
+    supported = native.supported_variants(1) or pytest.skip("no variant is built")
+    is_fused = activation not in (None, "relu", "relu2")
+    first, *others = [variant for variant in supported if not (is_fused and variant == "generic")] or supported
     if not others:
         pytest.skip("this CPU has one variant")
     for dtype in DTYPES:
@@ -300,7 +303,7 @@ def test_without_the_kernel_torch_computes_the_same(monkeypatch: pytest.MonkeyPa
     weight, x = torch.randn(40, 64), torch.randn(3, 64)
     best = make_linear(weight, None, quantization="int8")
     name = build_of(product_of(CPU, torch.float32, "int8"), torch.float32)
-    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
+    monkeypatch.setattr(native, "is_available", lambda: False)
     slow = make_linear(weight, None, quantization="int8")
     assert isinstance(slow, DenseInt8Linear)
     assert torch.equal(slow(x), best(x))

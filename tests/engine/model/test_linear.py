@@ -77,15 +77,15 @@ def test_sums_in_another_order_are_seen_by_the_comparison() -> None:
 
 def test_the_cpu_gets_a_packed_linear() -> None:
     for dtype in DTYPES:
-        expected = NativeLinear if native.supported_variants(dtype.itemsize) else PackedLinear
+        expected = NativeLinear if native.is_available() else PackedLinear
         assert isinstance(make_linear(torch.randn(8, 8, dtype=dtype), None), expected)
     assert isinstance(make_linear(torch.randn(8, 8).half(), None), DenseLinear)
 
 
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without AVX2, or an installation without a compiler."""
-    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
+    """An installation without a compiler."""
+    monkeypatch.setattr(native, "is_available", lambda: False)
 
 
 @pytest.mark.usefixtures("without_native")

@@ -18,7 +18,7 @@ from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
 
 pytestmark = pytest.mark.skipif(
-    not (native.supported_variants(2) and CpuAttention.is_available()), reason="the libraries are not built"
+    not (native.is_available() and CpuAttention.is_available()), reason="the libraries are not built"
 )
 
 NO_PROGRAM = "torch runs the operations of a step, not a program: "

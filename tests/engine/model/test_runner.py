@@ -33,13 +33,13 @@ def info(folder: Path, **options: Any) -> EngineInfo:
 def test_auto_dtype_is_bf16_exactly_where_the_cpu_multiplies_it_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model_dir=Path(), dtype="auto")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    for has_instruction, variants, dtype in (
-        (True, (), torch.bfloat16),
-        (False, ("avx512",), torch.bfloat16),
-        (False, (), torch.float32),
+    for has_instruction, is_built, dtype in (
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float32),
     ):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=has_instruction: supported)
-        monkeypatch.setattr(native, "supported_variants", lambda element_bytes, variants=variants: variants)
+        monkeypatch.setattr(native, "is_available", lambda is_built=is_built: is_built)
         assert hardware.choose_dtype(config, torch.device("cpu")) is dtype
 
 
@@ -48,9 +48,9 @@ def test_bf16_is_refused_where_neither_our_own_products_nor_onednns_compute_it(
 ) -> None:
     """oneDNN has it with AVX-512 only."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    if native.supported_variants(2):
+    if native.is_available():
         assert info(tiny_gpt2, dtype="bfloat16").dtype == "bfloat16"
-    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
+    monkeypatch.setattr(native, "is_available", lambda: False)
     with pytest.raises(InvalidConfigurationError, match=r"^dtype 'bfloat16' is not supported by this CPU"):
         make_engine(tiny_gpt2, dtype="bfloat16")
 
@@ -177,14 +177,14 @@ def test_a_step_leaves_torch_its_threads(tiny_gpt2: Path) -> None:
 
 
 @pytest.mark.usefixtures("torch_threads")
-@pytest.mark.skipif(not native.supported_variants(2), reason="the library is not built, or of no use here")
+@pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("is_built", "in_torch"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(("is_built", "threads"), [(True, (1, 2)), (False, (2, 1))])
 def test_either_torch_or_the_team_has_threads(
-    tiny_gpt2: Path, dtype: str, is_built: bool, in_torch: int, monkeypatch: pytest.MonkeyPatch
+    tiny_gpt2: Path, dtype: str, is_built: bool, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_built:
-        monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
+        monkeypatch.setattr(native, "is_available", lambda: False)
     seen, compute = set(), Decoder.hidden_states
 
     def computing(*arguments: Any) -> Any:
@@ -196,7 +196,7 @@ def test_either_torch_or_the_team_has_threads(
     engine = make_engine(tiny_gpt2, num_threads=2, dtype=dtype)
     seen.clear()
     run(engine, [make_request("r", [1, 2], max_tokens=3)])
-    assert seen == {(in_torch, 2)}
+    assert seen == {threads}
 
 
 def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(
@@ -234,7 +234,7 @@ def test_without_the_library_and_onednn_the_loss_of_exactness_is_told(
     assert "oneDNN" not in caplog.text
     assert "batch_invariant=yes" in caplog.text
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ())
+    monkeypatch.setattr(native, "is_available", lambda: False)
     with caplog.at_level(logging.DEBUG):
         engine = make_engine(tiny_gpt2)
     assert "this torch has no oneDNN" in caplog.text

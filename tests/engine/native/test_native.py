@@ -22,7 +22,7 @@ from gptserve.engine import native
 from gptserve.engine.model.linear import NativeLinear
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not native.supported_variants(2),
+    sys.platform != "linux" or not native.is_available(),
     reason="reads /proc, or the library is not built or of no use here",
 )
 
@@ -255,27 +255,28 @@ def test_without_the_library_there_is_no_variant(monkeypatch: pytest.MonkeyPatch
 def test_the_fastest_variant_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Intel's CPUs AVX512-BF16, which comes after plain AVX-512, is slower than it."""
     library = SimpleNamespace(
-        native_has_variant=lambda itemsize, variant: variant in (1, 2, 3), native_fastest_variant=lambda itemsize: 2
+        native_has_variant=lambda itemsize, variant: variant in (1, 2, 3, 4), native_fastest_variant=lambda itemsize: 3
     )
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_variants.__wrapped__(2) == ("avx2", "avx512_bf16", "avx512")
-    library.native_fastest_variant = lambda itemsize: 3
-    assert native.supported_variants.__wrapped__(2) == ("avx2", "avx512", "avx512_bf16")
+    assert native.supported_variants.__wrapped__(2) == ("generic", "avx2", "avx512_bf16", "avx512")
+    library.native_fastest_variant = lambda itemsize: 4
+    assert native.supported_variants.__wrapped__(2) == ("generic", "avx2", "avx512", "avx512_bf16")
 
 
 def test_a_cpu_may_lack_a_variant_before_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """As AMD's Zen 4 has AVX512-VNNI but no AVX-VNNI."""
     library = SimpleNamespace(
-        native_has_variant=lambda itemsize, variant: variant in (1, 3), native_fastest_variant=lambda itemsize: 3
+        native_has_variant=lambda itemsize, variant: variant in (1, 2, 4), native_fastest_variant=lambda itemsize: 4
     )
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_variants.__wrapped__(1) == ("avx2", "avx512_vnni")
+    assert native.supported_variants.__wrapped__(1) == ("generic", "avx2", "avx512_vnni")
 
 
 def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
     """But for AMX, which the system may withhold."""
     flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     needs: dict[native.Variant, str] = {
+        "generic": "",
         "avx2": "avx2 fma",
         "avx_vnni": "avx2 fma avx_vnni",
         "avx512_vnni": "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni",

@@ -1,4 +1,4 @@
-"""The operations that compute row by row: AVX2 gives the bits of AVX-512, in widths of whole vectors and others."""
+"""The operations that compute row by row: all variants agree, in widths of whole vectors and others."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_gate_is_what_torch_computes(limit: float | None, variant: native.Vari
 
 
 def computed(operation: Add, width: int, variant: native.Variant) -> Tensor:
-    """Return "out" [ROWS, width], as bits; nothing behind it may be written."""
+    """Return "out" [ROWS, width]; nothing behind it may be written."""
     torch.manual_seed(width)
     sizes = {"x": 2 * width, "y": width, "out": width}
     program = Program(sizes, variant)
@@ -111,12 +111,20 @@ def computed(operation: Add, width: int, variant: native.Variant) -> Tensor:
     token_ids, positions = torch.tensor([3, 1, 4, 1, 0]), torch.tensor([0, 1, 2, 4, 3])
     program.run(ROWS, token_ids.data_ptr(), positions.data_ptr())
     assert torch.equal(tensors["out"][ROWS:], behind)
-    return tensors["out"][:ROWS].view(torch.int16)
+    return tensors["out"][:ROWS]
 
 
 @pytest.mark.skipif("avx512" not in native.supported_variants(2), reason="the library is not built, or no AVX-512 here")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_avx2_and_avx512_compute_the_same_bits(name: str) -> None:
     for width in WIDTHS:
-        by_avx512 = computed(OPERATIONS[name], width, "avx512")
-        assert torch.equal(computed(OPERATIONS[name], width, "avx2"), by_avx512), width
+        by_avx2, by_avx512 = (computed(OPERATIONS[name], width, variant) for variant in ("avx2", "avx512"))
+        assert torch.equal(by_avx2.view(torch.int16), by_avx512.view(torch.int16)), width
+
+
+@pytest.mark.skipif("avx2" not in native.supported_variants(2), reason="the library is not built, or no AVX2 here")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_instructions_of_any_cpu_compute_the_same_but_for_fused_sums(name: str) -> None:
+    for width in WIDTHS:
+        by_any, by_avx2 = (computed(OPERATIONS[name], width, variant) for variant in ("generic", "avx2"))
+        torch.testing.assert_close(by_any, by_avx2, atol=1e-5, rtol=2**-7, equal_nan=True)

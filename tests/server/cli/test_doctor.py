@@ -31,29 +31,17 @@ def test_a_model_that_cannot_be_served_is_a_fail_and_status_1(run: Any) -> None:
     assert "/no/such/model" in out.splitlines()[-1]
 
 
-AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl"
-
-
 @pytest.mark.parametrize(
-    ("product", "dtype", "flags", "verdict", "why"),
+    ("product", "verdict", "why"),
     [
-        ("native", "bfloat16", "amx_bf16", "ok", "native, the fastest for this device"),
-        ("native_int8", "float32", "avx2", "ok", "native_int8, the fastest for this device"),
-        ("onednn", "float32", "sse avx2", "warn", "the CPU has no AVX2"),
-        ("onednn", "bfloat16", "avx2 fma", "warn", "their library is missing"),
-        ("torch_int8", "float32", "sse avx2", "warn", "the CPU has no AVX2"),
-        ("onednn", "float32", AVX512, "warn", "their library is missing"),
-        ("onednn", "bfloat16", AVX512, "warn", "their library is missing"),
-        ("torch_int8", "float32", "avx2 fma", "warn", "their library is missing"),
-        ("torch_int8", "bfloat16", f"{AVX512} avx512_vnni", "warn", "their library is missing"),
+        ("native", "ok", "native, the fastest for this device"),
+        ("native_int8", "ok", "native_int8, the fastest for this device"),
+        ("onednn", "warn", "their library is missing"),
+        ("torch_int8", "warn", "their library is missing"),
     ],
 )
-def test_slower_products_are_explained(
-    product: str, dtype: str, flags: str, verdict: str, why: str, tmp_path: Path
-) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"processor : 0\nflags : fpu {flags}\n")
-    found, text = doctor._kernels({"device": "cpu", "product": product, "dtype": dtype}, cpuinfo)
+def test_slower_products_are_explained(product: str, verdict: str, why: str) -> None:
+    found, text = doctor._kernels({"device": "cpu", "product": product})
     assert found == verdict
     assert why in text
 
