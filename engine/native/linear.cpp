@@ -9,7 +9,7 @@
 #include "team.h"
 
 constexpr int64_t ROW_BYTES = 3 << 18; // of x that go with one pass over the weights: they stay in a CPU's own cache
-constexpr int64_t CHUNK_NS = 20000;
+constexpr int64_t CHUNK_NS = 20000, MAX_CHUNK_NS = 90000;
 
 static void compute_chunk(void* job, int64_t i) {
     const Product& p = *(const Product*)job;
@@ -20,13 +20,15 @@ static void compute_chunk(void* job, int64_t i) {
 
 static bool uses_tiles(const Product& p) { return p.linear.variant == (p.quantized ? (int)INT8_AMX : (int)AMX); }
 
-// Cut a product into chunks that take some CHUNK_NS, or less so that each thread has several. All panels of the first
-// rows come first, then those of the next rows.
+// Cut a product into chunks that take some CHUNK_NS, or less so that each thread has several; a panel times many rows
+// takes up to MAX_CHUNK_NS, or as long as the fewest rows that are multiplied well. All panels of the first rows come
+// first, then those of the next rows.
 static int64_t cut(Product& p) {
-    p.rows_a_chunk = min_of(p.rows, max_of(32, ROW_BYTES / p.row_bytes / 32 * 32));
-    const int64_t passes = (p.rows + p.rows_a_chunk - 1) / p.rows_a_chunk;
-    const int64_t bytes = p.row_bytes * COLUMNS;
+    const int64_t bytes = p.row_bytes * COLUMNS, fewest = uses_tiles(p) ? 32 : 24;
     const int64_t bytes_a_ns = uses_tiles(p) ? 1000 : p.linear.element_bytes == 4 ? 300 : 150;  // times a row of x
+    const int64_t most = min_of(MAX_CHUNK_NS * bytes_a_ns / bytes, ROW_BYTES / p.row_bytes);
+    p.rows_a_chunk = min_of(p.rows, max_of(fewest, most / fewest * fewest));
+    const int64_t passes = (p.rows + p.rows_a_chunk - 1) / p.rows_a_chunk;
     const int64_t panel_ns = bytes / 10 + bytes * p.rows_a_chunk / bytes_a_ns;
     const int64_t few = max_of(1, p.panels * passes / (4 * num_threads()));
     p.panels_a_chunk = max_of(p.panels * passes / MAX_CHUNKS + 1, min_of(few, CHUNK_NS / (panel_ns + 1)));
