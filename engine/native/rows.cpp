@@ -1,4 +1,4 @@
-// The operations of a program that compute row by row: embedding, norms, rotary, gates, sums.
+// The operations of a program that compute row by row: embedding, norms, rotary, gates, sums, and parts of mixtures.
 //
 // Each computes in fp32 and rounds to bf16 where engine/model/layers.py does, so that the two differ only by the order
 // of sums: here lane j of 16 sums every 16th element in ascending order, and the lanes are folded in halves. A row has
