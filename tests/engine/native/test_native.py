@@ -199,7 +199,10 @@ def test_threads_stay_on_the_cpus_that_they_are_kept_to() -> None:
     linear, x, y = linear_and_rows()
     native.set_num_threads(2)
     linear(x)
-    (worker,), everywhere = team_threads(), os.sched_getaffinity(0)
+    (worker,), everywhere, deadline = team_threads(), os.sched_getaffinity(0), time.monotonic() + LIMIT_S
+    stat = Path(f"/proc/self/task/{worker}/stat")
+    while stat.read_text().rsplit(")", 1)[1].split()[0] != "S":  # it may be on its way back to all CPUs
+        assert time.monotonic() < deadline, "a thread without work does not sleep"
     kept_to = {min(everywhere)}
     try:
         os.sched_setaffinity(0, kept_to)  # this thread
