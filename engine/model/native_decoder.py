@@ -1,6 +1,6 @@
 """The decoder as two programs of engine/native: the layers, and the head, each run in one call.
 
-They compute what decoder.py and layers.py define, with the same weights and roundings to bf16, without Python between
+They compute what decoder.py and layers.py define, with the same weights and roundings, without Python between
 the operations. Where no program can compute a model, `native_decoder` returns None, and those two files compute it.
 Decoder calls it. Shape letters as in engine/attention/__init__.py.
 """
@@ -44,7 +44,7 @@ def native_decoder(
     `parts` has made all linears and norms. `positions` is the table that is added to the embedding; `tables` has the
     rotary table of each layer.
     """
-    obstacle = _obstacle(config, parts, embedding.dtype, backend)
+    obstacle = _obstacle(config, parts, backend)
     if parts.group is not None and obstacle is None:
         logger.warning("decoder: 'torch', which is slower, runs a step instead of 'program': a program has no ranks")
         return None
@@ -52,20 +52,19 @@ def native_decoder(
         logger.debug("decoder: torch runs the operations of a step, not a program: %s", obstacle)
         return None
     assert isinstance(backend, CpuAttention)
-    widths = _widths(config)
-    layers = _Writer(config, parts, Program(widths))
+    dtype = embedding.dtype
+    widths = _widths(config, dtype)
+    layers = _Writer(config, parts, widths, dtype)
     layers.embed(embedding, positions)
     for layer, table in enumerate(tables):
         layers.block(layer, table, backend)
-    head = _Writer(config, parts, Program({**widths, "logits": config.vocab_size}))
+    head = _Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype)
     head.head()
-    return NativeDecoder(widths, config.vocab_size, layers.program, head.program, backend)
+    return NativeDecoder(widths, dtype, config.vocab_size, layers.program, head.program, backend)
 
 
-def _obstacle(config: ModelConfig, parts: StreamedTensors, dtype: torch.dtype, backend: AttentionBackend) -> str | None:
+def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
     """Return why no program can compute this model; None if one can."""
-    if dtype is not torch.bfloat16:
-        return f"it computes in {str(dtype).removeprefix('torch.')}"
     if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
         return "its products are not those of engine/native"
     if not isinstance(backend, CpuAttention):
@@ -78,7 +77,7 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, dtype: torch.dtype, b
     return None
 
 
-def _widths(config: ModelConfig) -> dict[str, int]:
+def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     """Return the buffers of both programs: by name, the elements of a row."""
     num_ffns = 1 if config.experts is None else config.experts.num_active
     buffers = {
@@ -92,7 +91,7 @@ def _widths(config: ModelConfig) -> dict[str, int]:
     if config.experts is not None:
         buffers |= {
             "scores": config.experts.num,
-            "routes": num_ffns * ROUTE_BYTES // torch.bfloat16.itemsize,
+            "routes": num_ffns * ROUTE_BYTES // dtype.itemsize,
             "pairs": num_ffns * config.hidden_size,
         }
     return buffers
@@ -102,9 +101,15 @@ class NativeDecoder:
     """The programs of one model, with their buffers; only one thread at a time may use it."""
 
     def __init__(
-        self, widths: dict[str, int], vocab_size: int, layers: Program, head: Program, backend: CpuAttention
+        self,
+        widths: dict[str, int],
+        dtype: torch.dtype,
+        vocab_size: int,
+        layers: Program,
+        head: Program,
+        backend: CpuAttention,
     ) -> None:
-        self._widths, self._vocab_size = widths, vocab_size
+        self._widths, self._dtype, self._vocab_size = widths, dtype, vocab_size
         self._layers, self._head, self._backend = layers, head, backend
         self._buffers: dict[str, Tensor] = {}
 
@@ -122,7 +127,7 @@ class NativeDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's fp32 logits [rows, vocab_size], without the soft cap."""
         num_rows, hidden = len(hidden), hidden.contiguous()
-        assert hidden.dtype is torch.bfloat16 and hidden.shape[1] == self._widths["x"]
+        assert hidden.dtype is self._dtype and hidden.shape[1] == self._widths["x"]
         self._reserve(num_rows)
         logits = torch.empty(num_rows, self._vocab_size)
         self._head.place("x", hidden.data_ptr())
@@ -136,7 +141,7 @@ class NativeDecoder:
             return
         self._buffers = {}  # frees the old ones before the new ones are allocated
         for name, width in self._widths.items():
-            buffer = torch.empty(1 << (num_rows - 1).bit_length(), width, dtype=torch.bfloat16)
+            buffer = torch.empty(1 << (num_rows - 1).bit_length(), width, dtype=self._dtype)
             self._buffers[name] = buffer
             self._layers.place(name, buffer.data_ptr())
             self._head.place(name, buffer.data_ptr())
@@ -145,9 +150,9 @@ class NativeDecoder:
 class _Writer:
     """Writes a program: what is called here is appended, in the order of the calls."""
 
-    def __init__(self, config: ModelConfig, parts: StreamedTensors, program: Program) -> None:
-        self.program = program
-        self._config, self._parts, self._widths = config, parts, _widths(config)
+    def __init__(self, config: ModelConfig, parts: StreamedTensors, widths: dict[str, int], dtype: torch.dtype) -> None:
+        self.program = Program(widths, dtype.itemsize)
+        self._config, self._parts, self._widths, self._dtype = config, parts, widths, dtype
 
     def embed(self, embedding: Tensor, positions: Tensor | None) -> None:
         """Write the embedded tokens to x."""
@@ -252,7 +257,7 @@ class _Writer:
 
     def _gate(self) -> Gate:
         """Return the gate, as `gated` in activation.py defines it."""
-        limit = torch.tensor(self._config.ffn_limit or 0.0, dtype=torch.bfloat16).item()  # rounded, as torch clamps
+        limit = torch.tensor(self._config.ffn_limit or 0.0, dtype=self._dtype).item()  # rounded, as torch clamps
         return Gate(limit, native.ACTIVATIONS.index(self._config.activation))
 
     def _linear(self, name: str, source: str, target: str, residual: str = "", wide: bool = False) -> None:

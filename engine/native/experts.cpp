@@ -25,12 +25,14 @@ void place_pairs(const Experts& experts, const Program& program, int64_t num_row
 }
 
 // Multiply each pair with its expert's weight.
-void multiply(const Experts& experts, const Linear* const* linears, const Buffer& in, const Buffer& out) {
-    const int64_t in_width = in.width / experts.num_active, out_width = out.width / experts.num_active;
+void multiply(const Experts& experts, const Program& program, const Linear* const* linears, const Buffer& in,
+              const Buffer& out) {
+    const int64_t in_bytes = in.width / experts.num_active * program.element_bytes;
+    const int64_t out_bytes = out.width / experts.num_active * program.element_bytes;
     int64_t first = 0;
     for (int64_t e = 0; e < experts.num; e++) {
-        native_multiply(linears[e], (const bf16*)in.data + first * in_width, nullptr, (bf16*)out.data + first * out_width,
-                        experts.ends[e] - first, 0);
+        native_multiply(linears[e], (const uint8_t*)in.data + first * in_bytes, nullptr,
+                        (uint8_t*)out.data + first * out_bytes, experts.ends[e] - first, width_of(program));
         first = experts.ends[e];
     }
 }
@@ -40,7 +42,7 @@ void gate(const Experts& experts, const Program& program, int64_t num_pairs) {
     const Buffer &up = program.buffers[experts.up], &gated = program.buffers[experts.gated];
     const Buffer buffers[] = {{up.data, up.width / experts.num_active}, {gated.data, gated.width / experts.num_active}};
     const Operation op = {GATE, 0, 1, -1, 0, experts.gate};
-    const Program of_pairs = {&op, 1, buffers, program.variant};
+    const Program of_pairs = {&op, 1, buffers, program.variant, program.element_bytes};
     run_rows(of_pairs, {num_pairs, nullptr, nullptr, nullptr, nullptr}, &op, 1);
 }
 
@@ -55,8 +57,8 @@ void mix_experts(const Program& program, const Step& step, const Operation& op) 
     run_rows(program, step, &choose, 1);
     place_pairs(experts, program, step.num_rows);
     run_rows(program, step, &gather, 1);
-    multiply(experts, experts.ups, pairs, up);
+    multiply(experts, program, experts.ups, pairs, up);
     if (experts.gate) gate(experts, program, step.num_rows * experts.num_active);
-    multiply(experts, experts.downs, experts.gate ? program.buffers[experts.gated] : up, pairs);
+    multiply(experts, program, experts.downs, experts.gate ? program.buffers[experts.gated] : up, pairs);
     run_rows(program, step, &mix, 1);
 }

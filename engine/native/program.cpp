@@ -35,7 +35,7 @@ void run_rows(const Program& program, const Step& step, const Operation* first, 
         widest = program.buffers[first[i].in].width > widest ? program.buffers[first[i].in].width : widest;
     int64_t rows_a_chunk = ROW_CHUNK / (widest * num_operations) + 1;
     if (rows_a_chunk < step.num_rows / MAX_CHUNKS + 1) rows_a_chunk = step.num_rows / MAX_CHUNKS + 1;
-    RowJob job = {program, step, first, num_operations, rows_a_chunk, row_operations(program.variant)};
+    RowJob job = {program, step, first, num_operations, rows_a_chunk, row_operations(program)};
     run_chunks(compute_rows, &job, (step.num_rows + rows_a_chunk - 1) / rows_a_chunk, num_threads());
 }
 
@@ -44,9 +44,10 @@ namespace {
 void attend(const Program& program, const Step& step, const Operation& op) {
     const Attend& a = *(const Attend*)op.data;
     const Buffer& in = program.buffers[op.in];
-    const bf16* qkv = (const bf16*)in.data;
+    const uint8_t* qkv = (const uint8_t*)in.data;
     const void* cache = step.caches[a.layer];
-    a.write(step.batch, cache, qkv + a.key, qkv + a.value, in.width);
+    const int64_t size = program.element_bytes;
+    a.write(step.batch, cache, qkv + a.key * size, qkv + a.value * size, in.width);
     a.attend(step.batch, cache, qkv, in.width, program.buffers[op.out].data, a.num_heads, a.scale, a.window, a.slopes,
              a.sinks, a.softcap, a.instructions);
 }
@@ -54,7 +55,7 @@ void attend(const Program& program, const Step& step, const Operation& op) {
 void multiply(const Program& program, const Step& step, const Operation& op) {
     const void* residual = op.residual < 0 ? nullptr : program.buffers[op.residual].data;
     native_multiply((const Linear*)op.data, program.buffers[op.in].data, residual, program.buffers[op.out].data,
-                    step.num_rows, op.wide ? WIDE_OUT : 0);
+                    step.num_rows, width_of(program) | (op.wide ? WIDE_OUT : 0));
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ enum Kind {
 };
 
 struct Buffer {
-    void* data;     // [rows][width], bf16; fp32 for a linear that is wide
+    void* data;     // [rows][width] of the program's elements; fp32 for the result of a linear that is wide
     int64_t width;
 };
 
@@ -46,7 +46,11 @@ struct Program {
     int64_t num_operations;
     const Buffer* buffers;
     int32_t variant;  // a FloatVariant that the CPU has: its instructions compute the rows
+    int32_t element_bytes;  // 4: fp32, 2: bf16
 };
+
+// The Width of a product of rows of the program.
+static inline int width_of(const Program& program) { return program.element_bytes == 4 ? WIDE_OUT | WIDE_X : 0; }
 
 // One call of a program.
 struct Step {
@@ -57,7 +61,7 @@ struct Step {
 };
 
 struct Table {
-    const bf16* rows;
+    const void* rows;  // of the program's elements
     float scale;
 };
 
@@ -129,5 +133,5 @@ void run_rows(const Program& program, const Step& step, const Operation* first, 
 // Run an operation of kind EXPERTS.
 void mix_experts(const Program& program, const Step& step, const Operation& op);
 
-// By kind, with the instructions of a FloatVariant; null for those that do not compute row by row.
-const RowOperation* row_operations(int variant);
+// By kind, for the elements and with the instructions of a program; null for those that do not compute row by row.
+const RowOperation* row_operations(const Program& program);

@@ -84,7 +84,7 @@ class _Program(Structure):
     """Program of program.h."""
 
     _fields_ = native.members(
-        (c_void_p, "operations"), (c_int64, "num_operations"), (c_void_p, "buffers"), (c_int32, "variant")
+        (c_void_p, "operations"), (c_int64, "num_operations"), (c_void_p, "buffers"), (c_int32, "variant element_bytes")
     )
 
 
@@ -97,13 +97,13 @@ class _Step(Structure):
 class Program:
     """Operations over buffers that are known by name; the caller allocates the buffers."""
 
-    def __init__(self, widths: dict[str, int], variant: native.Variant | None = None) -> None:
-        """Begin an empty program over buffers of these names and widths, in elements.
+    def __init__(self, widths: dict[str, int], element_bytes: int, variant: native.Variant | None = None) -> None:
+        """Begin an empty program over buffers of these names and widths, in elements of 4 bytes (fp32) or 2 (bf16).
 
-        `variant` is one of native.supported_variants(2), whose instructions compute all but products and attention;
-        None means the best.
+        `variant` is one of native.supported_variants(element_bytes), whose instructions compute all but products and
+        attention; None means the fastest.
         """
-        self._variant = variant or native.supported_variants(2)[-1]
+        self._element_bytes, self._variant = element_bytes, variant or native.supported_variants(element_bytes)[-1]
         self._numbers = {name: number for number, name in enumerate(widths)}
         self._buffers = (_Buffer * len(widths))(*(_Buffer(None, width) for width in widths.values()))
         self._operations: list[_Operation] = []
@@ -148,5 +148,5 @@ class Program:
         """The program as the library reads it; made by the first run, after the last `add`."""
         operations = (_Operation * len(self._operations))(*self._operations)
         self.keep(operations)
-        variant = native.VARIANTS[2].index(self._variant) + 1
-        return _Program(addressof(operations), len(operations), addressof(self._buffers), variant)
+        kind = native.VARIANTS[self._element_bytes].index(self._variant) + 1, self._element_bytes
+        return _Program(addressof(operations), len(operations), addressof(self._buffers), *kind)

@@ -1,6 +1,6 @@
 // The operations of a program that compute row by row: embedding, norms, rotary, gates, sums, and parts of mixtures.
 //
-// Each computes in fp32 and rounds to bf16 where engine/model/layers.py does, so that the two differ only by the order
+// Each computes in fp32 and, in bf16, rounds where engine/model/layers.py does, so that the two differ only by the order
 // of sums: here lane j of 16 sums every 16th element in ascending order, and the lanes are folded in halves. A row has
 // the same bits by AVX2 and by AVX-512; by the instructions of any CPU they may differ.
 
@@ -32,10 +32,11 @@ END_INSTRUCTIONS
 
 #endif
 
-const RowOperation* row_operations([[maybe_unused]] int variant) {
+const RowOperation* row_operations(const Program& program) {
+    const bool is_fp32 = program.element_bytes == 4;
 #if defined(__x86_64__)
-    if (variant >= AVX512) return avx512::ROW_OPERATIONS;
-    if (variant == AVX2) return avx2::ROW_OPERATIONS;
+    if (program.variant >= AVX512) return is_fp32 ? avx512::FP32_OPERATIONS : avx512::BF16_OPERATIONS;
+    if (program.variant == AVX2) return is_fp32 ? avx2::FP32_OPERATIONS : avx2::BF16_OPERATIONS;
 #endif
-    return generic::ROW_OPERATIONS;
+    return is_fp32 ? generic::FP32_OPERATIONS : generic::BF16_OPERATIONS;
 }

@@ -188,6 +188,19 @@ def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
     assert 0 < of_programs < limit
 
 
+@pytest.mark.skipif(not native.is_available(), reason="the library is not built")
+@all_or_first
+def test_the_instructions_of_any_cpu_give_the_same_logits(
+    name: str, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the accuracy of fp32, which bf16 would miss by far."""
+    prompts = ragged_prompts(5, 60, vocab_size=90)
+    fastest = torch.cat(paged_logits(written(name), prompts, CpuAttention()))
+    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ("generic",))
+    generic = torch.cat(paged_logits(written(name), prompts, CpuAttention("generic")))
+    assert (generic - fastest).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"nanogpt"}))
 def test_shards_and_bf16_give_the_same_tensors(model_type: str, written: Written, tmp_path: Path) -> None:
     folder = written(next(name for name, (its_type, _) in SHAPES.items() if its_type == model_type))

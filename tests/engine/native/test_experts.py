@@ -18,15 +18,20 @@ from gptserve.engine.model.experts import MixtureOfExperts
 from gptserve.engine.model.linear import NativeInt8Linear, NativeLinear
 from gptserve.engine.native.program import ROUTE_BYTES, Experts, Gate, Program
 
-pytestmark = pytest.mark.skipif(not native.supported_variants(2), reason="the library is not built, or of no use here")
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 
 HIDDEN, FFN = 64, 96
 LIMIT = 2.0
 SPARE_ROWS = 3
 NAN, INF = torch.nan, torch.inf
 
-by_variant = pytest.mark.parametrize("variant", native.supported_variants(2))
-both_kinds = pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+by_variant = pytest.mark.parametrize("variant", native.supported_variants(4))
+all_kinds = pytest.mark.parametrize(
+    ("dtype", "int8"), [(dtype, int8) for dtype in DTYPES for int8 in (False, True)], ids=lambda value: str(value)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +47,7 @@ class Shape:
     num_active: int = 2
     is_gated: bool = True
     int8: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
 
 class Mixture:
@@ -53,12 +59,12 @@ class Mixture:
         activation = None if shape.is_gated else "relu"
 
         def linear(num_in: int, num_out: int, activation: str | None = None) -> NativeLinear:
-            weight = torch.randn(num_out, num_in, generator=generator).mul(num_in**-0.5).bfloat16()
-            bias = torch.randn(num_out, generator=generator).bfloat16()
+            weight = torch.randn(num_out, num_in, generator=generator).mul(num_in**-0.5).to(shape.dtype)
+            bias = torch.randn(num_out, generator=generator).to(shape.dtype)
             if not shape.int8:
                 return NativeLinear(weight, bias, activation, variant=variant)  # type: ignore[arg-type]
-            by_avx2 = "avx2" if variant == "avx2" else None
-            return NativeInt8Linear(weight, bias, activation, variant=by_avx2)  # type: ignore[arg-type]
+            int8_variant = variant if variant in native.supported_variants(1) else None
+            return NativeInt8Linear(weight, bias, activation, variant=int8_variant)  # type: ignore[arg-type]
 
         ups = FFN * 2 if shape.is_gated else FFN
         self.experts = [(linear(HIDDEN, ups, activation), linear(FFN, HIDDEN)) for _ in range(shape.num)]
@@ -73,10 +79,15 @@ class Mixture:
     def __call__(self, x: Tensor, scores: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the mixtures of rows; nothing behind them may be written in any buffer."""
         num, num_active, num_rows = self.shape.num, self.shape.num_active, len(x)
-        of_pairs = {"routes": ROUTE_BYTES // 2, "pairs": HIDDEN, "up": FFN * (1 + self.shape.is_gated), "gated": FFN}
+        of_pairs = {
+            "routes": ROUTE_BYTES // self.shape.dtype.itemsize,
+            "pairs": HIDDEN,
+            "up": FFN * (1 + self.shape.is_gated),
+            "gated": FFN,
+        }
         widths = {"x": HIDDEN, "residual": HIDDEN, "out": HIDDEN, "scores": num}
         widths |= {name: num_active * width for name, width in of_pairs.items()}
-        program = Program(widths, self._variant)
+        program = Program(widths, self.shape.dtype.itemsize, self._variant)
         ups, downs = ((c_void_p * num)(*(addressof(pair[i].weight) for pair in self.experts)) for i in range(2))
         gate, ends = Gate(LIMIT, native.ACTIVATIONS.index("relu")), (c_int32 * (num + 1))(*[-7] * (num + 1))
         data = Experts(
@@ -89,7 +100,10 @@ class Mixture:
             **{name: program.number(name) for name in ("scores", "routes", "pairs", "up", "gated")},
         )
         program.add("experts", "x", "out", data, residual="" if residual is None else "residual")
-        buffers = {name: torch.full((num_rows + SPARE_ROWS, width), NAN).bfloat16() for name, width in widths.items()}
+        buffers = {
+            name: torch.full((num_rows + SPARE_ROWS, width), NAN, dtype=self.shape.dtype)
+            for name, width in widths.items()
+        }
         for name, rows in (("x", x), ("scores", scores), ("residual", residual)):
             if rows is not None:
                 buffers[name][:num_rows] = rows
@@ -110,23 +124,24 @@ def random_rows(num_rows: int, shape: Shape, seed: int = 1) -> tuple[Tensor, Ten
     """Return x, scores, of which many are equal, and a residual."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(num_rows, shape.num, generator=generator).mul(2).round() / 2
-    x, residual = (torch.randn(num_rows, HIDDEN, generator=generator).bfloat16() for _ in range(2))
-    return x, scores.bfloat16(), residual
+    x, residual = (torch.randn(num_rows, HIDDEN, generator=generator).to(shape.dtype) for _ in range(2))
+    return x, scores.to(shape.dtype), residual
 
 
 SHAPES = st.builds(
-    lambda num, share, is_gated, int8: Shape(num, max(1, round(num * share)), is_gated, int8),
+    lambda num, share, is_gated, int8, dtype: Shape(num, max(1, round(num * share)), is_gated, int8, dtype),
     num=st.sampled_from([1, 2, 5, 8, 33]),
     share=st.sampled_from([0.0, 0.3, 1.0]),
     is_gated=st.booleans(),
     int8=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
 )
 
 
 @settings(max_examples=50, deadline=None)
 @given(
     shape=SHAPES,
-    variant=st.sampled_from(native.supported_variants(2) or ("avx2",)),
+    variant=st.sampled_from(native.supported_variants(4) or ("generic",)),
     num_rows=st.sampled_from([1, 2, 3, 17, 80]),
     has_residual=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -139,7 +154,8 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
     added = residual if has_residual else None
     native.set_num_threads(1)
     found = mixture(x, scores, added)
-    torch.testing.assert_close(found, mixture.by_torch(x, scores, added), rtol=2**-7, atol=2**-7)
+    tolerance = TOLERANCES[shape.dtype]
+    torch.testing.assert_close(found, mixture.by_torch(x, scores, added), rtol=tolerance, atol=tolerance)
     if shape.num_active == 1:  # so that no exponential takes part
         assert torch.equal(found, mixture.by_torch(x, scores, added))
     native.set_num_threads(2)
@@ -150,21 +166,23 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
         assert torch.equal(bits(part), bits(found[rows]))
 
 
-@both_kinds
+@all_kinds
 @pytest.mark.skipif("avx512" not in native.supported_variants(2), reason="this CPU has no AVX-512")
-def test_avx2_and_avx512_compute_the_same_bits(int8: bool) -> None:
-    shape = Shape(19, 17, int8=int8)  # several vectors, the last ones not whole
+def test_avx2_and_avx512_compute_the_same_bits(dtype: torch.dtype, int8: bool) -> None:
+    shape = Shape(19, 17, int8=int8, dtype=dtype)  # several vectors, the last ones not whole
     rows = random_rows(9, shape)
     assert torch.equal(bits(Mixture(shape, "avx2")(*rows)), bits(Mixture(shape, "avx512")(*rows)))
 
 
 @by_variant
-@both_kinds
-def test_a_sum_of_two_is_rounded_before_the_residual_as_in_torch(int8: bool, variant: native.Variant) -> None:
+@all_kinds
+def test_a_sum_of_two_is_rounded_before_the_residual_as_in_torch(
+    dtype: torch.dtype, int8: bool, variant: native.Variant
+) -> None:
     """With scores whose softmax is exact."""
-    mixture = Mixture(Shape(int8=int8), variant)
+    mixture = Mixture(Shape(int8=int8, dtype=dtype), variant)
     x, _, residual = random_rows(20, mixture.shape)
-    scores = torch.zeros(20, 8).bfloat16()
+    scores = torch.zeros(20, 8).to(dtype)
     for added in (None, residual):
         assert torch.equal(bits(mixture(x, scores, added)), bits(mixture.by_torch(x, scores, added)))
 
@@ -181,9 +199,11 @@ def test_of_equal_scores_the_first_experts_are_chosen(variant: native.Variant) -
 
 
 @by_variant
-@both_kinds
-def test_a_row_with_nan_is_nan_and_changes_no_other_row(int8: bool, variant: native.Variant) -> None:
-    mixture = Mixture(Shape(int8=int8), variant)
+@all_kinds
+def test_a_row_with_nan_is_nan_and_changes_no_other_row(
+    dtype: torch.dtype, int8: bool, variant: native.Variant
+) -> None:
+    mixture = Mixture(Shape(int8=int8, dtype=dtype), variant)
     x, scores, residual = random_rows(40, mixture.shape)
     before = mixture(x, scores, residual)
     spoiled = {
@@ -205,9 +225,9 @@ def test_a_row_with_nan_is_nan_and_changes_no_other_row(int8: bool, variant: nat
     assert torch.equal(bits(after[~is_spoiled]), bits(before[~is_spoiled]))
 
 
-@both_kinds
-def test_experts_that_nobody_chose_are_not_multiplied_with(int8: bool) -> None:
-    mixture = Mixture(Shape(int8=int8))
+@all_kinds
+def test_experts_that_nobody_chose_are_not_multiplied_with(dtype: torch.dtype, int8: bool) -> None:
+    mixture = Mixture(Shape(int8=int8, dtype=dtype))
     x, scores, residual = random_rows(20, mixture.shape)
     scores[:, [0, 4, 7]] = -30
     expected = mixture.by_torch(x, scores, residual)

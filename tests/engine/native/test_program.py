@@ -15,6 +15,7 @@ from gptserve.engine.model.activation import gated
 from gptserve.engine.native.program import Gate, Norm, Program, Rotation, Table
 from gptserve.weights.config import Activation
 
+DTYPES = (torch.float32, torch.bfloat16)
 ROWS, EPS = 5, 1e-5
 WIDTHS = (1, 7, 8, 15, 16, 17, 31, 33, 64, 200)
 
@@ -43,7 +44,7 @@ def rotate(program: Program, y: Tensor) -> None:
 
 def table(kind: Literal["embed", "add_position"]) -> Add:
     def add(program: Program, y: Tensor) -> None:
-        rows = torch.randn(y.shape).bfloat16()
+        rows = torch.randn(y.shape).to(y.dtype)
         program.keep(rows)
         program.add(kind, "y", "out", Table(rows.data_ptr(), 1.3))
 
@@ -54,6 +55,14 @@ def gate(activation: str | None, limit: float = 0.0) -> Add:
     number = native.ACTIVATIONS.index(activation)
     return lambda program, y: program.add("gate", "x", "out", Gate(limit, number))
 
+
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-6}
+"""Of what has exponentials or fused sums, which differ in the last bits."""
+
+by_variant = pytest.mark.parametrize(
+    ("dtype", "variant"),
+    [(dtype, variant) for dtype in DTYPES for variant in native.supported_variants(dtype.itemsize)],
+)
 
 OPERATIONS: dict[str, Add] = {
     "layernorm": norm(1, centred=True, scaled=True),
@@ -70,8 +79,8 @@ OPERATIONS: dict[str, Add] = {
 
 
 def gated_by_program(x: Tensor, gate: Gate, variant: native.Variant) -> Tensor:
-    out = torch.empty(len(x), x.shape[1] // 2, dtype=torch.bfloat16)
-    program = Program({"x": x.shape[1], "out": out.shape[1]}, variant)
+    out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype)
+    program = Program({"x": x.shape[1], "out": out.shape[1]}, x.itemsize, variant)
     program.add("gate", "x", "out", gate)
     program.place("x", x.data_ptr())
     program.place("out", out.data_ptr())
@@ -79,26 +88,26 @@ def gated_by_program(x: Tensor, gate: Gate, variant: native.Variant) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("variant", native.supported_variants(2))
+@by_variant
 @pytest.mark.parametrize("limit", [None, 2.0, 0.7])  # 0.7 is no number of bf16
-def test_a_gate_is_what_torch_computes(limit: float | None, variant: native.Variant) -> None:
-    rounded = torch.tensor(limit or 0.0).bfloat16().item()
+def test_a_gate_is_what_torch_computes(limit: float | None, dtype: torch.dtype, variant: native.Variant) -> None:
+    rounded = torch.tensor(limit or 0.0).to(dtype).item()
     activation: Activation
-    for activation, tolerance in (("relu", 0.0), ("silu", 2**-6)):  # whose exponentials differ in the last bits
+    for activation, tolerance in (("relu", 0.0), ("silu", TOLERANCES[dtype])):
         gate = Gate(rounded, native.ACTIVATIONS.index(activation))
         for width in WIDTHS:
-            x = torch.randn(ROWS, 2 * width, generator=torch.Generator().manual_seed(width)).mul(3).bfloat16()
+            x = torch.randn(ROWS, 2 * width, generator=torch.Generator().manual_seed(width)).mul(3).to(dtype)
             x[0, -1], x[1, 0], x[2, :2], x[3, -1] = torch.nan, torch.nan, torch.inf, -torch.inf
             found, expected = gated_by_program(x, gate, variant), gated(x, activation, limit)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-30, equal_nan=True)
 
 
-def computed(operation: Add, width: int, variant: native.Variant) -> Tensor:
+def computed(operation: Add, width: int, dtype: torch.dtype, variant: native.Variant) -> Tensor:
     """Return "out" [ROWS, width]; nothing behind it may be written."""
     torch.manual_seed(width)
     sizes = {"x": 2 * width, "y": width, "out": width}
-    program = Program(sizes, variant)
-    tensors = {name: torch.randn(ROWS + 64, size).mul(4).bfloat16() for name, size in sizes.items()}
+    program = Program(sizes, dtype.itemsize, variant)
+    tensors = {name: torch.randn(ROWS + 64, size).mul(4).to(dtype) for name, size in sizes.items()}
     tensors["y"][1, width // 2], tensors["y"][2, width // 3], tensors["x"][3, width // 2] = (
         torch.inf,
         torch.nan,
@@ -115,16 +124,18 @@ def computed(operation: Add, width: int, variant: native.Variant) -> Tensor:
 
 
 @pytest.mark.skipif("avx512" not in native.supported_variants(2), reason="the library is not built, or no AVX-512 here")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_avx2_and_avx512_compute_the_same_bits(name: str) -> None:
+def test_avx2_and_avx512_compute_the_same_bits(name: str, dtype: torch.dtype) -> None:
     for width in WIDTHS:
-        by_avx2, by_avx512 = (computed(OPERATIONS[name], width, variant) for variant in ("avx2", "avx512"))
+        by_avx2, by_avx512 = (computed(OPERATIONS[name], width, dtype, variant) for variant in ("avx2", "avx512"))
         assert torch.equal(by_avx2.view(torch.int16), by_avx512.view(torch.int16)), width
 
 
 @pytest.mark.skipif("avx2" not in native.supported_variants(2), reason="the library is not built, or no AVX2 here")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_instructions_of_any_cpu_compute_the_same_but_for_fused_sums(name: str) -> None:
+def test_the_instructions_of_any_cpu_compute_the_same_but_for_fused_sums(name: str, dtype: torch.dtype) -> None:
     for width in WIDTHS:
-        by_any, by_avx2 = (computed(OPERATIONS[name], width, variant) for variant in ("generic", "avx2"))
-        torch.testing.assert_close(by_any, by_avx2, atol=1e-5, rtol=2**-7, equal_nan=True)
+        by_any, by_avx2 = (computed(OPERATIONS[name], width, dtype, variant) for variant in ("generic", "avx2"))
+        torch.testing.assert_close(by_any, by_avx2, atol=1e-5, rtol=TOLERANCES[dtype], equal_nan=True)
