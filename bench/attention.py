@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.machine import versions
+from gptserve.engine import native
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.attention.reference import ReferenceAttention
@@ -56,6 +57,7 @@ def main() -> None:
     args = _parse()
     if args.threads:
         torch.set_num_threads(args.threads)
+    native.set_num_threads(torch.get_num_threads())
     dtype = getattr(torch, args.dtype)
     spec = AttentionSpec(args.heads, args.kv_heads, args.head_size, args.head_size**-0.5)
     rows = [(case.name, _measure(case, spec, dtype, args)) for case in _cases(args.max_batch)]

@@ -2,10 +2,11 @@
 
     python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3] [--alone]
 
-A neighbour is a child process that spins until it is killed. The two sides are two engines in one process. They take
-turns, beside 0, 1 and 2 neighbours. A run is prefill and decode together, greedy or sampled. The first run after a
-change of neighbours is not counted. Prints the medians as a table, with the share of its speed without neighbours that
-the engine keeps beside them, and one JSON line with the CPU's name and the load of other processes before it began.
+A neighbour is a child process that spins until it is killed. The two sides are two engines in one process, the second
+as in an installation without a C++ compiler. They take turns, beside 0, 1 and 2 neighbours. A run is prefill and decode
+together, greedy or sampled. The first run after a change of neighbours is not counted. Prints the medians as a table,
+with the share of its speed without neighbours that the engine keeps beside them, and one JSON line with the CPU's name
+and the load of other processes before it began.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # Run the tests of the compiled libraries under sanitizers: `make sanitize`.
 #
 # Each run has a copy of the tree in build/sanitize, with libraries compiled for it; Python finds the copy first. No
-# leaks are looked for: Python and torch have their own. ThreadSanitizer cannot see how libgomp orders torch's threads,
-# in which attention computes in fp32, so what they do is passed by; the team of engine/native is looked at.
+# leaks are looked for: Python and torch have their own. ThreadSanitizer cannot see how libgomp orders torch's threads, so
+# what they do is passed by; the team of engine/native is looked at.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$PWD/.venv/bin/python

@@ -2,14 +2,12 @@
 
 This file packs pointers and sizes, and checks what the kernel does not check. The arithmetic is in cpu_paged_kernel.h.
 The installation builds the library if there is a C++ compiler; without it `is_available()` is False and choose_backend
-takes another backend. The kernel runs in the threads of the linears beside it: in the team of engine/native, if there
-is one, else in torch's OpenMP pool.
+takes another backend. The kernel runs in the team of engine/native, as the linears beside it do.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import POINTER, Array, Structure, addressof, c_float, c_int, c_int64, c_void_p
 from typing import Literal
 
@@ -20,11 +18,9 @@ from gptserve.engine import native
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 from gptserve.engine.native.program import Attend
 
-logger = logging.getLogger(__name__)
-
 Instructions = Literal["generic", "avx2", "avx512"]
 
-ABI = 2
+ABI = 3
 """paged_abi() of the version of cpu_paged.cpp that the structures below mirror."""
 INSTRUCTIONS: tuple[Instructions, ...] = ("generic", "avx2", "avx512")
 """The index is the kernel's number. A CPU that supports one supports those before it."""
@@ -43,14 +39,12 @@ class CpuAttention:
     def __init__(self, instructions: Instructions | None = None) -> None:
         """Load the kernel. `instructions` is one of supported_instructions(); None means the best."""
         library = _load_library()
-        assert library is not None, "CpuAttention needs is_available()"
+        assert library is not None and native.is_available(), "CpuAttention needs is_available()"
         self._library = library
         best = library.paged_best_instructions()
         self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
         assert self._instructions <= best, f"this CPU has no {instructions}"
         self.build = f"{INSTRUCTIONS[self._instructions]} {native.digest(library)}"
-        self._in_team = native.is_available()
-        self._parallel = native.parallel() if self._in_team else _find_parallel()
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None
         self._batch = _Batch()
@@ -60,8 +54,8 @@ class CpuAttention:
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether the kernel is built and loads."""
-        return _load_library() is not None
+        """Return whether the kernel and the team are built and load."""
+        return native.is_available() and _load_library() is not None
 
     @staticmethod
     def supported_instructions() -> tuple[Instructions, ...]:
@@ -130,8 +124,7 @@ class CpuAttention:
 
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
         """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
-        # The threads of the linears beside it: those of two pools would wait for each other's to stop spinning.
-        num_threads = native.num_threads() if self._in_team else torch.get_num_threads()
+        num_threads = native.num_threads()
         if metadata is self._metadata and num_threads == self._batch.num_threads:
             return self._batch
         starts_S1, lens_S = metadata.query_starts_S1, metadata.kv_lens_S
@@ -155,7 +148,7 @@ class CpuAttention:
             scratch=self._scratch.data_ptr(),
             scratch_stride=self._scratch.shape[1],
             max_kv_len=max_kv_len,
-            parallel=self._parallel,
+            parallel=native.parallel(),
             num_threads=num_threads,
         )
         return self._batch
@@ -232,19 +225,3 @@ FUNCTIONS: native.Functions = {
 def _load_library() -> ctypes.CDLL | None:
     """Return the library that the installation built beside this file, None if there is none of this ABI."""
     return native.open_library("gptserve.engine.attention._cpu_paged", "paged_abi", ABI, FUNCTIONS)
-
-
-def _find_parallel() -> int | None:
-    """Return the address of GOMP_parallel in the OpenMP runtime that torch shares with the process.
-
-    torch opens its runtime for global symbol lookup. LLVM's and Intel's runtimes export this entry, too. Linking a
-    second runtime would give the process a second pool of spinning threads.
-    """
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
-    except AttributeError:
-        logger.warning(
-            "torch's OpenMP runtime has no GOMP_parallel: attention uses 1 thread instead of %d",
-            torch.get_num_threads(),
-        )
-        return None

@@ -1,9 +1,9 @@
 // Causal attention over the paged KV cache on a CPU, and the store into that cache: a C ABI for cpu.py.
 //
 // It knows no torch and owns no threads: the caller passes pointers, a scratch area and the `parallel` function of the
-// OpenMP runtime that torch has loaded, so that both use one pool. The instruction set is chosen at run time among the
-// compiled ones; cpu_paged_kernel.h has the arithmetic. Threads take tasks from a counter: the bits of a row depend
-// neither on the thread nor on the tile that computes it.
+// team of engine/native, in which the products run, too. The instruction set is chosen at run time among the compiled
+// ones; cpu_paged_kernel.h has the arithmetic. Threads take tasks from a counter: the bits of a row depend neither on the
+// thread nor on the tile that computes it.
 
 #include <stdint.h>
 
@@ -33,7 +33,7 @@ static inline int64_t padded_head(int64_t head_size) { return (head_size + 31) /
 // Floats of scratch a thread needs; 16 beyond the row keep rows of 2^n positions out of the same cache sets.
 static inline int64_t score_row(int64_t max_positions) { return (max_positions + 2 * GROUP) / GROUP * GROUP + 16; }
 
-typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
+typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads);
 
 // One step's batch; mirrored by cpu.py.
 struct Batch {
@@ -45,7 +45,7 @@ struct Batch {
     float* scratch;               // [num_threads][scratch_stride], 64-byte aligned
     int64_t scratch_stride;
     int64_t max_kv_len;
-    Parallel parallel;            // GOMP_parallel, or null: everything runs on the calling thread
+    Parallel parallel;            // native_parallel of team.cpp
     int64_t num_threads;
 };
 
@@ -188,14 +188,14 @@ static void write_tasks(void* shared) {
 }
 
 static void run(const Batch& batch, void (*tasks)(void*), void* shared, int64_t num_tasks) {
-    if (batch.parallel && batch.num_threads > 1 && num_tasks > 1) batch.parallel(tasks, shared, batch.num_threads, 0);
+    if (batch.num_threads > 1 && num_tasks > 1) batch.parallel(tasks, shared, batch.num_threads);
     else tasks(shared);
 }
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the functions below or the structs above, so that a stale library is refused.
-EXPORT int paged_abi() { return 2; }
+EXPORT int paged_abi() { return 3; }
 
 EXPORT int paged_best_instructions() { return best_instructions(); }
 

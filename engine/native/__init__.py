@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 17
+ABI = 18
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     4: ("generic", "avx2", "avx512"),
@@ -117,7 +117,7 @@ def num_threads() -> int:
 
 
 def parallel() -> int | None:
-    """Return the address of native_parallel, which is called as GOMP_parallel."""
+    """Return the address of native_parallel, by which another library computes in the team."""
     return ctypes.cast(library().native_parallel, c_void_p).value
 
 

@@ -284,9 +284,9 @@ EXPORT void native_set_num_threads(int num) { threads_of_calls = num; }
 
 EXPORT int native_num_threads() { return threads_of_calls; }
 
-// GOMP_parallel on the team: call fn(data) num_threads times, at once where threads are free and else one after the
-// other. So fn must take its work from a counter, as a call that comes late finds none.
-EXPORT void native_parallel(void (*fn)(void*), void* data, unsigned num_threads, unsigned) {
+// Call fn(data) num_threads times in the team, at once where threads are free and else one after the other. So fn must
+// take its work from a counter, as a call that comes late finds none.
+EXPORT void native_parallel(void (*fn)(void*), void* data, unsigned num_threads) {
     Parallel parallel = {fn, data};
     run_chunks(call, &parallel, num_threads < MAX_CHUNKS ? num_threads : MAX_CHUNKS, num_threads);
 }

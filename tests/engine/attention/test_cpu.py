@@ -311,13 +311,17 @@ def test_kernel_runs_in_the_threads_of_the_linears(set_threads: Callable[[int], 
     torch.ones(1 << 20).relu()
     spec = _spec()
     for dtype in DTYPES:
-        if native.is_available():
-            native.stop()
+        native.stop()
         threads = set(os.listdir("/proc/self/task"))
         _run(CpuAttention(), _sequences(spec, dtype), spec, _chunks(20))
-        assert len(set(os.listdir("/proc/self/task")) - threads) == native.is_available()
+        assert len(set(os.listdir("/proc/self/task")) - threads) == 1
     runtimes = set(re.findall(r"\S*/lib(?:gomp|omp|iomp)\S*", Path("/proc/self/maps").read_text()))
     assert len(runtimes) == 1
+
+
+def test_without_the_team_the_backend_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "is_available", lambda: False)
+    assert not CpuAttention.is_available()
 
 
 def test_without_the_library_the_backend_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:

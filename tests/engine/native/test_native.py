@@ -66,7 +66,7 @@ def team_threads() -> set[int]:
 
 
 def parallel(function: Callable[[], None], num_threads: int) -> None:
-    native.library().native_parallel(Function(lambda _: function()), None, num_threads, 0)
+    native.library().native_parallel(Function(lambda _: function()), None, num_threads)
 
 
 def linear_and_rows(num_out: int = 96) -> tuple[NativeLinear, torch.Tensor, torch.Tensor]:
