@@ -97,7 +97,7 @@ def _on_cpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     """Return the products, or why they depend on the batch."""
     for quantization in dict.fromkeys((config.quantization, None)):  # some weights are not quantized
         if product_of(device, dtype, quantization) == "torch":
-            return "this torch has no oneDNN, whose products are also faster"
+            return "there is neither the compiled library nor torch's oneDNN, whose products are also faster"
         found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, quantization)
         if found is not None:
             break

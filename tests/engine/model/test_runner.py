@@ -237,7 +237,7 @@ def test_without_the_library_and_onednn_the_loss_of_exactness_is_told(
     monkeypatch.setattr(native, "is_available", lambda: False)
     with caplog.at_level(logging.DEBUG):
         engine = make_engine(tiny_gpt2)
-    assert "this torch has no oneDNN" in caplog.text
+    assert "there is neither the compiled library nor torch's oneDNN" in caplog.text
     assert "batch_invariant=no" in caplog.text
     assert not engine.info.batch_invariant
     assert len(token_ids(run(engine, [make_request("r", [1, 2], max_tokens=3)])["r"])) == 3
