@@ -11,6 +11,7 @@ import functools
 import itertools
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ ALWAYS = {
     "int8": ("a batch of 64",),
 }
 """The axes of the tests that are not slow, by type of numbers."""
+EAGER = ("eager float32", "eager bfloat16")
+"""Types of numbers in an installation without a compiler."""
+NUM_FIRST_EAGER = 4
+EAGER_AXES = (
+    *("a batch of 64", "batches of 3", "a budget of 64 tokens", "a budget of 9 tokens"),
+    *("two threads", "no prefix cache", "preempted"),
+)
+PAIRS = [(axis, dtype) for axis in AXES for dtype in (*ALWAYS, *EAGER) if dtype not in EAGER or axis in EAGER_AXES]
 
 
 @functools.cache
@@ -92,12 +101,39 @@ def results(engine: Engine, chosen: tuple[Request, ...]) -> dict[str, Result]:
 
 def numbers(kind: str) -> dict[str, Any]:
     """Return the options of a type of numbers."""
-    return {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind}
+    return {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind.removeprefix("eager ")}
+
+
+@pytest.fixture
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A type of numbers; if it is eager, no compiled library is found meanwhile."""
+    cached = native.library, native.is_available, native.supported_variants
+    is_eager = request.param in EAGER
+    if request.param == "eager bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bf16 for this CPU")
+    if is_eager:
+        monkeypatch.setattr(native, "open_library", lambda *_: None)
+        for function in cached:
+            function.cache_clear()
+    yield request.param
+    if is_eager:
+        monkeypatch.undo()
+        for function in cached:
+            function.cache_clear()
+
+
+def storyteller(dtype: str, **options: Any) -> Engine:
+    """Return an engine that computes in a type of numbers, by what the type says."""
+    engine = make_engine(STORYTELLER, **numbers(dtype), **options)
+    if dtype in EAGER:
+        assert (engine.info.product, engine.info.attention_backend) == ("onednn", "reference")
+        assert not native.is_available()
+    return engine
 
 
 @functools.cache
 def alone(backend: str, dtype: str, num_requests: int = NUM_REQUESTS) -> dict[str, Result]:
-    engine = make_engine(STORYTELLER, attention_backend=backend, enable_prefix_caching=False, **numbers(dtype))
+    engine = storyteller(dtype, attention_backend=backend, enable_prefix_caching=False)
     chosen = requests()[:num_requests]
     return {request.request_id: results(engine, (request,))[request.request_id] for request in chosen}
 
@@ -120,19 +156,24 @@ def test_the_first_requests_alone_equal_those_under_any_load(
 ) -> None:
     if "threads" in axis:  # left alone, steps of so small a model get one
         force_threads((2,), monkeypatch)
-    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, **numbers(dtype), **AXES[axis]})
+    engine = storyteller(dtype, **{"kv_cache_bytes": 2**27, **AXES[axis]})
     assert results(engine, requests()[:NUM_FIRST]) == alone("auto", dtype, NUM_FIRST)
     assert engine.stats.num_preemptions > 0 or "preempted" not in axis
     assert engine.stats.num_accepted_tokens > 0 or "drafts" not in axis
 
 
+@pytest.mark.parametrize("dtype", EAGER, indirect=True)
+def test_the_first_requests_alone_equal_those_in_small_steps_without_a_compiler(dtype: str) -> None:
+    engine = storyteller(dtype, **AXES["a budget of 9 tokens"])
+    assert results(engine, requests()[:NUM_FIRST_EAGER]) == alone("auto", dtype, NUM_FIRST_EAGER)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ALWAYS)
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(("axis", "dtype"), PAIRS, indirect=["dtype"])
 def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "threads" in axis:
         force_threads((2,), monkeypatch)
-    engine = make_engine(STORYTELLER, **{"kv_cache_bytes": 2**27, **numbers(dtype), **AXES[axis]})
+    engine = storyteller(dtype, **{"kv_cache_bytes": 2**27, **AXES[axis]})
     compare(f"{axis}, {dtype}", results(engine, requests()), alone("auto", dtype))
     if "preempted" in axis:
         assert engine.stats.num_preemptions > 5
@@ -222,7 +263,7 @@ async def results_of_client(client: LoopClient, chosen: tuple[Request, ...]) -> 
 def test_the_page_has_every_axis_and_no_difference() -> None:
     rows = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     counts = {name: (int(compared), int(different)) for name, compared, different in rows}
-    named = {f"{axis}, {dtype}" for axis in AXES for dtype in ALWAYS}
+    named = {f"{axis}, {dtype}" for axis, dtype in PAIRS}
     assert named | {"streamed, over HTTP", "an engine in a process of its own"} < counts.keys()
     assert {counts[name] for name in named} == {(NUM_REQUESTS, 0)}
     assert all(different == 0 or different > compared // 2 for compared, different in counts.values())
