@@ -10,7 +10,6 @@ Engine calls it.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from gptserve.engine.model.batch_invariance import check_model, choose_products,
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import fingerprint, numeric_causes, sample_numbers
 from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
-from gptserve.engine.model.host_cpus import FreeCpus
 from gptserve.engine.model.int8 import check_quantization
 from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.linear import product_of
@@ -105,13 +103,9 @@ class ModelRunner:
         self._masks = MaskThread()
         self._chosen_R = torch.empty(0, dtype=torch.int64, device=self.device)  # by the latest step
         self._step_work = StepWork(self._model)
-        # The team waits for no thread that cannot run, so it may use them all; torch's threads would spin in its way.
         product = product_of(self.device, dtype, quantization)
-        self._in_team = product.startswith("native")
-        free_cpus = (lambda: math.inf) if self._in_team else FreeCpus()
-        self.choose_threads: Callable[[int], int] = partial(
-            num_step_threads, max_threads=num_threads, free_cpus=free_cpus
-        )
+        self._in_team = product.startswith("native")  # torch's threads would spin in the team's way
+        self.choose_threads: Callable[[int], int] = partial(num_step_threads, max_threads=num_threads)
         """From the work of a step to the number of its threads."""
         self.choose: Choose | None = None if sampler is None else sampler.choose
         """What chooses the tokens; None: the fastest there is."""

@@ -1,13 +1,10 @@
-"""How many threads each step uses: few for little work, and no more than there are free CPUs.
+"""How many threads each step uses: few for little work.
 
-In torch's pool the threads of a step meet at some 75 barriers. If one of them waits for a CPU that another process
-uses, all of them wait, and the step takes several times as long as with one thread less. The team of engine/native has
-no barriers and is asked for all that are useful. Torch-free; it sets nothing. ModelRunner asks it before every step.
+The team of engine/native waits for no thread that cannot run, so CPUs that other processes keep busy are no reason for
+fewer. Torch-free; it sets nothing. ModelRunner asks it before every step.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from gptserve.engine.model.memory import parameter_counts
 from gptserve.engine.scheduling.sequence import ScheduledBatch
@@ -17,9 +14,6 @@ WORK_PER_THREAD = 150_000_000
 """Units of `StepWork` for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one thread: a
 second one gains 3 to 9 % in its fastest steps but makes a step several times slower when a core is busy. GPT-2 124M
 decoding one token, 3.2 billion units, may use 21 threads."""
-
-_TOLERATED_CPUS = 0.5
-"""Other processes may use this much of our CPUs. The server's own process uses less and delays few steps."""
 
 _ROWS_OF_A_READ = 24
 """Reading a weight from memory takes as long as multiplying it with this many rows (measured: 14 to 35)."""
@@ -61,12 +55,6 @@ class StepWork:
         return blocks + head + self._attention * num_pairs + self._draw * num_draws
 
 
-def num_step_threads(work: int, max_threads: int, free_cpus: Callable[[], float]) -> int:
-    """Return how many threads, 1 to `max_threads`, a step with this work (in units of StepWork) uses.
-
-    `free_cpus` returns how many CPUs this process could use now.
-    """
-    useful = min(max_threads, work // WORK_PER_THREAD)
-    if useful <= 1:
-        return 1
-    return max(1, int(min(useful, free_cpus() + _TOLERATED_CPUS)))
+def num_step_threads(work: int, max_threads: int) -> int:
+    """Return how many threads, 1 to `max_threads`, a step with this work (in units of StepWork) uses."""
+    return max(1, min(max_threads, work // WORK_PER_THREAD))

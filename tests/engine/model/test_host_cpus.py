@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
 import pytest
 
-from gptserve.engine.model.host_cpus import FreeCpus, usable_cpus
+from gptserve.engine.model.host_cpus import usable_cpus
 
 
 @pytest.fixture
@@ -99,68 +98,3 @@ def test_the_affinity_of_this_process_counts() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
     assert 1 <= usable_cpus() <= len(allowed)
-
-
-class Stat:
-    """A /proc/stat of 64 CPUs, and the clocks that go with it."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.now, self.own_s, self.ticks = root, 100.0, 3.0, [0] * 64
-        self._write()
-        self.free = FreeCpus(root, lambda: self.now, lambda: self.own_s)
-
-    def passes(self, seconds: float, own_cpus: float, idle_cpus: dict[int, float]) -> float:
-        """Let time pass and return how many CPUs are free; idle_cpus gives the share of each that was idle."""
-        self.now += seconds
-        self.own_s += own_cpus * seconds
-        for number, share in idle_cpus.items():
-            self.ticks[number] += round(share * seconds * os.sysconf("SC_CLK_TCK"))
-        self._write()
-        return self.free()
-
-    def _write(self) -> None:
-        rows = [
-            f"cpu{number} 7 7 7 {ticks - ticks // 4} {ticks // 4} 0 9 9 0 0" for number, ticks in enumerate(self.ticks)
-        ]
-        total = "cpu  448 448 448 9999 0 0 576 576 0 0"
-        (self.root / "proc/stat").write_text("\n".join([total, *rows, "intr 5 5 5", "ctxt 77", ""]))
-
-
-def test_free_is_what_is_idle_and_what_is_ours(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    stat = Stat(root)
-    assert stat.free() == math.inf  # nothing is known yet
-    assert stat.passes(1.0, 2.0, {}) == pytest.approx(2.0)  # all is ours
-    assert stat.passes(1.0, 0.0, {0: 1.0, 1: 1.0}) == pytest.approx(2.0)
-    assert stat.passes(1.0, 1.3, {}) == pytest.approx(1.3)  # one neighbour
-    assert stat.passes(1.0, 1.0, {1: 0.5}) == pytest.approx(1.5)
-
-
-def test_idle_cpus_outside_the_affinity_are_not_free(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert Stat(root).passes(1.0, 0.5, dict.fromkeys(range(2, 64), 1.0)) == pytest.approx(0.5)
-
-
-def test_it_is_measured_over_a_time_that_its_ticks_can_tell(root: Path) -> None:
-    stat = Stat(root)
-    assert stat.passes(1.0, 64.0, {}) == pytest.approx(64.0)
-    assert stat.passes(0.1, 0.0, {}) == pytest.approx(64.0)
-    assert stat.passes(0.1, 0.0, {}) == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize("text", [None, "", "cpu 1 2 3", "cpu0 1 2 3", "cpu0 a b c d e f", "nonsense"])
-def test_where_nothing_says_so_all_are_free(root: Path, text: str | None) -> None:
-    stat = Stat(root)
-    (root / "proc/stat").unlink()
-    if text is not None:
-        (root / "proc/stat").write_text(text)
-    stat.now += 1.0
-    assert stat.free() == math.inf
-    later = iter([0.0, 1.0])
-    assert FreeCpus(root, lambda: next(later))() == math.inf
-
-
-def test_on_this_machine_it_is_a_number() -> None:
-    free = FreeCpus()
-    assert free() == math.inf
-    assert math.isfinite(free._idle_s()) is Path("/proc/stat").exists()

@@ -1,13 +1,11 @@
-"""The number of threads of a step, by its work and the CPUs that a test says are free."""
+"""The number of threads of a step, by its work."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from transformers import GptOssConfig
 
 from gptserve.engine.model.step_threads import WORK_PER_THREAD, StepWork, num_step_threads
@@ -22,28 +20,8 @@ DECODE = 10 * WORK_PER_THREAD
 
 def test_work_decides_how_many_threads_pay() -> None:
     for work, expected in ((1, 1), (2 * WORK_PER_THREAD - 1, 1), (2 * WORK_PER_THREAD, 2), (5 * WORK_PER_THREAD, 5)):
-        assert num_step_threads(work, 6, lambda: math.inf) == expected
-    assert num_step_threads(100 * DECODE, 6, lambda: math.inf) == 6
-
-
-@pytest.mark.parametrize(
-    ("free_cpus", "expected"), [(4.0, 4), (3.6, 4), (3.4, 3), (2.0, 2), (1.49, 1), (0.3, 1), (0.0, 1), (math.inf, 4)]
-)
-def test_no_more_threads_than_cpus_are_free_but_for_half_of_one(free_cpus: float, expected: int) -> None:
-    assert num_step_threads(DECODE, 4, lambda: free_cpus) == expected
-
-
-def test_each_step_follows_what_others_leave() -> None:
-    free = iter([2.0, 1.0, 1.0, 2.0])
-    assert [num_step_threads(DECODE, 2, lambda: next(free)) for _ in range(4)] == [2, 1, 1, 2]
-
-
-def test_where_one_thread_is_enough_nobody_asks() -> None:
-    def fail() -> float:
-        raise AssertionError("asked")
-
-    assert num_step_threads(DECODE, 1, fail) == 1
-    assert num_step_threads(1, 8, fail) == 1
+        assert num_step_threads(work, 6) == expected
+    assert num_step_threads(100 * DECODE, 6) == 6
 
 
 def batch_of(num_sequences: int, num_tokens: int, num_computed: int, **params: object) -> ScheduledBatch:
@@ -60,7 +38,7 @@ def batch_of(num_sequences: int, num_tokens: int, num_computed: int, **params: o
 def test_the_embedded_model_decodes_on_one_thread_whatever_the_batch() -> None:
     work = StepWork(load_config(STORYTELLER))
     for num_sequences in (1, 8, 32):
-        assert num_step_threads(work.of(batch_of(num_sequences, 1, 100)), 64, lambda: math.inf) == 1
+        assert num_step_threads(work.of(batch_of(num_sequences, 1, 100)), 64) == 1
 
 
 def test_work_grows_with_all_that_a_step_computes() -> None:
