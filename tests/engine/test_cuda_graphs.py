@@ -27,6 +27,7 @@ from gptserve.engine.attention.triton_paged import TritonAttention
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.cuda_graphs import DecodeGraphs, capture_decoding
 from gptserve.engine.engine import Engine
+from gptserve.engine.model import decoder as decoder_module
 from gptserve.engine.model.batch import build_arrays
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
@@ -55,6 +56,12 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 ALWAYS = {"GPT-2", "BLOOM", "Gemma 3, past its window", "gpt-oss, past its window"}
 """The families of the tests that are not slow."""
+
+
+@pytest.fixture(autouse=True)
+def as_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch start the operations one by one, not a program of a CPU."""
+    monkeypatch.setattr(decoder_module, "native_decoder", lambda *arguments: None)
 
 
 class Rerun:

@@ -39,7 +39,8 @@ def test_a_rank_warns_of_what_the_first_one_has_not(
     monkeypatch.setattr(ranks, "run_rank", run_warning_rank)
     monkeypatch.setattr(runner, "choose_operations", partial(warn_first, runner.choose_operations, ("gate",)))
     make_engine(tiny_gpt2, tensor_parallel_size=2)
-    assert caplog.messages == ["gate: slower", "rank 1: normalize: slower"]
+    messages = [message for message in caplog.messages if not message.startswith("decoder: ")]  # ranks run no programs
+    assert messages == ["gate: slower", "rank 1: normalize: slower"]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert "slower" not in capfd.readouterr().err, "the rank itself prints none"
 
