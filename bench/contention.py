@@ -1,12 +1,10 @@
-"""Decoding while other processes keep CPUs busy: the engine compared with oneDNN in a fixed number of torch's threads.
+"""Decoding while other processes keep CPUs busy: the share of its undisturbed speed that the engine keeps.
 
-    python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3] [--alone]
+    python -m bench.contention [--shape gpt2] [--batch 1 8] [--neighbours 0 1 2] [--repeats 3]
 
-A neighbour is a child process that spins until it is killed. The two sides are two engines in one process, the second
-as in an installation without a C++ compiler. They take turns, beside 0, 1 and 2 neighbours. A run is prefill and decode
-together, greedy or sampled. The first run after a change of neighbours is not counted. Prints the medians as a table,
-with the share of its speed without neighbours that the engine keeps beside them, and one JSON line with the CPU's name
-and the load of other processes before it began.
+A neighbour is a child process that spins until it is killed. Runs beside 0, 1 and 2 neighbours take turns. A run is
+prefill and decode together, greedy or sampled. The first run after a change of neighbours is not counted. Prints the
+medians as a table, and one JSON line with the CPU's name and the load of other processes before it began.
 """
 
 from __future__ import annotations
@@ -23,26 +21,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from bench.engines import seconds
 from bench.machine import versions
 from bench.models import SHAPES, write_model
-from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.model.runner import ModelRunner
 from gptserve.weights.source import EMBEDDED_MODEL, resolve_model
 
 NEIGHBOUR = "import os, time\nwhile time.monotonic() < {end} and os.getppid() == {parent}: pass"
 NEIGHBOUR_LIMIT_S = 600  # longer than any group of runs; a neighbour never outlives it
+Speeds = dict[tuple[int, str, int], list[float]]
+"""Tokens per second by batch, kind and number of neighbours."""
 KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.9},
 }
-KV_CACHE_BYTES = 2**30  # two engines must fit side by side
+KV_CACHE_BYTES = 2**30
 
 
 def main() -> None:
@@ -55,20 +52,15 @@ def main() -> None:
         config = EngineConfig(
             folder, device="cpu", dtype=args.dtype, enable_prefix_caching=False, kv_cache_bytes=KV_CACHE_BYTES
         )
-        engines = {"adaptive": Engine(config)}
-        if not args.alone:
-            with mock.patch.object(native, "is_available", return_value=False):  # as without a compiler
-                fixed = ModelRunner(config)
-            fixed.choose_threads = lambda _: torch.get_num_threads()  # all of them, between steps
-            engines["fixed"] = Engine(config, runner=fixed)
-    speeds: dict[tuple[int, str, int, str], list[float]] = {}
+        engine = Engine(config)
+    speeds: Speeds = {}
     for _ in range(args.repeats):
         for num_neighbours in args.neighbours:
             with neighbours(num_neighbours):
-                measure(engines, num_neighbours, args, speeds)
+                measure(engine, num_neighbours, args, speeds)
     rows = [row(speeds, batch, kind, n) for batch in args.batch for kind in KINDS for n in args.neighbours]
     show(rows)
-    report = {"benchmark": "contention", **vars(args), "load_before": load, "dtype": engines["adaptive"].info.dtype}
+    report = {"benchmark": "contention", **vars(args), "load_before": load, "dtype": engine.info.dtype}
     print(json.dumps({**report, "rows": rows, **versions()}))
 
 
@@ -81,7 +73,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--alone", action="store_true", help="measure the engine without oneDNN beside it")
     return parser.parse_args()
 
 
@@ -99,20 +90,12 @@ def neighbours(number: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(
-    engines: dict[str, Engine],
-    num_neighbours: int,
-    args: argparse.Namespace,
-    speeds: dict[tuple[int, str, int, str], list[float]],
-) -> None:
-    """Add one run of each batch, kind and side to `speeds`, after one of each side that is not counted."""
-    for engine in engines.values():
-        speed(engine, args.batch[0], args, KINDS["greedy"])
+def measure(engine: Engine, num_neighbours: int, args: argparse.Namespace, speeds: Speeds) -> None:
+    """Add one run of each batch and kind to `speeds`, after one that is not counted."""
+    speed(engine, args.batch[0], args, KINDS["greedy"])
     for batch in args.batch:
         for kind, params in KINDS.items():
-            for side, engine in engines.items():
-                key = (batch, kind, num_neighbours, side)
-                speeds.setdefault(key, []).append(speed(engine, batch, args, params))
+            speeds.setdefault((batch, kind, num_neighbours), []).append(speed(engine, batch, args, params))
 
 
 def speed(engine: Engine, batch: int, args: argparse.Namespace, params: dict[str, Any]) -> float:
@@ -121,16 +104,15 @@ def speed(engine: Engine, batch: int, args: argparse.Namespace, params: dict[str
     return batch * args.max_tokens / seconds(engine, prompts, args.max_tokens, **params)
 
 
-def row(speeds: dict[tuple[int, str, int, str], list[float]], batch: int, kind: str, number: int) -> dict[str, Any]:
-    """Return the medians of each side, and the share of its speed without neighbours that the adaptive one keeps."""
-    medians = {side: statistics.median(its) for (*key, side), its in speeds.items() if key == [batch, kind, number]}
-    idle = speeds.get((batch, kind, 0, "adaptive"))
-    share = None if idle is None else medians["adaptive"] / statistics.median(idle)
-    return {"batch": batch, "kind": kind, "neighbours": number, **medians, "share": share}
+def row(speeds: Speeds, batch: int, kind: str, number: int) -> dict[str, Any]:
+    """Return the median, and its share of that without neighbours."""
+    median, idle = statistics.median(speeds[batch, kind, number]), speeds.get((batch, kind, 0))
+    share = None if idle is None else median / statistics.median(idle)
+    return {"batch": batch, "kind": kind, "neighbours": number, "tokens_per_s": median, "share": share}
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    columns = {"adaptive": "tokens/s", "share": "share", "fixed": "oneDNN tokens/s"}
+    columns = {"tokens_per_s": "tokens/s", "share": "share"}
     shown = {key: title for key, title in columns.items() if rows[0].get(key) is not None}
     print(f"batch {'kind':8} neighbours" + "".join(f"{title:>16}" for title in shown.values()))
     for r in rows:

@@ -1,8 +1,8 @@
 """Numbers in int8: how weights and rows are quantized, and a product with them in torch.
 
 The weights of an output are whole multiples, -127 to 127, of its scale; so are most elements of a row of x. Products
-are sums of integers, exact in any order. engine/native/int8.cpp computes the same, bit for bit up to the activation,
-where the CPU has AVX2. linear.py builds one or the other.
+are sums of integers, exact in any order. engine/native/int8.cpp computes the same, bit for bit up to the activation.
+linear.py builds that where the compiled library is there.
 """
 
 from __future__ import annotations

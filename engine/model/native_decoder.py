@@ -118,7 +118,8 @@ class NativeDecoder:
     ) -> Tensor:
         """Decoder.hidden_states; the result is valid until the next call."""
         num_rows = len(token_ids_T)
-        assert token_ids_T.dtype is positions_T.dtype is torch.int64 and len(positions_T) == num_rows
+        assert token_ids_T.dtype is positions_T.dtype is torch.int64
+        assert len(positions_T) == len(metadata.slots_T) == num_rows
         self._reserve(num_rows)
         batch, caches = self._backend.step_data(metadata, cache.layers)
         self._layers.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches)

@@ -1,7 +1,8 @@
 """How many threads each step uses: few for little work.
 
 The team of engine/native waits for no thread that cannot run, so CPUs that other processes keep busy are no reason for
-fewer. Torch-free; it sets nothing. ModelRunner asks it before every step.
+fewer. Without a C++ compiler torch's pool computes the step, whose threads do wait for each other. Torch-free; it sets
+nothing. ModelRunner asks it before every step.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.config import Experts, ModelConfig
 
 WORK_PER_THREAD = 150_000_000
-"""Units of `StepWork` for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one thread: a
-second one gains 3 to 9 % in its fastest steps but makes a step several times slower when a core is busy. GPT-2 124M
-decoding one token, 3.2 billion units, may use 21 threads."""
+"""Units of `StepWork` for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one thread,
+where a second one gained 3 to 9 % and kept another core busy. GPT-2 124M decoding one token, 3.2 billion units, may use
+21 threads."""
 
 _ROWS_OF_A_READ = 24
 """Reading a weight from memory takes as long as multiplying it with this many rows (measured: 14 to 35)."""

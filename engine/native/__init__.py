@@ -1,8 +1,8 @@
-"""The compiled parts of a step on a CPU: products in fp32, bf16 and int8, draws, logprobs, and their team of threads.
+"""The compiled parts of a step on a CPU: programs, products, draws, logprobs, and their team of threads.
 
 This file opens the library and mirrors its structures. The installation builds it if there is a C++ compiler. Without
-it the supported variants are none and callers use what torch has. Torch-free: callers pass
-addresses. model/linear.py multiplies with it, and attention/cpu.py computes in its team.
+it the supported variants are none and callers use what torch has. Torch-free: callers pass addresses. model/linear.py
+multiplies with it, and attention/cpu.py computes in its team.
 """
 
 from __future__ import annotations

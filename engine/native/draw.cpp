@@ -65,6 +65,7 @@ float* scratch_of(int64_t vocab_size) {
     if (scratch.size < size) {
         free(scratch.data);
         scratch.data = (float*)aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
+        if (!scratch.data) __builtin_trap();  // no memory
         scratch.size = size;
     }
     return scratch.data;

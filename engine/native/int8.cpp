@@ -196,6 +196,7 @@ void quantize_rows(Product& p, const void* x, bool wide) {
         free(memory.data);
         memory.size = p.rows * each;
         memory.data = aligned_alloc(LINE, padded(memory.size, LINE));
+        if (!memory.data) __builtin_trap();  // no memory
     }
     auto* near = (uint8_t*)memory.data;
     auto* quantized = (QuantizedRow*)(near + p.rows * p.row_bytes);

@@ -13,33 +13,37 @@ constexpr int64_t CHUNK_NS = 20000, MAX_CHUNK_NS = 90000;
 
 static void compute_chunk(void* job, int64_t i) {
     const Product& p = *(const Product*)job;
-    const int64_t from = i / p.chunks_a_pass * p.rows_a_chunk, panel = i % p.chunks_a_pass * p.panels_a_chunk;
-    (p.quantized ? compute_int8 : compute_floats)(p, from, min_of(from + p.rows_a_chunk, p.rows), panel,
-                                                  min_of(panel + p.panels_a_chunk, p.panels));
+    const int64_t start = i / p.chunks_a_pass * p.rows_a_pass, of_pass = i % p.chunks_a_pass;
+    const int64_t from = start + of_pass % p.row_chunks * p.rows_a_chunk;
+    const int64_t to = min_of(from + p.rows_a_chunk, min_of(start + p.rows_a_pass, p.rows));
+    const int64_t panel = of_pass / p.row_chunks * p.panels_a_chunk;
+    (p.quantized ? compute_int8 : compute_floats)(p, from, to, panel, min_of(panel + p.panels_a_chunk, p.panels));
 }
 
 static bool uses_tiles(const Product& p) { return p.linear.variant == (p.quantized ? (int)INT8_AMX : (int)AMX); }
 
 // Cut a product into chunks that take some CHUNK_NS, or less so that each thread has several; a panel times many rows
-// takes up to MAX_CHUNK_NS, or as long as the fewest rows that are multiplied well. All panels of the first rows come
-// first, then those of the next rows.
+// takes up to MAX_CHUNK_NS, or as long as the fewest rows that are multiplied well. A pass multiplies some rows with all
+// panels, and those of its chunks that read the same panels follow each other, so that memory is read once a pass.
 static int64_t cut(Product& p) {
     const int64_t bytes = p.row_bytes * COLUMNS, fewest = uses_tiles(p) ? 32 : 24;
     const int64_t bytes_a_ns = uses_tiles(p) ? 1000 : p.linear.element_bytes == 4 ? 300 : 150;  // times a row of x
-    const int64_t most = min_of(MAX_CHUNK_NS * bytes_a_ns / bytes, ROW_BYTES / p.row_bytes);
-    p.rows_a_chunk = min_of(p.rows, max_of(fewest, most / fewest * fewest));
-    const int64_t passes = (p.rows + p.rows_a_chunk - 1) / p.rows_a_chunk;
+    p.rows_a_pass = min_of(p.rows, max_of(fewest, ROW_BYTES / p.row_bytes / fewest * fewest));
+    p.rows_a_chunk = min_of(p.rows_a_pass, max_of(fewest, MAX_CHUNK_NS * bytes_a_ns / bytes / fewest * fewest));
+    p.row_chunks = quotient(p.rows_a_pass, p.rows_a_chunk);
+    const int64_t times = quotient(p.rows, p.rows_a_pass) * p.row_chunks;  // that a panel is multiplied
     const int64_t panel_ns = bytes / 10 + bytes * p.rows_a_chunk / bytes_a_ns;
-    const int64_t few = max_of(1, p.panels * passes / (4 * num_threads()));
-    p.panels_a_chunk = max_of(p.panels * passes / MAX_CHUNKS + 1, min_of(few, CHUNK_NS / (panel_ns + 1)));
-    p.chunks_a_pass = (p.panels + p.panels_a_chunk - 1) / p.panels_a_chunk;
-    return passes * p.chunks_a_pass;
+    const int64_t few = max_of(1, p.panels * times / (4 * num_threads()));
+    const int64_t fewest_panels = quotient(p.panels, max_of(1, MAX_CHUNKS / times));
+    p.panels_a_chunk = max_of(fewest_panels, min_of(few, CHUNK_NS / (panel_ns + 1)));
+    p.chunks_a_pass = quotient(p.panels, p.panels_a_chunk) * p.row_chunks;
+    return quotient(p.rows, p.rows_a_pass) * p.chunks_a_pass;
 }
 
 static int64_t row_bytes_of(int64_t num_in, int64_t element_bytes) {
     return padded(padded(num_in, ROW_MULTIPLE) * element_bytes, LINE);
 }
-static int64_t panels_of(int64_t num_out) { return (num_out + COLUMNS - 1) / COLUMNS; }
+static int64_t panels_of(int64_t num_out) { return quotient(num_out, COLUMNS); }
 
 struct Packing {
     const uint8_t* weight;
@@ -138,7 +142,7 @@ EXPORT void native_multiply(const Linear* linear, const void* x, const void* res
                             int width) {
     const bool is_wide = width & WIDE_X;
     Product p = {*linear, (const uint8_t*)x, nullptr, residual, out, (width & WIDE_OUT) != 0, is_wide, rows,
-                 row_bytes_of(linear->num_in, linear->element_bytes), panels_of(linear->num_out), 0, 0, 0};
+                 row_bytes_of(linear->num_in, linear->element_bytes), panels_of(linear->num_out), 0, 0, 0, 0, 0};
     if (rows <= 0) return;
     if (linear->element_bytes == 1) quantize_rows(p, x, is_wide);
     run_chunks(compute_chunk, &p, cut(p), num_threads());

@@ -60,14 +60,15 @@ struct Product {
     void* out;               // [rows][num_out], fp32 if wide, else bf16
     bool wide, wide_residual;
     int64_t rows, row_bytes, panels;
-    int64_t rows_a_chunk, panels_a_chunk, chunks_a_pass;
+    int64_t rows_a_pass, rows_a_chunk, row_chunks, panels_a_chunk, chunks_a_pass;
 };
 
 enum Width { WIDE_OUT = 1, WIDE_X = 2 };
 
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+static inline int64_t quotient(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
+static inline int64_t padded(int64_t size, int64_t multiple) { return quotient(size, multiple) * multiple; }
 
 // Compute the outputs of panels [panel, last) for rows [from, to), in fp32 and bf16 and in int8.
 void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);

@@ -242,6 +242,7 @@ void sleep_until_done(int64_t num_chunks, int num_helpers) {
 }  // namespace
 
 void run_chunks(Chunk chunk, void* job, int64_t num_chunks, int64_t num_threads) {
+    if (num_chunks > MAX_CHUNKS) __builtin_trap();  // the ticket has no room for them: the call would never return
     if (num_threads < 2 || num_chunks < 2 || team.owned.exchange(true)) {
         for (int64_t i = 0; i < num_chunks; i++) chunk(job, i);
         return;

@@ -48,7 +48,7 @@ static inline bool has_avx512() {
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// Have the compiler keep a vector of floats in a register here.
+// Have the compiler keep a vector in a register here.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(vector) __asm__("" : "+x"(vector))
 #elif defined(__aarch64__)

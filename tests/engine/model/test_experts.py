@@ -5,15 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gptserve.engine import native
 from gptserve.engine.model.experts import MixtureOfExperts, choose
-from gptserve.engine.model.linear import make_linear
+from gptserve.engine.model.linear import Linear, NativeLinear, PackedLinear, has_onednn
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_active", [1, 2, 4, 8])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(num_active: int, dtype: torch.dtype, num_threads: int) -> None:
-    router, *experts = (make_linear(torch.randn(out, 96, dtype=dtype), None) for out in (12, *[96] * 12))
+@pytest.mark.parametrize("product", [NativeLinear, PackedLinear])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(
+    product: type[NativeLinear | PackedLinear], num_active: int, dtype: torch.dtype, num_threads: int
+) -> None:
+    if not (native.is_available() if product is NativeLinear else has_onednn()):
+        pytest.skip("the library is not built, or torch has no oneDNN")
+    if product is PackedLinear and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bf16 on this CPU")
+    linears: list[Linear] = [product(torch.randn(out, 96, dtype=dtype), None) for out in (12, *[96] * 12)]
+    router, *experts = linears
     mixture, x = MixtureOfExperts(router, experts, num_active), torch.randn(33, 96, dtype=dtype)
     before = torch.get_num_threads()
     try:

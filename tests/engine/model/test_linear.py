@@ -75,7 +75,7 @@ def test_sums_in_another_order_are_seen_by_the_comparison() -> None:
     assert not torch.equal(other, plain)
 
 
-def test_the_cpu_gets_a_packed_linear() -> None:
+def test_the_cpu_gets_our_own_linear_if_it_is_built() -> None:
     for dtype in DTYPES:
         expected = NativeLinear if native.is_available() else PackedLinear
         assert isinstance(make_linear(torch.randn(8, 8, dtype=dtype), None), expected)

@@ -23,7 +23,7 @@ from gptserve.engine.model.linear import NativeLinear
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not native.is_available(),
-    reason="reads /proc, or the library is not built or of no use here",
+    reason="reads /proc, or the library is not built",
 )
 
 LIMIT_S = 60
@@ -73,6 +73,17 @@ def linear_and_rows(num_out: int = 96) -> tuple[NativeLinear, torch.Tensor, torc
     """Return a linear of several chunks, an input and its output."""
     linear, x = NativeLinear(torch.randn(num_out, 768).bfloat16(), None), torch.randn(40, 768).bfloat16()
     return linear, x, linear(x)
+
+
+@pytest.mark.slow
+def test_a_product_is_cut_into_no_more_chunks_than_the_team_counts() -> None:
+    """Of 512 passes of 24 rows, which would be 65,536 chunks of two panels: one more than the team counts."""
+    num_in, num_out, num_rows = 4416, 255 * native.COLUMNS, 512 * 24
+    linear, x = NativeLinear(torch.randn(num_out, num_in).bfloat16(), None), torch.randn(num_rows, num_in).bfloat16()
+    native.set_num_threads(2)
+    y = linear(x)
+    for rows in (slice(0, 5), slice(num_rows - 30, num_rows)):
+        assert torch.equal(y[rows], linear(x[rows]))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
