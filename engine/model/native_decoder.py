@@ -67,6 +67,8 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBac
     """Return why no program can compute this model; None if one can."""
     if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
         return "its products are not those of engine/native"
+    if config.experts is not None and "blocks.0.experts.0.ffn_up" not in parts.linears:
+        return "its experts are multiplied by kernels of a GPU"
     if not isinstance(backend, CpuAttention):
         return f"attention is {backend.name!r}"
     if config.parallel_residual and config.norm_placement != "input":

@@ -48,7 +48,8 @@ SETTINGS = settings(
     print_blob=False,
     suppress_health_check=list(HealthCheck),
 )
-UNTIL_A_FAILURE = settings(SETTINGS, phases=[Phase.generate])
+# Which examples are drawn depends on what the process has imported, too. One failure in 250 is usual; it ends the search.
+UNTIL_A_FAILURE = settings(SETTINGS, max_examples=3000, phases=[Phase.generate])
 
 
 def next_token(request: Request, prefix: Sequence[int]) -> int:
