@@ -48,7 +48,7 @@ SETTINGS = settings(
     print_blob=False,
     suppress_health_check=list(HealthCheck),
 )
-# Which examples are drawn depends on what the process has imported, too. One failure in 250 is usual; it ends the search.
+# What is drawn depends on what the process has imported, too. A failure, mostly among the first 250, ends the search.
 UNTIL_A_FAILURE = settings(SETTINGS, max_examples=3000, phases=[Phase.generate])
 
 
