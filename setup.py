@@ -44,9 +44,17 @@ setup(
             [
                 f"engine/native/{name}.h"
                 for name in (
-                    *("activation", "floats_avx2", "floats_avx512", "floats_generic", "int8_kernel", "ints_avx2"),
+                    *(
+                        "activation",
+                        "floats_avx2",
+                        "floats_avx512",
+                        "floats_generic",
+                        "int8_kernel",
+                        "int8_words",
+                        "ints_avx2",
+                    ),
                     *("ints_avx512", "ints_generic", "linear", "linear_kernel", "linear_vectors", "linear_words"),
-                    *("program", "rows_kernel", "softmax", "team", "vectors"),
+                    *("program", "rows_kernel", "scratch", "softmax", "team", "vectors"),
                 )
             ],
         ),

@@ -4,8 +4,7 @@
 // row's token depends neither on other rows nor on threads nor on the instructions. sampler.py's torch version is the
 // reference in the tests.
 
-#include <stdlib.h>
-
+#include "scratch.h"
 #include "softmax.h"
 #include "team.h"
 #include "vectors.h"
@@ -52,23 +51,11 @@ struct Draw {
 
 int64_t blocks_of(int64_t vocab_size) { return (vocab_size + BLOCK - 1) / BLOCK; }
 
-// What a thread needs for one row, kept for the next one: [3 * padded vocabulary + 2 * blocks].
-struct Scratch {
-    float* data = nullptr;
-    int64_t size = 0;
-    ~Scratch() { free(data); }
-};
-
+// Return what a thread needs for one row: [3 * padded vocabulary + 2 * blocks].
 float* scratch_of(int64_t vocab_size) {
     thread_local Scratch scratch;
-    const int64_t num_blocks = blocks_of(vocab_size), size = 2 * num_blocks + 3 * num_blocks * BLOCK;
-    if (scratch.size < size) {
-        free(scratch.data);
-        scratch.data = (float*)aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
-        if (!scratch.data) __builtin_trap();  // no memory
-        scratch.size = size;
-    }
-    return scratch.data;
+    const int64_t num_blocks = blocks_of(vocab_size);
+    return (float*)scratch.take((2 * num_blocks + 3 * num_blocks * BLOCK) * sizeof(float));
 }
 
 // Return the index of the first entry that equals `value`; there is one.

@@ -14,9 +14,8 @@
 // subtracted with the sums of the rows. A row with an element that is not finite gives NaN. int8_kernel.h has all but the
 // sums.
 
-#include <stdlib.h>
-
 #include "linear.h"
+#include "scratch.h"
 #include "team.h"
 
 #if defined(__x86_64__)
@@ -30,20 +29,7 @@ namespace generic {
 
 #include "floats_generic.h"
 #include "ints_generic.h"
-#include "activation.h"
-#include "linear_vectors.h"
-#include "linear_words.h"
-#include "int8_kernel.h"
-
-struct Int8 {
-    static constexpr int MAX_ROWS = 6, PARTS = 2;
-    typedef Words Sum;
-    static constexpr auto part_of_x = pairs_of_x, part_of_weights = pairs_of_weights;
-    static constexpr auto add_product = add_pairs;
-    template <int R>
-    static constexpr auto sum = sum_words<Int8, R>;
-    static constexpr auto finish_sums = finish_int8;
-};
+#include "int8_words.h"
 
 }  // namespace generic
 
@@ -54,20 +40,7 @@ namespace avx2 {
 
 #include "floats_avx2.h"
 #include "ints_avx2.h"
-#include "activation.h"
-#include "linear_vectors.h"
-#include "linear_words.h"
-#include "int8_kernel.h"
-
-struct Int8 {
-    static constexpr int MAX_ROWS = 6, PARTS = 2;
-    typedef Words Sum;
-    static constexpr auto part_of_x = pairs_of_x, part_of_weights = pairs_of_weights;
-    static constexpr auto add_product = add_pairs;
-    template <int R>
-    static constexpr auto sum = sum_words<Int8, R>;
-    static constexpr auto finish_sums = finish_int8;
-};
+#include "int8_words.h"
 
 // By AVX-VNNI, in assembly, as compilers that know AVX512-BF16 may not know it.
 struct Int8ByVnni {
@@ -141,13 +114,7 @@ bool has_int8_variant(int variant) {
 
 namespace {
 
-struct Memory {
-    void* data = nullptr;
-    int64_t size = 0;
-    ~Memory() { free(data); }
-};
-
-thread_local Memory memory;  // of the rows that the thread has quantized last
+thread_local Scratch memory;  // of the rows that the thread has quantized last
 
 typedef void (*QuantizeRow)(const Linear&, const void* x, int64_t size, int64_t max_far, int8_t* near, QuantizedRow&);
 
@@ -192,13 +159,7 @@ void quantize_rows(Product& p, const void* x, bool wide) {
     const int64_t num_exact = p.linear.num_exact;
     const int64_t each = p.row_bytes + sizeof(QuantizedRow) + max_far * sizeof(QuantizedRow::Far) +
                          (num_exact + p.linear.num_exact_inputs) * sizeof(float);
-    if (memory.size < p.rows * each) {
-        free(memory.data);
-        memory.size = p.rows * each;
-        memory.data = aligned_alloc(LINE, padded(memory.size, LINE));
-        if (!memory.data) __builtin_trap();  // no memory
-    }
-    auto* near = (uint8_t*)memory.data;
+    auto* near = (uint8_t*)memory.take(p.rows * each);
     auto* quantized = (QuantizedRow*)(near + p.rows * p.row_bytes);
     auto* far = (QuantizedRow::Far*)(quantized + p.rows);
     auto* exact = (float*)(far + p.rows * max_far);
