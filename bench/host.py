@@ -72,6 +72,9 @@ class NoModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.empty(len(hidden), VOCAB_SIZE, device=DEVICE)
 
+    def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        return self.hidden_states(*inputs[:-1]), self.logits(inputs[-1])
+
 
 class NoKernels:
     """Stands in for a module of Triton kernels."""

@@ -3,9 +3,9 @@
     python -m bench.step_parts [--batch 1 32] [--prompt-len 128] [--max-tokens 256] [--quantization int8]
 
 The weights are random, of the real shape, in bf16, and the engine runs programs (engine/native/program.py). Before each
-step, the operations of each part run alone, on the buffers that the step then computes anew; the draw is timed within
-the step. What remains of the step is its calls between them: Python, scheduling, torch. Medians over all steps in which
-all sequences decode. Prints a table and one JSON line.
+step, the operations of each part run alone, on the buffers that the step then computes anew; the program as a whole and
+the draw are timed within the step. What remains of the step is what runs between these two: Python, scheduling, torch.
+Medians over all steps in which all sequences decode. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling import native_draw
 from gptserve.weights.config import ModelConfig
 
-PARTS = {"products": {"linear"}, "attention": {"attend"}, "norms": {"norm"}}
-"""The kinds of operations of a part of a program; all other kinds are one more part."""
-OTHERS = "other rows"
+PARTS = ("products", "attention", "norms", "other rows", "head")
 NUM_WARM_UP = 5  # steps
 
 Times = dict[str, float]
@@ -102,20 +100,15 @@ def timed_steps(engine: Engine, batch: int, args: argparse.Namespace) -> list[Ti
 
         return timed_run
 
-    def after_its_parts(name: str, program: Program) -> Callable[..., None]:
-        runs = [timed(f"{name}: {part}", only.run) for part, only in split(program).items()]
-        whole = timed(name, program.run)
+    runs = [timed(part, only.run) for part, only in split(decoder._step).items()]
+    runs.append(timed("program", decoder._step.run))
 
-        def run(*args: Any) -> None:
-            for run_part in runs:
-                run_part(*args)
-            whole(*args)
-
-        return run
+    def run(*args: Any) -> None:
+        for run_part in runs:
+            run_part(*args)
 
     with (
-        patch.object(decoder._layers, "run", after_its_parts("layers", decoder._layers)),
-        patch.object(decoder._head, "run", after_its_parts("head", decoder._head)),
+        patch.object(decoder._step, "run", run),
         patch.object(native_draw, "choose", timed("draw", native_draw.choose)),
     ):
         while engine.has_work:
@@ -130,12 +123,19 @@ def timed_steps(engine: Engine, batch: int, args: argparse.Namespace) -> list[Ti
 
 def split(program: Program) -> dict[str, Program]:
     """Return the parts of a program that have operations, as programs over the same buffers."""
-    named = set().union(*PARTS.values())
+    # The head has fewer rows than the rest in a step with prompts: those that are taken.
+    names = {"linear": "products", "attend": "attention", "norm": "norms", "take": "head"}
+    of_operations = [
+        "head" if operation.wide else names.get(KINDS[operation.kind], "other rows")
+        for operation in program._operations
+    ]
     found = {}
-    for part, kinds in (PARTS | {OTHERS: set(KINDS) - named}).items():
+    for part in PARTS:
         only = copy.copy(program)
         only.__dict__.pop("_program", None)
-        only._operations = [operation for operation in program._operations if KINDS[operation.kind] in kinds]
+        only._operations = [
+            operation for operation, its in zip(program._operations, of_operations, strict=True) if its == part
+        ]
         if only._operations:
             found[part] = only
     return found
@@ -143,9 +143,8 @@ def split(program: Program) -> dict[str, Program]:
 
 def with_the_rest(times: Times, seconds: float) -> Times:
     """Return the times of a step that took `seconds` with its parts alone: what remains, and the whole without them."""
-    whole = seconds - sum(time for name, time in times.items() if ": " in name)
-    rest = whole - sum(time for name, time in times.items() if ": " not in name)
-    return {**times, "rest": rest, "step": whole}
+    whole = seconds - sum(time for name, time in times.items() if name in PARTS)
+    return {**times, "rest": whole - times["program"] - times["draw"], "step": whole}
 
 
 def floor_bytes(model: ModelConfig, quantization: str | None, batch: int, context: int) -> dict[str, int]:
@@ -155,9 +154,9 @@ def floor_bytes(model: ModelConfig, quantization: str | None, batch: int, contex
     head = sizes["head"] or sizes["embedding"]
     layers = sum(sizes.values()) - sizes["head"] - sizes["embedding"] - sizes["position"]
     return {
-        "layers: products": layers,
-        "layers: attention": batch * context * kv_bytes_per_token(model, dtype.itemsize),
-        "head: products": head,
+        "products": layers,
+        "attention": batch * context * kv_bytes_per_token(model, dtype.itemsize),
+        "head": head,
     }
 
 

@@ -115,11 +115,24 @@ class Decoder:
         token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
         if self._native is not None:
-            return self._native.hidden_states(token_ids_T, positions_T, cache, metadata)
+            none = torch.empty(0, dtype=torch.int64)
+            return self._native.step(token_ids_T, positions_T, cache, metadata, none)[0]
         x = self._embed(token_ids_T, positions_T)
         if self._group is not None:
             self._group.broadcast_(x)
         return self._layers(x, positions_T, cache, metadata)
+
+    def step(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata, rows_R: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden_states and the logits of these rows of them, int64 [R], ascending; None if there are none."""
+        if self._native is not None:
+            hidden, logits = self._native.step(token_ids_T, positions_T, cache, metadata, rows_R)
+            return hidden, self._capped(logits) if len(rows_R) else None
+        hidden = self.hidden_states(token_ids_T, positions_T, cache, metadata)
+        if not len(rows_R):
+            return hidden, None
+        return hidden, self.logits(hidden if len(rows_R) == len(hidden) else hidden[rows_R])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab_size] for rows of the hidden states."""
@@ -129,6 +142,9 @@ class Decoder:
             x = hidden if self._final_norm is None else self._final_norm(hidden)
             x = x if self._embed_out is None else self._embed_out(x)
             logits = self._head(x).to(torch.float32)
+        return self._capped(logits)
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self._config.logit_softcap
         return logits if cap is None else cap * activate(logits / cap, "tanh")
 

@@ -1,4 +1,4 @@
-"""The decoder as two programs of engine/native: the layers, and the head, each run in one call.
+"""The decoder as a program of engine/native, which computes a step in one call, from token ids to logits.
 
 They compute what decoder.py and layers.py define, with the same weights and roundings, without Python between
 the operations. Where no program can compute a model, `native_decoder` returns None, and those two files compute it.
@@ -54,13 +54,14 @@ def native_decoder(
     assert isinstance(backend, CpuAttention)
     dtype = embedding.dtype
     widths = _widths(config, dtype)
-    layers = _Writer(config, parts, widths, dtype)
-    layers.embed(embedding, positions)
+    step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype) for _ in range(2))
+    step.embed(embedding, positions)
     for layer, table in enumerate(tables):
-        layers.block(layer, table, backend)
-    head = _Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype)
-    head.head()
-    return NativeDecoder(widths, dtype, config.vocab_size, layers.program, head.program, backend)
+        step.block(layer, table, backend)
+    step.program.add("take", "x", "taken")
+    for writer in (step, head):
+        writer.head()
+    return NativeDecoder(widths, dtype, config.vocab_size, step.program, head.program, backend)
 
 
 def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
@@ -83,7 +84,7 @@ def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     """Return the buffers of both programs: by name, the elements of a row."""
     num_ffns = 1 if config.experts is None else config.experts.num_active
     buffers = {
-        **dict.fromkeys(("x", "h", "h2"), config.hidden_size),
+        **dict.fromkeys(("x", "h", "h2", "taken"), config.hidden_size),
         "embedded": config.embed_size or config.hidden_size,
         "qkv": config.qkv_size,
         "heads": config.num_heads * config.head_size,
@@ -100,42 +101,49 @@ def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
 
 
 class NativeDecoder:
-    """The programs of one model, with their buffers; only one thread at a time may use it."""
+    """The program of a model's steps and that of its head alone, with their buffers; for one thread at a time."""
 
     def __init__(
         self,
         widths: dict[str, int],
         dtype: torch.dtype,
         vocab_size: int,
-        layers: Program,
+        step: Program,
         head: Program,
         backend: CpuAttention,
     ) -> None:
         self._widths, self._dtype, self._vocab_size = widths, dtype, vocab_size
-        self._layers, self._head, self._backend = layers, head, backend
+        self._step, self._head, self._backend = step, head, backend
         self._buffers: dict[str, Tensor] = {}
 
-    def hidden_states(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Decoder.hidden_states; the result is valid until the next call."""
+    def step(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata, rows_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Decoder.step, without the soft cap; the hidden states are valid until the next call."""
         num_rows = len(token_ids_T)
-        assert token_ids_T.dtype is positions_T.dtype is torch.int64
+        assert token_ids_T.dtype is positions_T.dtype is rows_R.dtype is torch.int64
         assert len(positions_T) == len(metadata.slots_T) == num_rows
-        self._reserve(num_rows)
+        self._reserve(max(num_rows, len(rows_R)))
+        logits = self._logits_of(self._step, len(rows_R))
         batch, caches = self._backend.step_data(metadata, cache.layers)
-        self._layers.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches)
-        return self._buffers["x"][:num_rows]
+        taken = len(rows_R), rows_R.data_ptr()
+        self._step.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches, *taken)
+        return self._buffers["x"][:num_rows], logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's fp32 logits [rows, vocab_size], without the soft cap."""
         num_rows, hidden = len(hidden), hidden.contiguous()
         assert hidden.dtype is self._dtype and hidden.shape[1] == self._widths["x"]
         self._reserve(num_rows)
-        logits = torch.empty(num_rows, self._vocab_size)
-        self._head.place("x", hidden.data_ptr())
-        self._head.place("logits", logits.data_ptr())
+        logits = self._logits_of(self._head, num_rows)
+        self._head.place("taken", hidden.data_ptr())
         self._head.run(num_rows)
+        return logits
+
+    def _logits_of(self, program: Program, num_rows: int) -> Tensor:
+        """Return what the program will write the logits of so many rows to."""
+        logits = torch.empty(num_rows, self._vocab_size)
+        program.place("logits", logits.data_ptr())
         return logits
 
     def _reserve(self, num_rows: int) -> None:
@@ -146,7 +154,7 @@ class NativeDecoder:
         for name, width in self._widths.items():
             buffer = torch.empty(1 << (num_rows - 1).bit_length(), width, dtype=self._dtype)
             self._buffers[name] = buffer
-            self._layers.place(name, buffer.data_ptr())
+            self._step.place(name, buffer.data_ptr())
             self._head.place(name, buffer.data_ptr())
 
 
@@ -185,8 +193,8 @@ class _Writer:
         ffn("h" if shared else "h2", "x", "x")
 
     def head(self) -> None:
-        """Write the logits of x."""
-        source = "x"
+        """Write the logits of taken rows of x."""
+        source = "taken"
         if self._config.norm_placement != "sum":
             self._norm("final_norm", source, "h")
             source = "h"

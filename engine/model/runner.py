@@ -22,7 +22,7 @@ from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
-from gptserve.engine.model.batch import ModelInput, build_arrays, known_token_ids, model_input
+from gptserve.engine.model.batch import build_arrays, known_token_ids, model_input
 from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.fingerprint import fingerprint, numeric_causes, sample_numbers
@@ -170,11 +170,7 @@ class ModelRunner:
             choose = self.graphs.choose or choose
         scored: dict[int, Tensor] = {}
         if logits is None:
-            inputs, hidden = self._compute(batch, self.info.block_size)
-            starts, rows_R = inputs.metadata.query_starts, inputs.sampled_R
-            if len(rows_R):
-                # To take rows from a tensor costs 0.2 ms, and most steps sample after each row.
-                logits = self._decoder.logits(hidden if len(rows_R) == len(hidden) else hidden[rows_R])
+            starts, hidden, logits = self._compute(batch, self.info.block_size)
             scored = {
                 i: hidden[starts[i] : starts[i + 1]]
                 for i, item in enumerate(batch.items)
@@ -188,15 +184,16 @@ class ModelRunner:
 
         return collect
 
-    def _compute(self, batch: ScheduledBatch, block_size: int) -> tuple[ModelInput, Tensor]:
-        """Return the step's tensors and hidden states, computed by all ranks."""
+    def _compute(self, batch: ScheduledBatch, block_size: int) -> tuple[Sequence[int], Tensor, Tensor | None]:
+        """Return where the rows of each item start, and what Decoder.step returns, computed by all ranks."""
         arrays = build_arrays(batch, block_size)
         with nullcontext() if self._ranks is None else self._ranks.step(arrays):
             inputs = model_input(arrays, self.device)
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
             if arrays[0].min() < 0:
                 token_ids_T = known_token_ids(token_ids_T, self._chosen_R)
-            return inputs, self._decoder.hidden_states(token_ids_T, inputs.positions_T, self._cache, metadata)
+            step = token_ids_T, inputs.positions_T, self._cache, metadata, inputs.sampled_R
+            return metadata.query_starts, *self._decoder.step(*step)
 
     @torch.inference_mode()
     def _logits_of(self, block_size: int, batch: ScheduledBatch, rows: slice) -> Tensor:

@@ -62,20 +62,23 @@ void multiply(const Program& program, const Step& step, const Operation& op) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Compute the rows of a step; buffers have room for them. Of `step`, only what the operations need must be there.
-EXPORT void native_run(const Program* program, const Step* step) {
+// Compute the rows of a step; buffers have room for them. Of the step, only what the operations need must be there.
+EXPORT void native_run(const Program* program, const Step* whole) {
+    Step step = *whole;
     const Operation* end = program->operations + program->num_operations;
     for (const Operation* op = program->operations; op < end;) {
         const Operation* first = op++;
         if (first->kind == LINEAR) {
-            multiply(*program, *step, *first);
+            multiply(*program, step, *first);
         } else if (first->kind == ATTEND) {
-            attend(*program, *step, *first);
+            attend(*program, step, *first);
         } else if (first->kind == EXPERTS) {
-            mix_experts(*program, *step, *first);
+            mix_experts(*program, step, *first);
         } else {
-            while (op < end && op->kind > EXPERTS) op++;
-            run_rows(*program, *step, first, op - first);
+            if (first->kind == TAKE) step.num_rows = step.num_taken;
+            if (step.num_rows == 0) return;
+            while (op < end && op->kind > TAKE) op++;
+            run_rows(*program, step, first, op - first);
         }
     }
 }

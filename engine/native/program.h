@@ -15,6 +15,7 @@ enum Kind {
     ATTEND,  // data: Attend
     EXPERTS,  // data: Experts; in are the rows, out their mixtures plus residual
     // From here on an operation computes row by row: a RowOperation of rows.cpp.
+    TAKE,          // out are the rows of in that the step names; later operations have only as many rows
     EMBED,         // data: Table; out is the row of the token
     ADD_POSITION,  // data: Table; out is in plus the row of the position
     NORM,          // data: Norm
@@ -58,6 +59,8 @@ struct Step {
     const int64_t *token_ids, *positions;  // [num_rows]
     const void* batch;                     // the Batch of cpu_paged.cpp
     const void* const* caches;             // the Cache of cpu_paged.cpp of each layer
+    int64_t num_taken;
+    const int64_t* taken;  // [num_taken], the rows that TAKE takes; of none nothing is computed from there on
 };
 
 struct Table {

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gptserve.engine import native
 
-KINDS = ("linear", "attend", "experts", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add")
+Kind = Literal["linear", "attend", "experts", "take", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """The index is the library's number."""
-Kind = Literal["linear", "attend", "experts", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add"]
 
 
 class Table(Structure):
@@ -91,7 +91,12 @@ class _Program(Structure):
 class _Step(Structure):
     """Step of program.h."""
 
-    _fields_ = native.members((c_int64, "num_rows"), (c_void_p, "token_ids positions batch caches"))
+    _fields_ = native.members(
+        (c_int64, "num_rows"),
+        (c_void_p, "token_ids positions batch caches"),
+        (c_int64, "num_taken"),
+        (c_void_p, "taken"),
+    )
 
 
 class Program:
@@ -137,10 +142,12 @@ class Program:
         positions: int | None = None,
         batch: Structure | None = None,
         caches: Array[c_void_p] | None = None,
+        num_taken: int = 0,
+        taken: int | None = None,
     ) -> None:
         """Compute rows [0, num_rows) of all buffers; Step in program.h says what the addresses point to."""
         of_attention = [None if data is None else addressof(data) for data in (batch, caches)]
-        step = _Step(num_rows, token_ids, positions, *of_attention)
+        step = _Step(num_rows, token_ids, positions, *of_attention, num_taken, taken)
         native.library().native_run(byref(self._program), byref(step))
 
     @cached_property

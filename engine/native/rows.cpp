@@ -4,6 +4,8 @@
 // of sums: here lane j of 16 sums every 16th element in ascending order, and the lanes are folded in halves. A row has
 // the same bits by AVX2 and by AVX-512; by the instructions of any CPU they may differ.
 
+#include <string.h>
+
 #include "program.h"
 
 namespace generic {

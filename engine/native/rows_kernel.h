@@ -33,6 +33,12 @@ static void embed(const Operation& op, const Program& program, const Step& step,
 }
 
 template <class T>
+static void take(const Operation& op, const Program& program, const Step& step, int64_t row) {
+    const T* from = row_of<T>(program, op.in, step.taken[row]);
+    memcpy(row_of<T>(program, op.out, row), from, program.buffers[op.out].width * sizeof(T));
+}
+
+template <class T>
 static void add_rows(const T* a, const T* b, T* out, int64_t width) {
     each(width, [=](int64_t i, int count) { store(out + i, count, load(a + i, count) + load(b + i, count)); });
 }
@@ -191,6 +197,7 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
 }
 
 template <class T>
-static constexpr RowOperation OPERATIONS[NUM_KINDS] = {nullptr, nullptr, nullptr, embed<T>, add_position<T>, norm<T>,
-                                                       clamp<T>, rotate<T>, gate<T>, add<T>, choose<T>, gather<T>, mix<T>};
+static constexpr RowOperation OPERATIONS[NUM_KINDS] = {
+    nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, rotate<T>, gate<T>, add<T>,
+    choose<T>, gather<T>, mix<T>};
 static const RowOperation *const FP32_OPERATIONS = OPERATIONS<float>, *const BF16_OPERATIONS = OPERATIONS<bf16>;

@@ -191,14 +191,14 @@ def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.
 
 def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Give the steps these numbers of threads; return the set to which those that torch or the team has are added."""
-    turns, seen, compute = itertools.cycle(in_turn), set[int](), Decoder.hidden_states
+    turns, seen, compute = itertools.cycle(in_turn), set[int](), Decoder.step
 
     def computing(*arguments: Any) -> Any:
         seen.add(max(torch.get_num_threads(), native.num_threads()))
         return compute(*arguments)
 
     monkeypatch.setattr(runner, "num_step_threads", lambda work, **limits: next(turns))
-    monkeypatch.setattr(Decoder, "hidden_states", computing)
+    monkeypatch.setattr(Decoder, "step", computing)
     return seen
 
 

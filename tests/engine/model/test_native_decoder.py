@@ -13,6 +13,8 @@ from torch import Tensor
 from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.model import batch_invariance, decoder, linear, runner
+from gptserve.engine.model.batch import build_model_input
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -147,6 +149,34 @@ def test_a_step_may_have_more_rows_than_those_before(
     by_programs = texts()
     monkeypatch.setattr(decoder, "native_decoder", lambda *arguments: None)
     assert by_programs == texts()
+
+
+@both_dtypes
+@pytest.mark.parametrize("shape", ["GPT-2", "Gemma 3, past its window", "OPT 350M's layout"])
+@pytest.mark.parametrize("rows", [[], [0], [13], [2, 3, 9], list(range(14))])
+def test_logits_of_taken_rows_are_those_of_all_hidden_states(
+    rows: list[int], shape: str, dtype: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path, *SHAPES[shape])
+    engine = make_engine(tmp_path, dtype=dtype)
+    made, cache = engine._runner._decoder, engine._runner._cache
+    batch = ScheduledBatch(tuple(ScheduledSequence(prompt_sequence(i), 7) for i in range(2)))
+    inputs = build_model_input(batch, engine.info.block_size, torch.device("cpu"))
+    step = inputs.token_ids_T, inputs.positions_T, cache, inputs.metadata
+    expected = made.hidden_states(*step).clone()
+    hidden, logits = made.step(*step, torch.tensor(rows, dtype=torch.int64))
+    assert torch.equal(hidden, expected)
+    if logits is None:
+        assert not rows
+    else:
+        assert torch.equal(logits, made.logits(expected[rows]))
+        assert rows == [0] or not torch.equal(logits, made.logits(expected[[0] * len(rows)])), "as if it took others"
+
+
+def prompt_sequence(number: int) -> SequenceState:
+    """Return a sequence of 7 tokens in the block of this number."""
+    token_ids = [(5 * i + 3 * number + 1) % 50 for i in range(7)]
+    return SequenceState(make_request("", token_ids), 0, token_ids, block_ids=[number])
 
 
 def test_hidden_states_of_a_strided_view_are_taken(tiny_gpt2: Path) -> None:

@@ -185,14 +185,14 @@ def test_either_torch_or_the_team_has_threads(
 ) -> None:
     if not is_built:
         monkeypatch.setattr(native, "is_available", lambda: False)
-    seen, compute = set(), Decoder.hidden_states
+    seen, compute = set(), Decoder.step
 
     def computing(*arguments: Any) -> Any:
         seen.add((torch.get_num_threads(), native.num_threads()))
         return compute(*arguments)
 
     monkeypatch.setattr("gptserve.engine.model.runner.num_step_threads", lambda work, **limits: 2)
-    monkeypatch.setattr(Decoder, "hidden_states", computing)
+    monkeypatch.setattr(Decoder, "step", computing)
     engine = make_engine(tiny_gpt2, num_threads=2, dtype=dtype)
     seen.clear()
     run(engine, [make_request("r", [1, 2], max_tokens=3)])
