@@ -115,8 +115,7 @@ class Decoder:
         token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
         if self._native is not None:
-            none = torch.empty(0, dtype=torch.int64)
-            return self._native.step(token_ids_T, positions_T, cache, metadata, none)[0]
+            return self._native.step(token_ids_T, positions_T, cache, metadata, token_ids_T[:0])[0]
         x = self._embed(token_ids_T, positions_T)
         if self._group is not None:
             self._group.broadcast_(x)
@@ -130,9 +129,8 @@ class Decoder:
             hidden, logits = self._native.step(token_ids_T, positions_T, cache, metadata, rows_R)
             return hidden, self._capped(logits) if len(rows_R) else None
         hidden = self.hidden_states(token_ids_T, positions_T, cache, metadata)
-        if not len(rows_R):
-            return hidden, None
-        return hidden, self.logits(hidden if len(rows_R) == len(hidden) else hidden[rows_R])
+        rows = hidden if len(rows_R) == len(hidden) else hidden[rows_R]
+        return hidden, self.logits(rows) if len(rows_R) else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab_size] for rows of the hidden states."""

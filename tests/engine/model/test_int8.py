@@ -27,7 +27,10 @@ from gptserve.weights.config import Activation
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)
-ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), (257, 300), (3000, 400)]
+ODD_SIZES = [
+    *((1, 1), (33, 17), (100, 33), (3000, 400)),
+    *(pytest.param(*size, marks=pytest.mark.slow) for size in ((2, 3), (31, 16), (96, 32), (64, 95), (257, 300))),
+]
 """(in, out) around the multiples that the layout pads to, and one that is quantized in two pieces."""
 
 

@@ -120,11 +120,11 @@ def test_a_rate_alone_is_a_number_of_requests_a_second() -> None:
 @pytest.mark.parametrize(
     "loads",
     [
-        [load(1, (0.01, 0.02))],
+        pytest.param([load(1, (0.01, 0.02))], marks=pytest.mark.slow),
         [load(1, (0.01,))],
         [load(1, (0.0, 0.0, 0.0))],
         [load(1, (0.01, 0.01, 0.02), (0.0001, 90.0))],
-        [load(1, failed=3)],
+        pytest.param([load(1, failed=3)], marks=pytest.mark.slow),
         [load(1, failed=3), ONE],
         [load(number, (0.01, 0.02)) for number in range(1, 21)],
     ],
