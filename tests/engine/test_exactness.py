@@ -31,6 +31,7 @@ from gptserve.engine.request import Request, TokenLogprobs
 from gptserve.engine.sampling.sampler import is_greedy
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from tests.engine import onednn
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
 from tests.exactness_table import PAGE, compare, contrast
@@ -110,7 +111,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """A type of numbers; if it is eager, no compiled library is found meanwhile."""
     cached = native.library, native.is_available, native.supported_variants
     is_eager = request.param in EAGER
-    if request.param == "eager bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if request.param == "eager bfloat16" and not onednn.has_bf16:
         pytest.skip("oneDNN has no bf16 for this CPU")
     if is_eager:
         monkeypatch.setattr(native, "open_library", lambda *_: None)

@@ -36,6 +36,8 @@ from tests.parity.test_families import paged_logits
 ROOT = Path(__file__).parents[3]
 OTHERS = ("tests/engine/model/test_triton_operations.py", "tests/engine/sampling/test_triton_sampler.py")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+ALIKE = {"OPENBLAS_CORETYPE": "Nehalem"}
+"""The interpreter multiplies by numpy, with code for CPUs without AVX: with Haswell's, a row's bits depend on its place."""
 DEVICE = torch.device("cpu" if os.environ.items() >= INTERPRETED.items() else "cuda")
 PIECE = 64
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -62,7 +64,7 @@ def test_the_tests_of_the_kernels_pass_in_the_interpreter(request: pytest.Fixtur
     marks, at_least = ("triton and not slow", NUM_FAST) if is_fast else ("triton", NUM_TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, __file__, *OTHERS]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | INTERPRETED, capture_output=True, text=True, timeout=LIMIT_S
+        command, cwd=ROOT, env=os.environ | INTERPRETED | ALIKE, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= at_least

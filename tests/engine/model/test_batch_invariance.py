@@ -32,6 +32,7 @@ from gptserve.engine.model.batch_invariance import (
 from gptserve.engine.model.linear import DenseLinear, Linear, make_linear
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.families import load_config
+from tests.engine import onednn
 from tests.engine.runs import make_config, make_engine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -50,6 +51,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "is_available", lambda: False)
 
 
+@onednn.needs_bf16
 @pytest.mark.usefixtures("without_native")
 def test_whatever_the_cpu_onednns_rows_are_independent_in_bf16() -> None:
     assert first_difference(SHAPES, PROBED_ROWS, CPU, torch.bfloat16) is None

@@ -8,6 +8,7 @@ import torch
 from gptserve.engine import native
 from gptserve.engine.model.experts import MixtureOfExperts, choose
 from gptserve.engine.model.linear import Linear, NativeLinear, PackedLinear, has_onednn
+from tests.engine import onednn
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -19,8 +20,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 ) -> None:
     if not (native.is_available() if product is NativeLinear else has_onednn()):
         pytest.skip("the library is not built, or torch has no oneDNN")
-    if product is PackedLinear and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no bf16 on this CPU")
+    if product is PackedLinear and dtype is torch.bfloat16 and not onednn.has_bf16:
+        pytest.skip("oneDNN has no bf16 for this CPU")
     linears: list[Linear] = [product(torch.randn(out, 96, dtype=dtype), None) for out in (12, *[96] * 12)]
     router, *experts = linears
     mixture, x = MixtureOfExperts(router, experts, num_active), torch.randn(33, 96, dtype=dtype)

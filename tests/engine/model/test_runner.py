@@ -23,6 +23,7 @@ from gptserve.engine.model.memory import kv_bytes_per_token
 from gptserve.engine.request import EngineInfo
 from gptserve.weights.families import load_config
 from tests.conftest import MakeGPT2
+from tests.engine import onednn
 from tests.engine.runs import make_engine, make_request, run, token_ids
 
 
@@ -184,6 +185,8 @@ def test_either_torch_or_the_team_has_threads(
     tiny_gpt2: Path, dtype: str, is_built: bool, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_built:
+        if dtype == "bfloat16" and not onednn.has_bf16:
+            pytest.skip("oneDNN has no bf16 for this CPU")
         monkeypatch.setattr(native, "is_available", lambda: False)
     seen, compute = set(), Decoder.step
 
