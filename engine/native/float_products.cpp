@@ -63,14 +63,14 @@ struct InFp32 {
                 UNROLL for (int i = 0; i < PARTS; i++) _mm512_storeu_ps(wide[i][r], part(i, words));
             }
             const uint8_t* ahead = soon(panel, end);
-            for (int line = 0; line < 16; line++) {
-                prefetch_lines(ahead + line * LINE);
-                const __m512i left = _mm512_loadu_si512(panel + line * LINE);
-                const __m512i right = _mm512_loadu_si512(panel + TILE + line * LINE);
+            for (int word = 0; word < 16; word++) {
+                prefetch_word(ahead + word * WORD);
+                const __m512i left = _mm512_loadu_si512(panel + word * WORD);
+                const __m512i right = _mm512_loadu_si512(panel + word * WORD + LINE);
                 UNROLL for (int i = 0; i < PARTS; i++) {
                     const __m512 weights[2] = {part(i, left), part(i, right)};
                     UNROLL for (int r = 0; r < R; r++) {
-                        const __m512 all = _mm512_set1_ps(wide[i][r][line]);
+                        const __m512 all = _mm512_set1_ps(wide[i][r][word]);
                         sum[r][0] = _mm512_fmadd_ps(all, weights[0], sum[r][0]);
                         sum[r][1] = _mm512_fmadd_ps(all, weights[1], sum[r][1]);
                     }

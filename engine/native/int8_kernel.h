@@ -53,8 +53,8 @@ static void quantize(const void* x, const float* factors, int64_t size, int64_t 
             far_sum = far_sum + far;
             int32_t words[4];
             store_bytes(words, far);
-            for (int64_t i = 0, line = k / LINE * STEP + k % LINE / 4 * LINE; i < 4; i++, line += LINE)
-                if (words[i]) row.far[row.num_far++] = {(int32_t)line, words[i]};
+            for (int i = 0; i < 4; i++)
+                if (words[i]) row.far[row.num_far++] = {(int32_t)(k / 4 + i) * WORD, words[i]};
         }
         near_sum = near_sum + whole;
         store_bytes(near + k, whole);
@@ -93,11 +93,11 @@ static void quantize_row(const Linear& linear, const void* x, int64_t size, int6
 // Return the products of a row with 16 outputs, from `column` of a panel on, of which `sums` are the integers.
 static inline Floats scaled(const Product& p, const QuantizedRow& q, int64_t panel, int column, const float* sums) {
     const Linear& linear = p.linear;
-    const uint8_t* weights = linear.weight + panel * p.row_bytes * COLUMNS + column / 16 * TILE;
+    const uint8_t* weights = linear.weight + panel * p.row_bytes * COLUMNS + column * 4;
     const Ints near = load_ints(sums) - all_of(128 * q.near_sum);
     Ints far = all_of(-128 * q.far_sum);
     for (int i = 0; i < q.num_far; i++)
-        far = add_products(far, q.far[i].bytes, weights + q.far[i].line);
+        far = add_products(far, q.far[i].word, weights + q.far[i].start);
     const Floats sum = floats_of(near) + floats_of(far) * broadcast(128.f);
     Floats y = sum * broadcast(q.scale) * load(linear.scales + panel * COLUMNS + column, 16);
     const float* wide = linear.input_weights + panel * linear.num_exact_inputs * COLUMNS + column;
