@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 OTHERS = ("tests/engine/model/test_triton_operations.py", "tests/engine/sampling/test_triton_sampler.py")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 ALIKE = {"OPENBLAS_CORETYPE": "Nehalem"}
-"""The interpreter multiplies by numpy, with code for CPUs without AVX: with Haswell's, a row's bits depend on its place."""
+"""The interpreter multiplies by numpy. Its code for CPUs with AVX2 gives a row bits that depend on the row's place."""
 DEVICE = torch.device("cpu" if os.environ.items() >= INTERPRETED.items() else "cuda")
 PIECE = 64
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
