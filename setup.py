@@ -16,7 +16,7 @@ def library(name: str, sources: list[str], headers: list[str]) -> Extension:
         language="c++",
         # No -march: the code chooses its instructions at run time. No contraction: each FMA is written out, so that a
         # row has the same bits in whichever variant of a loop it is computed. Nobody asks for traps: for them GCC would
-        # branch where a loop selects, and compile it to no vectors of AVX2.
+        # branch where a loop selects, and would not use vectors of AVX2 for it.
         extra_compile_args=[
             *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
             *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0"),

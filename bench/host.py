@@ -72,8 +72,8 @@ class NoModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.empty(len(hidden), VOCAB_SIZE, device=DEVICE)
 
-    def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        return self.hidden_states(*inputs[:-1]), self.logits(inputs[-1])
+    def step(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        return self.hidden_states(*inputs[:-1]), self.logits(inputs[-1]) if len(inputs[-1]) else None
 
 
 class NoKernels:

@@ -1,6 +1,6 @@
 """The decoder as a program of engine/native, which computes a step in one call, from token ids to logits.
 
-They compute what decoder.py and layers.py define, with the same weights and roundings, without Python between
+It computes what decoder.py and layers.py define, with the same weights and roundings, without Python between
 the operations. Where no program can compute a model, `native_decoder` returns None, and those two files compute it.
 Decoder calls it. Shape letters as in engine/attention/__init__.py.
 """
@@ -122,7 +122,7 @@ class NativeDecoder:
         """Decoder.step, without the soft cap; the hidden states are valid until the next call."""
         num_rows = len(token_ids_T)
         assert token_ids_T.dtype is positions_T.dtype is rows_R.dtype is torch.int64
-        assert len(positions_T) == len(metadata.slots_T) == num_rows
+        assert len(positions_T) == len(metadata.slots_T) == num_rows and rows_R.is_contiguous()
         self._reserve(max(num_rows, len(rows_R)))
         logits = self._logits_of(self._step, len(rows_R))
         batch, caches = self._backend.step_data(metadata, cache.layers)

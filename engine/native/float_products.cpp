@@ -64,9 +64,9 @@ struct InFp32 {
             }
             const uint8_t* ahead = soon(panel, end);
             for (int word = 0; word < 16; word++) {
-                prefetch_word(ahead + word * WORD);
-                const __m512i left = _mm512_loadu_si512(panel + word * WORD);
-                const __m512i right = _mm512_loadu_si512(panel + word * WORD + LINE);
+                prefetch_words(ahead + word * WORDS);
+                const __m512i left = _mm512_loadu_si512(panel + word * WORDS);
+                const __m512i right = _mm512_loadu_si512(panel + word * WORDS + LINE);
                 UNROLL for (int i = 0; i < PARTS; i++) {
                     const __m512 weights[2] = {part(i, left), part(i, right)};
                     UNROLL for (int r = 0; r < R; r++) {

@@ -54,7 +54,7 @@ static void quantize(const void* x, const float* factors, int64_t size, int64_t 
             int32_t words[4];
             store_bytes(words, far);
             for (int i = 0; i < 4; i++)
-                if (words[i]) row.far[row.num_far++] = {(int32_t)(k / 4 + i) * WORD, words[i]};
+                if (words[i]) row.far[row.num_far++] = {(int32_t)(k / 4 + i) * WORDS, words[i]};
         }
         near_sum = near_sum + whole;
         store_bytes(near + k, whole);

@@ -92,7 +92,7 @@ static inline EightInts add_pairs(EightInts sum, EightInts x, EightInts weights)
     return sum + (EightInts)_mm256_madd_epi16((__m256i)x, (__m256i)weights);
 }
 
-// Return sums of 16 outputs plus the products of 4 bytes of x with a line of weights.
+// Return sums of 16 outputs plus the products of 4 bytes of x with a word of each.
 static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
     const Ints words = load_ints(weights);
     UNROLL for (int i = 0; i < 2; i++) {

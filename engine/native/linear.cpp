@@ -51,7 +51,7 @@ struct Packing {
     int64_t num_in, num_out, element_bytes;
 };
 
-// LINE bytes of one row of W after the other, so that what they are spread to stays in the first cache.
+// Take LINE bytes of each row of W in turn, so that what they are spread over stays in the first cache.
 static void pack_panel(void* job, int64_t panel) {
     const Packing& p = *(const Packing*)job;
     const int64_t row_bytes = p.num_in * p.element_bytes, panel_bytes = row_bytes_of(p.num_in, p.element_bytes) * COLUMNS;
@@ -62,8 +62,8 @@ static void pack_panel(void* job, int64_t panel) {
     for (int64_t start = 0; start < row_bytes; start += LINE)
         for (int64_t column = 0; column < min_of(COLUMNS, p.num_out - panel * COLUMNS); column++) {
             const uint8_t* row = p.weight + (panel * COLUMNS + column) * row_bytes;
-            uint8_t* lane = to + start / 4 * WORD + column * 4;
-            for (int64_t i = start; i < min_of(start + LINE, whole_bytes); i += 4, lane += WORD) {
+            uint8_t* lane = to + start / 4 * WORDS + column * 4;
+            for (int64_t i = start; i < min_of(start + LINE, whole_bytes); i += 4, lane += WORDS) {
                 uint32_t word;
                 __builtin_memcpy(&word, row + i, 4);
                 word ^= added;

@@ -1,9 +1,9 @@
 // Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16 or int8: what all share.
 //
 // Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][words of a row]
-// [32 outputs][4 bytes], where a word, 4 bytes, is one fp32, two bf16 or four int8 numbers that follow each other in a row
-// of W. Vectors multiply the words of the outputs with one of x. A tile of AMX has 16 of them, of 16 outputs. Outputs and
-// depth are padded with zeros. linear.cpp cuts products into chunks and exports them; float_products.cpp and int8.cpp compute chunks.
+// [32 outputs][4 bytes]. A word, 4 bytes, is one fp32, two bf16 or four int8 numbers that follow each other in a row of W.
+// Vectors multiply a word of each output with one of x. A tile of AMX is 16 words deep and 16 outputs wide, loaded with a
+// stride of WORDS. Outputs and depth are padded with zeros. linear.cpp cuts products into chunks and exports them; float_products.cpp and int8.cpp compute chunks.
 
 #pragma once
 
@@ -14,8 +14,8 @@
 constexpr int COLUMNS = 32;               // outputs of a panel
 constexpr int ROW_MULTIPLE = 32;          // rows of x are padded with zeros to a multiple of this many elements
 constexpr int LINE = 64;                  // bytes of 16 words: of 16 outputs, or of a row
-constexpr int WORD = COLUMNS * 4;         // bytes of a panel for a word of a row
-constexpr int STEP = 16 * WORD;           // and for LINE bytes of it
+constexpr int WORDS = COLUMNS * 4;        // bytes of a panel for a word of a row: one of each output
+constexpr int STEP = 16 * WORDS;           // and for LINE bytes of it
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
 // In fp32 there are only the first three.

@@ -17,9 +17,9 @@ static void sum_words(const uint8_t* x, int64_t row_bytes, const uint8_t* panel,
     for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
         const uint8_t* ahead = soon(panel, end);
         UNROLL for (int word = 0; word < 16; word++) {
-            prefetch_word(ahead + word * WORD);
-            const __m512i left = _mm512_loadu_si512(panel + word * WORD);
-            const __m512i right = _mm512_loadu_si512(panel + word * WORD + LINE);
+            prefetch_words(ahead + word * WORDS);
+            const __m512i left = _mm512_loadu_si512(panel + word * WORDS);
+            const __m512i right = _mm512_loadu_si512(panel + word * WORDS + LINE);
             UNROLL for (int r = 0; r < R; r++) {
                 int32_t of_x;
                 __builtin_memcpy(&of_x, x + r * row_bytes + k + 4 * word, sizeof of_x);
@@ -75,10 +75,10 @@ static void sum_tiles(const uint8_t* x, int64_t row_bytes, const uint8_t* panel,
     for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
         const uint8_t* ahead = soon(panel, end);
         UNROLL for (int i = 0; i < STEP; i += LINE) _mm_prefetch((const char*)(ahead + i), _MM_HINT_T0);
-        TILE_LOAD(6, panel, WORD);
+        TILE_LOAD(6, panel, WORDS);
         TILE_LOAD(4, x + k, row_bytes);
         TILE_MULTIPLY(0, 4, 6);
-        TILE_LOAD(7, panel + LINE, WORD);
+        TILE_LOAD(7, panel + LINE, WORDS);
         TILE_MULTIPLY(1, 4, 7);
         if (TWO) {
             TILE_LOAD(5, x + 16 * row_bytes + k, row_bytes);

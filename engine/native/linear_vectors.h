@@ -37,7 +37,7 @@ static inline const uint8_t* soon(const uint8_t* at, const uint8_t* end) {
 }
 
 // Fetch a word of each output into the second cache.
-static inline void prefetch_word(const uint8_t* at) {
+static inline void prefetch_words(const uint8_t* at) {
     __builtin_prefetch(at, 0, 2);
     __builtin_prefetch(at + LINE, 0, 2);
 }
@@ -56,7 +56,7 @@ static void compute_vectors(const Product& p, int64_t from, int64_t to, int64_t 
     float sums[Numbers::MAX_ROWS * COLUMNS];
     for (; panel < last; panel++) {
         for (int64_t row = from, rows; row < to; row += rows) {
-            rows = quotient(to - row, quotient(to - row, Numbers::MAX_ROWS));  // as many as in the other calls, or one less
+            rows = quotient(to - row, quotient(to - row, Numbers::MAX_ROWS));  // calls differ by one row at most
             const uint8_t* weights = p.linear.weight + panel * p.row_bytes * COLUMNS;
             sum_rows<Numbers, Numbers::MAX_ROWS>(rows, p.x + row * p.row_bytes, p.row_bytes, weights, end, (uint8_t*)sums);
             Numbers::finish_sums(p, row, rows, panel, sums);

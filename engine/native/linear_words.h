@@ -36,12 +36,12 @@ static void sum_outputs(const uint8_t* x, int64_t row_bytes, const uint8_t* pane
         }
         const uint8_t* ahead = soon(panel, end);
         for (int word = 0; word < 16; word++) {
-            // A loop that reads all outputs reads line after line, which CPUs fetch early by themselves, and faster.
-            if (V == 0 && N < VECTORS) prefetch_word(ahead + word * WORD);
+            // A loop that reads all outputs reads line after line, which CPUs fetch faster by themselves.
+            if (V == 0 && N < VECTORS) prefetch_words(ahead + word * WORDS);
             UNROLL for (int i = 0; i < Numbers::PARTS; i++) {
                 Sum weights[N];
                 UNROLL for (int n = 0; n < N; n++) {
-                    const uint8_t* at = panel + word * WORD + (V + n) * LANES * 4;
+                    const uint8_t* at = panel + word * WORDS + (V + n) * LANES * 4;
                     weights[n] = (Sum)Numbers::part_of_weights(i, words_at(at));
                 }
                 UNROLL for (int r = 0; r < R; r++) {

@@ -1,7 +1,7 @@
 // Running a program: one operation after the other, each shared out to the team. A C ABI for program.py.
 //
 // Between two operations the caller waits only for chunks under way (team.h). Neighbouring operations that compute row
-// by row are one job: a chunk takes some rows through all of them.
+// by row are one job: a chunk takes some rows through all of them. TAKE begins a job, as it reads rows of other chunks.
 
 #include "program.h"
 

@@ -1,8 +1,9 @@
 // A program: the operations of a step, as data, in the order in which they run. engine/native/program.py mirrors it.
 //
-// An operation reads one buffer and writes one; a buffer has a row for each token of the step. The rows of an operation
-// are independent and each is computed in one order, so a row's bits depend neither on the other rows nor on how the
-// team shares them. Python builds programs from a model's configuration; nothing here knows a model or a family.
+// An operation reads one buffer and writes one; a buffer has a row for each token of the step, from TAKE on for each row
+// that is taken. The rows of an operation are independent and each is computed in one order, so a row's bits depend
+// neither on the other rows nor on how the team shares them. Python builds programs from a model's configuration; nothing
+// here knows a model or a family.
 
 #pragma once
 
@@ -60,7 +61,7 @@ struct Step {
     const void* batch;                     // the Batch of cpu_paged.cpp
     const void* const* caches;             // the Cache of cpu_paged.cpp of each layer
     int64_t num_taken;
-    const int64_t* taken;  // [num_taken], the rows that TAKE takes; of none nothing is computed from there on
+    const int64_t* taken;  // [num_taken], the rows that TAKE takes; if there are none, the program ends there
 };
 
 struct Table {

@@ -145,7 +145,10 @@ class Program:
         num_taken: int = 0,
         taken: int | None = None,
     ) -> None:
-        """Compute rows [0, num_rows) of all buffers; Step in program.h says what the addresses point to."""
+        """Compute rows [0, num_rows) of all buffers, [0, num_taken) of those after "take".
+
+        Step in program.h says what the addresses point to.
+        """
         of_attention = [None if data is None else addressof(data) for data in (batch, caches)]
         step = _Step(num_rows, token_ids, positions, *of_attention, num_taken, taken)
         native.library().native_run(byref(self._program), byref(step))

@@ -35,7 +35,7 @@ static void embed(const Operation& op, const Program& program, const Step& step,
 template <class T>
 static void take(const Operation& op, const Program& program, const Step& step, int64_t row) {
     const T* from = row_of<T>(program, op.in, step.taken[row]);
-    memcpy(row_of<T>(program, op.out, row), from, program.buffers[op.out].width * sizeof(T));
+    __builtin_memcpy(row_of<T>(program, op.out, row), from, program.buffers[op.out].width * sizeof(T));
 }
 
 template <class T>

@@ -161,6 +161,7 @@ def test_logits_of_taken_rows_are_those_of_all_hidden_states(
     write_model(tmp_path, *SHAPES[shape])
     engine = make_engine(tmp_path, dtype=dtype)
     made, cache = engine._runner._decoder, engine._runner._cache
+    assert made._native is not None
     batch = ScheduledBatch(tuple(ScheduledSequence(prompt_sequence(i), 7) for i in range(2)))
     inputs = build_model_input(batch, engine.info.block_size, torch.device("cpu"))
     step = inputs.token_ids_T, inputs.positions_T, cache, inputs.metadata
