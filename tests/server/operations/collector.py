@@ -54,10 +54,9 @@ class Collector:
 
 
 @contextmanager
-def serve_collector(*, answers: bool = True) -> Iterator[Collector]:
+def serve_collector() -> Iterator[Collector]:
     collector = Collector()
-    if answers:
-        collector.gate.set()
+    collector.gate.set()
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

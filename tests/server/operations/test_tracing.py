@@ -225,7 +225,7 @@ def test_what_the_library_says_is_logged_once_a_minute_and_what_strangers_cause_
 @pytest.mark.slow
 def test_a_server_traces_its_real_phases_and_a_collector_that_hangs_delays_only_its_end() -> None:
     """One process for all, as it takes seconds to start."""
-    with serve_collector(answers=False) as collector:
+    with serve_collector() as collector:
         process = Process("--otlp-traces-endpoint", collector.url)
         try:
             with process.wait_until_ready() as client:
@@ -235,6 +235,9 @@ def test_a_server_traces_its_real_phases_and_a_collector_that_hangs_delays_only_
                 path = f"/v1/chat/completions/{begun.json()['id']}"
                 with client.stream("GET", f"{path}/events") as events:
                     assert "[DONE]" in "".join(events.iter_text())
+                collector.gate.clear()
+                body = {"input": "Once", "max_output_tokens": 4}  # so that something is left to send, however late
+                assert client.post("/v1/responses", json=body, headers=SAMPLED).status_code == 200
             process.popen.terminate()
             status, log = process.wait()
         finally:
