@@ -125,8 +125,9 @@ def split(program: Program) -> dict[str, Program]:
     """Return the parts of a program that have operations, as programs over the same buffers."""
     # The head has fewer rows than the rest in a step with prompts: those that are taken.
     names = {"linear": "products", "attend": "attention", "norm": "norms", "take": "head"}
+    logits = program.number("logits")
     of_operations = [
-        "head" if operation.wide else names.get(KINDS[operation.kind], "other rows")
+        "head" if operation.target == logits else names.get(KINDS[operation.kind], "other rows")
         for operation in program._operations
     ]
     found = {}

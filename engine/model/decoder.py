@@ -112,6 +112,8 @@ class Decoder:
     ) -> Tensor:
         """Return the last block's output [T, hidden] and store the step's keys and values in the cache.
 
+        The output is in the model's dtype, or in fp32 where a program computes it.
+
         token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
         if self._native is not None:

@@ -143,7 +143,7 @@ class NativeLinear:
     """The library of engine/native, for fp32 and bf16 on a CPU, with the weight in its own layout.
 
     The bits of a row depend on that row alone: not on the number of rows, nor on native.num_threads(). They may differ
-    between variants. Bias, activation and residual are added in fp32, and the result is rounded once.
+    between variants. Bias, activation and residual, which may be fp32, are added in fp32; the result is rounded once.
     """
 
     def __init__(
@@ -176,11 +176,13 @@ class NativeLinear:
         out = torch.empty(len(x), self._num_out, dtype=self._out_dtype)
         address = None
         if residual is not None:
-            assert residual.dtype is self._dtype and residual.is_contiguous() and residual.shape == out.shape
+            assert residual.dtype in (self._dtype, torch.float32)
+            assert residual.is_contiguous() and residual.shape == out.shape
             address = residual.data_ptr()
         if self._padding:
             x = functional.pad(x, (0, self._padding))
-        width = native.WIDE_OUT * (self._out_dtype is torch.float32) + native.WIDE_X * (x.dtype is torch.float32)
+        width = native.WIDE_OUT * (self._out_dtype is torch.float32) | native.WIDE_X * (x.dtype is torch.float32)
+        width |= native.WIDE_RESIDUAL * (residual is not None and residual.dtype is torch.float32)
         self._library.native_multiply(self.weight, x.data_ptr(), address, out.data_ptr(), len(x), width)
         return out
 

@@ -1,7 +1,8 @@
 """The decoder as a program of engine/native, which computes a step in one call, from token ids to logits.
 
-It computes what decoder.py and layers.py define, with the same weights and roundings, without Python between
-the operations. Where no program can compute a model, `native_decoder` returns None, and those two files compute it.
+It computes what decoder.py and layers.py define, with the same weights, without Python between the operations. In bf16
+it rounds where they do, but keeps the residual stream in fp32. Where no program can compute a model, `native_decoder`
+returns None, and those two files compute it.
 Decoder calls it. Shape letters as in engine/attention/__init__.py.
 """
 
@@ -26,6 +27,9 @@ from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
+
+_WIDE = ("x", "taken", "logits")
+"""The buffers that are in fp32: those of the residual stream, and the logits."""
 
 Part = Callable[[str, str, str], None]
 """Appends attention or a feed-forward: it reads one buffer and writes another, plus a residual; "" is none."""
@@ -119,7 +123,7 @@ class NativeDecoder:
     def step(
         self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata, rows_R: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Decoder.step, without the soft cap; the hidden states are valid until the next call."""
+        """Decoder.step, without the soft cap; the hidden states, in fp32, are valid until the next call."""
         num_rows = len(token_ids_T)
         assert token_ids_T.dtype is positions_T.dtype is rows_R.dtype is torch.int64
         assert len(positions_T) == len(metadata.slots_T) == num_rows and rows_R.is_contiguous()
@@ -133,7 +137,7 @@ class NativeDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's fp32 logits [rows, vocab_size], without the soft cap."""
         num_rows, hidden = len(hidden), hidden.contiguous()
-        assert hidden.dtype is self._dtype and hidden.shape[1] == self._widths["x"]
+        assert hidden.dtype is torch.float32 and hidden.shape[1] == self._widths["x"]
         self._reserve(num_rows)
         logits = self._logits_of(self._head, num_rows)
         self._head.place("taken", hidden.data_ptr())
@@ -152,7 +156,8 @@ class NativeDecoder:
             return
         self._buffers = {}  # frees the old ones before the new ones are allocated
         for name, width in self._widths.items():
-            buffer = torch.empty(1 << (num_rows - 1).bit_length(), width, dtype=self._dtype)
+            dtype = torch.float32 if name in _WIDE else self._dtype
+            buffer = torch.empty(1 << (num_rows - 1).bit_length(), width, dtype=dtype)
             self._buffers[name] = buffer
             self._step.place(name, buffer.data_ptr())
             self._head.place(name, buffer.data_ptr())
@@ -162,7 +167,7 @@ class _Writer:
     """Writes a program: what is called here is appended, in the order of the calls."""
 
     def __init__(self, config: ModelConfig, parts: StreamedTensors, widths: dict[str, int], dtype: torch.dtype) -> None:
-        self.program = Program(widths, dtype.itemsize)
+        self.program = Program(widths, dtype.itemsize, wide=_WIDE)
         self._config, self._parts, self._widths, self._dtype = config, parts, widths, dtype
 
     def embed(self, embedding: Tensor, positions: Tensor | None) -> None:
@@ -194,27 +199,29 @@ class _Writer:
 
     def head(self) -> None:
         """Write the logits of taken rows of x."""
-        source = "taken"
-        if self._config.norm_placement != "sum":
-            self._norm("final_norm", source, "h")
-            source = "h"
+        source = "h"
+        if self._config.norm_placement == "sum":
+            self.program.add("copy", "taken", source)
+        else:
+            self._norm("final_norm", "taken", source)
         if self._config.embed_size:
             self._linear("embed_out", source, "embedded")
             source = "embedded"
-        self._linear("head", source, "logits", wide=True)
+        self._linear("head", source, "logits")
 
     def _residual(self, name: str, part: Part) -> None:
         """Add a part to x, as `Residual` in layers.py defines it."""
-        placement, source = self._config.norm_placement, "x"
+        placement = self._config.norm_placement
         if placement in ("input", "both"):
             self._norm(f"{name}_norm", "x", "h")
-            source = "h"
+        else:
+            self.program.add("copy", "x", "h")
         if placement in ("output", "both"):
-            part(source, "h", "")
+            part("h", "h", "")
             self._norm(f"{name}_output_norm", "h", "h")
             self.program.add("add", "x", "x", residual="h")
         else:
-            part(source, "x", "x")
+            part("h", "x", "x")
         if placement == "sum":
             self._norm(f"{name}_norm", "x", "x")
 
@@ -271,8 +278,8 @@ class _Writer:
         limit = torch.tensor(self._config.ffn_limit or 0.0, dtype=self._dtype).item()  # rounded, as torch clamps
         return Gate(limit, native.ACTIVATIONS.index(self._config.activation))
 
-    def _linear(self, name: str, source: str, target: str, residual: str = "", wide: bool = False) -> None:
-        self.program.add("linear", source, target, self._weight(name), residual=residual, wide=wide)
+    def _linear(self, name: str, source: str, target: str, residual: str = "") -> None:
+        self.program.add("linear", source, target, self._weight(name), residual=residual)
 
     def _weight(self, name: str) -> native.PackedWeight:
         """Return the weight of a linear, which the program keeps alive."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 19
+ABI = 20
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     4: ("generic", "avx2", "avx512"),
@@ -34,8 +34,8 @@ COLUMNS = 32
 """What belongs to the outputs is padded to a multiple of this many."""
 MAX_INT8_DEPTH = 65536
 """Maximum elements of a row in int8."""
-WIDE_OUT, WIDE_X = 1, 2
-"""Of native_multiply's last argument: the result is in fp32, and so are x and the residual."""
+WIDE_OUT, WIDE_X, WIDE_RESIDUAL = 1, 2, 4
+"""Of native_multiply's last argument: which of the result, x and the residual are in fp32."""
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "tanh")
 """The index is the library's number."""
 ROW_MULTIPLE = 32

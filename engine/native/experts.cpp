@@ -25,14 +25,16 @@ void place_pairs(const Experts& experts, const Program& program, int64_t num_row
 }
 
 // Multiply each pair with its expert's weight.
-void multiply(const Experts& experts, const Program& program, const Linear* const* linears, const Buffer& in,
-              const Buffer& out) {
+void multiply_pairs(const Experts& experts, const Program& program, const Linear* const* linears, Buffer in,
+                    Buffer out) {
     const int64_t in_bytes = in.width / experts.num_active * program.element_bytes;
     const int64_t out_bytes = out.width / experts.num_active * program.element_bytes;
     int64_t first = 0;
     for (int64_t e = 0; e < experts.num; e++) {
-        native_multiply(linears[e], (const uint8_t*)in.data + first * in_bytes, nullptr,
-                        (uint8_t*)out.data + first * out_bytes, experts.ends[e] - first, width_of(program));
+        const int64_t num_pairs = experts.ends[e] - first;
+        multiply(linears[e], in, nullptr, out, num_pairs);
+        in.data = (uint8_t*)in.data + num_pairs * in_bytes;
+        out.data = (uint8_t*)out.data + num_pairs * out_bytes;
         first = experts.ends[e];
     }
 }
@@ -40,8 +42,9 @@ void multiply(const Experts& experts, const Program& program, const Linear* cons
 // Apply the gate to each pair, as a program of its own whose rows are the pairs.
 void gate(const Experts& experts, const Program& program, int64_t num_pairs) {
     const Buffer &up = program.buffers[experts.up], &gated = program.buffers[experts.gated];
-    const Buffer buffers[] = {{up.data, up.width / experts.num_active}, {gated.data, gated.width / experts.num_active}};
-    const Operation op = {GATE, 0, 1, -1, 0, experts.gate};
+    const Buffer buffers[] = {{up.data, up.width / experts.num_active, up.wide},
+                              {gated.data, gated.width / experts.num_active, gated.wide}};
+    const Operation op = {GATE, 0, 1, -1, experts.gate};
     const Program of_pairs = {&op, 1, buffers, program.variant, program.element_bytes};
     run_rows(of_pairs, {num_pairs, nullptr, nullptr, nullptr, nullptr}, &op, 1);
 }
@@ -51,14 +54,14 @@ void gate(const Experts& experts, const Program& program, int64_t num_pairs) {
 void mix_experts(const Program& program, const Step& step, const Operation& op) {
     const Experts& experts = *(const Experts*)op.data;
     const Buffer &pairs = program.buffers[experts.pairs], &up = program.buffers[experts.up];
-    const Operation choose = {CHOOSE, experts.scores, experts.routes, -1, 0, &experts};
-    const Operation gather = {GATHER, op.in, experts.pairs, -1, 0, &experts};
-    const Operation mix = {MIX, experts.pairs, op.out, op.residual, 0, &experts};
+    const Operation choose = {CHOOSE, experts.scores, experts.routes, -1, &experts};
+    const Operation gather = {GATHER, op.in, experts.pairs, -1, &experts};
+    const Operation mix = {MIX, experts.pairs, op.out, op.residual, &experts};
     run_rows(program, step, &choose, 1);
     place_pairs(experts, program, step.num_rows);
     run_rows(program, step, &gather, 1);
-    multiply(experts, program, experts.ups, pairs, up);
+    multiply_pairs(experts, program, experts.ups, pairs, up);
     if (experts.gate) gate(experts, program, step.num_rows * experts.num_active);
-    multiply(experts, program, experts.downs, experts.gate ? program.buffers[experts.gated] : up, pairs);
+    multiply_pairs(experts, program, experts.downs, experts.gate ? program.buffers[experts.gated] : up, pairs);
     run_rows(program, step, &mix, 1);
 }

@@ -77,7 +77,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 19; }
+EXPORT int native_abi() { return 20; }
 
 // Whether the CPU has this variant of products in fp32, bf16 or int8, of which an element has 4, 2 bytes or 1.
 EXPORT bool native_has_variant(int64_t element_bytes, int variant) {
@@ -135,15 +135,15 @@ EXPORT void native_pack(const uint8_t* weight, int64_t num_in, int64_t num_out, 
     }
 }
 
-// x is [rows][num_in, padded with zeros to a multiple of 32], residual null or [rows][num_out]: both in fp32 with WIDE_X,
-// which is for weights in fp32 and int8, else in bf16. out is [rows][num_out] in fp32 with WIDE_OUT, else in bf16. All
-// are contiguous.
+// x is [rows][num_in, padded with zeros to a multiple of 32], residual null or [rows][num_out], out [rows][num_out]; all
+// are contiguous. `width` says which of them are in fp32; the others are in bf16. x has the type of weights in fp32 or
+// bf16; with weights in int8 it may have either.
 EXPORT void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                             int width) {
-    const bool is_wide = width & WIDE_X;
-    Product p = {*linear, (const uint8_t*)x, nullptr, residual, out, (width & WIDE_OUT) != 0, is_wide, rows,
-                 row_bytes_of(linear->num_in, linear->element_bytes), panels_of(linear->num_out), 0, 0, 0, 0, 0};
+    Product p = {*linear, (const uint8_t*)x, nullptr, residual, out, (width & WIDE_OUT) != 0,
+                 (width & WIDE_RESIDUAL) != 0, rows, row_bytes_of(linear->num_in, linear->element_bytes),
+                 panels_of(linear->num_out), 0, 0, 0, 0, 0};
     if (rows <= 0) return;
-    if (linear->element_bytes == 1) quantize_rows(p, x, is_wide);
+    if (linear->element_bytes == 1) quantize_rows(p, x, width & WIDE_X);
     run_chunks(compute_chunk, &p, cut(p), num_threads());
 }

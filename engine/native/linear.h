@@ -1,9 +1,10 @@
 // Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16 or int8: what all share.
 //
-// Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][words of a row]
-// [32 outputs][4 bytes]. A word, 4 bytes, is one fp32, two bf16 or four int8 numbers that follow each other in a row of W.
-// Vectors multiply a word of each output with one of x. A tile of AMX is 16 words deep and 16 outputs wide, loaded with a
-// stride of WORDS. Outputs and depth are padded with zeros. linear.cpp cuts products into chunks and exports them; float_products.cpp and int8.cpp compute chunks.
+// Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][words of a row] [32
+// outputs][4 bytes]. A word, 4 bytes, is one fp32, two bf16 or four int8 numbers that follow each other in a row of W.
+// Vectors multiply a word of each output with one of x. A tile of AMX is 16 words deep and 16 outputs wide, loaded with
+// a stride of WORDS. Outputs and depth are padded with zeros. linear.cpp cuts products into chunks and exports them;
+// float_products.cpp and int8.cpp compute chunks.
 
 #pragma once
 
@@ -63,7 +64,7 @@ struct Product {
     int64_t rows_a_pass, rows_a_chunk, row_chunks, panels_a_chunk, chunks_a_pass;
 };
 
-enum Width { WIDE_OUT = 1, WIDE_X = 2 };
+enum Width { WIDE_OUT = 1, WIDE_X = 2, WIDE_RESIDUAL = 4 };
 
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -52,12 +52,6 @@ void attend(const Program& program, const Step& step, const Operation& op) {
              a.sinks, a.softcap, a.instructions);
 }
 
-void multiply(const Program& program, const Step& step, const Operation& op) {
-    const void* residual = op.residual < 0 ? nullptr : program.buffers[op.residual].data;
-    native_multiply((const Linear*)op.data, program.buffers[op.in].data, residual, program.buffers[op.out].data,
-                    step.num_rows, width_of(program) | (op.wide ? WIDE_OUT : 0));
-}
-
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -69,7 +63,9 @@ EXPORT void native_run(const Program* program, const Step* whole) {
     for (const Operation* op = program->operations; op < end;) {
         const Operation* first = op++;
         if (first->kind == LINEAR) {
-            multiply(*program, step, *first);
+            const Buffer* buffers = program->buffers;
+            multiply((const Linear*)first->data, buffers[first->in],
+                     first->residual < 0 ? nullptr : &buffers[first->residual], buffers[first->out], step.num_rows);
         } else if (first->kind == ATTEND) {
             attend(*program, step, *first);
         } else if (first->kind == EXPERTS) {

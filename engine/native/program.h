@@ -24,6 +24,7 @@ enum Kind {
     ROTATE,        // data: Rotation; in place
     GATE,          // data: Gate; out is act(first half of in) * second half
     ADD,           // out is in plus residual
+    COPY,          // out is in, in the type of out
     // Parts of EXPERTS, which only experts.cpp writes; data: Experts.
     CHOOSE,  // in are the scores
     GATHER,  // out are the pairs
@@ -31,15 +32,17 @@ enum Kind {
     NUM_KINDS,
 };
 
+// In a program of bf16 a wide buffer may be the out or the residual of LINEAR and EXPERTS, the in of LINEAR in int8, and
+// any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
 struct Buffer {
-    void* data;     // [rows][width] of the program's elements; fp32 for the result of a linear that is wide
+    void* data;     // [rows][width], of fp32 if wide, else of the program's elements
     int64_t width;
+    int32_t wide;   // set in programs of fp32
 };
 
 struct Operation {
     int32_t kind;
     int32_t in, out, residual;  // indices of buffers; residual is -1 for none
-    int32_t wide;
     const void* data;
 };
 
@@ -51,8 +54,13 @@ struct Program {
     int32_t element_bytes;  // 4: fp32, 2: bf16
 };
 
-// The Width of a product of rows of the program.
-static inline int width_of(const Program& program) { return program.element_bytes == 4 ? WIDE_OUT | WIDE_X : 0; }
+// Multiply rows of one buffer and add those of another one, if there is a residual.
+static inline void multiply(const Linear* linear, const Buffer& in, const Buffer* residual, const Buffer& out,
+                            int64_t num_rows) {
+    const int wide_residual = residual && residual->wide ? WIDE_RESIDUAL : 0;
+    native_multiply(linear, in.data, residual ? residual->data : nullptr, out.data, num_rows,
+                    (in.wide ? WIDE_X : 0) | wide_residual | (out.wide ? WIDE_OUT : 0));
+}
 
 // One call of a program.
 struct Step {

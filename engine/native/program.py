@@ -6,15 +6,20 @@ model/native_decoder.py writes programs.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from gptserve.engine import native
 
-Kind = Literal["linear", "attend", "experts", "take", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add"]
+Kind = Literal[
+    "linear", "attend", "experts", "take", "embed", "add_position", "norm", "clamp", "rotate", "gate", "add", "copy"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The index is the library's number."""
+_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "add", "copy")
+_WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")
 
 
 class Table(Structure):
@@ -71,13 +76,13 @@ class Experts(Structure):
 class _Buffer(Structure):
     """Buffer of program.h."""
 
-    _fields_ = native.members((c_void_p, "data"), (c_int64, "width"))
+    _fields_ = native.members((c_void_p, "data"), (c_int64, "width"), (c_int32, "wide"))
 
 
 class _Operation(Structure):
     """Operation of program.h."""
 
-    _fields_ = native.members((c_int32, "kind source target residual wide"), (c_void_p, "data"))
+    _fields_ = native.members((c_int32, "kind source target residual"), (c_void_p, "data"))
 
 
 class _Program(Structure):
@@ -102,25 +107,33 @@ class _Step(Structure):
 class Program:
     """Operations over buffers that are known by name; the caller allocates the buffers."""
 
-    def __init__(self, widths: dict[str, int], element_bytes: int, variant: native.Variant | None = None) -> None:
+    def __init__(
+        self,
+        widths: dict[str, int],
+        element_bytes: int,
+        variant: native.Variant | None = None,
+        wide: Container[str] = (),
+    ) -> None:
         """Begin an empty program over buffers of these names and widths, in elements of 4 bytes (fp32) or 2 (bf16).
 
-        `variant` is one of native.supported_variants(element_bytes), whose instructions compute all but products and
-        attention; None means the fastest.
+        The buffers in `wide` are in fp32. `variant` is one of native.supported_variants(element_bytes), whose
+        instructions compute all but products and attention; None means the fastest.
         """
         self._element_bytes, self._variant = element_bytes, variant or native.supported_variants(element_bytes)[-1]
         self._numbers = {name: number for number, name in enumerate(widths)}
-        self._buffers = (_Buffer * len(widths))(*(_Buffer(None, width) for width in widths.values()))
+        buffers = (_Buffer(None, width, element_bytes == 4 or name in wide) for name, width in widths.items())
+        self._buffers = (_Buffer * len(widths))(*buffers)
         self._operations: list[_Operation] = []
         self._kept: list[object] = []
 
-    def add(
-        self, kind: Kind, source: str, target: str, data: Any = None, *, residual: str = "", wide: bool = False
-    ) -> None:
+    def add(self, kind: Kind, source: str, target: str, data: Any = None, *, residual: str = "") -> None:
         """Append an operation; `data` is the ctypes object that program.h names for its kind, kept alive here."""
         buffers = [self._numbers[name] if name else -1 for name in (source, target, residual)]
+        reads_wide = kind in _READS_WIDE or (kind == "linear" and data.element_bytes == 1)
+        assert self._element_bytes == 4 or reads_wide or not self._buffers[buffers[0]].wide, "it reads a wide buffer"
+        assert self._element_bytes == 4 or kind in _WRITES_WIDE or not self._buffers[buffers[1]].wide
         address = None if data is None else addressof(data)
-        self._operations.append(_Operation(KINDS.index(kind), *buffers, wide, address))
+        self._operations.append(_Operation(KINDS.index(kind), *buffers, address))
         self.keep(data)
 
     def number(self, name: str) -> int:

@@ -1,5 +1,5 @@
 // The operations of rows.cpp in 16 lanes, for one set of instructions: rows.cpp includes this file after its Floats.
-// T is the type of a program's elements, bf16 or float.
+// T is the type of a program's elements, bf16 or float. What may be wide is a Row.
 
 // Call visit(i, count) for each 16 elements of a vector; count says how many there are of them.
 template <class Visit>
@@ -15,6 +15,27 @@ static inline T* row_of(const Program& program, int32_t buffer, int64_t row) {
     return (T*)b.data + row * b.width;
 }
 
+// A row of a buffer that may be wide.
+template <class T>
+struct Row {
+    void* data;
+    bool wide;
+
+    Floats get(int64_t i, int count) const {
+        return wide ? load((const float*)data + i, count) : load((const T*)data + i, count);
+    }
+    void set(int64_t i, int count, Floats v) const {
+        if (wide) store((float*)data + i, count, v);
+        else store((T*)data + i, count, v);
+    }
+};
+
+template <class T>
+static inline Row<T> wide_or_narrow_row(const Program& program, int32_t buffer, int64_t row) {
+    const bool wide = program.buffers[buffer].wide;
+    return {wide ? (void*)row_of<float>(program, buffer, row) : row_of<T>(program, buffer, row), wide};
+}
+
 // Round to T.
 template <class T>
 static inline Floats as_stored(Floats v) {
@@ -27,62 +48,70 @@ static void embed(const Operation& op, const Program& program, const Step& step,
     const Table& table = *(const Table*)op.data;
     const int64_t width = program.buffers[op.out].width;
     const T* from = (const T*)table.rows + step.token_ids[row] * width;
-    T* to = row_of<T>(program, op.out, row);
+    const Row<T> to = wide_or_narrow_row<T>(program, op.out, row);
     const Floats scale = broadcast(table.scale);
-    each(width, [=](int64_t i, int count) { store(to + i, count, load(from + i, count) * scale); });
+    each(width, [=](int64_t i, int count) { to.set(i, count, load(from + i, count) * scale); });
+}
+
+template <class T>
+static void copy_row(const Operation& op, const Program& program, int64_t from, int64_t to) {
+    const Row<T> in = wide_or_narrow_row<T>(program, op.in, from), out = wide_or_narrow_row<T>(program, op.out, to);
+    each(program.buffers[op.out].width, [=](int64_t i, int count) { out.set(i, count, in.get(i, count)); });
 }
 
 template <class T>
 static void take(const Operation& op, const Program& program, const Step& step, int64_t row) {
-    const T* from = row_of<T>(program, op.in, step.taken[row]);
-    __builtin_memcpy(row_of<T>(program, op.out, row), from, program.buffers[op.out].width * sizeof(T));
+    copy_row<T>(op, program, step.taken[row], row);
 }
 
 template <class T>
-static void add_rows(const T* a, const T* b, T* out, int64_t width) {
-    each(width, [=](int64_t i, int count) { store(out + i, count, load(a + i, count) + load(b + i, count)); });
+static void copy(const Operation& op, const Program& program, const Step&, int64_t row) {
+    copy_row<T>(op, program, row, row);
 }
 
 template <class T>
 static void add_position(const Operation& op, const Program& program, const Step& step, int64_t row) {
     const int64_t width = program.buffers[op.out].width;
     const T* position = (const T*)((const Table*)op.data)->rows + step.positions[row] * width;
-    add_rows(row_of<T>(program, op.in, row), position, row_of<T>(program, op.out, row), width);
+    const Row<T> in = wide_or_narrow_row<T>(program, op.in, row), out = wide_or_narrow_row<T>(program, op.out, row);
+    each(width, [=](int64_t i, int count) { out.set(i, count, in.get(i, count) + load(position + i, count)); });
 }
 
 template <class T>
 static void add(const Operation& op, const Program& program, const Step&, int64_t row) {
-    add_rows(row_of<T>(program, op.in, row), row_of<T>(program, op.residual, row), row_of<T>(program, op.out, row),
-             program.buffers[op.out].width);
+    const Row<T> in = wide_or_narrow_row<T>(program, op.in, row), out = wide_or_narrow_row<T>(program, op.out, row);
+    const Row<T> residual = wide_or_narrow_row<T>(program, op.residual, row);
+    each(program.buffers[op.out].width,
+         [=](int64_t i, int count) { out.set(i, count, in.get(i, count) + residual.get(i, count)); });
 }
 
+// Normalise the elements from `start` on.
 template <class T>
-static void normalise(const Norm& norm, const T* in, T* out) {
+static void normalise(const Norm& norm, Row<T> in, Row<T> out, int64_t start) {
     const float width = norm.width;
     Floats mean = broadcast(0), squares = broadcast(0);
     if (norm.centred) {
-        each(norm.width, [&](int64_t i, int count) { mean = mean + load(in + i, count); });
+        each(norm.width, [&](int64_t i, int count) { mean = mean + in.get(start + i, count); });
         mean = broadcast(sum_of(mean) / width);
     }
     each(norm.width, [&](int64_t i, int count) {
-        const Floats x = first(load(in + i, count) - mean, count);
+        const Floats x = first(in.get(start + i, count) - mean, count);
         squares = fma(x, x, squares);
     });
     const Floats factor = broadcast(1.f / __builtin_sqrtf(sum_of(squares) / width + norm.eps));
     each(norm.width, [&](int64_t i, int count) {
-        Floats y = (load(in + i, count) - mean) * factor;
+        Floats y = (in.get(start + i, count) - mean) * factor;
         if (norm.weight) y = y * load(norm.weight + i, count);
         if (norm.bias) y = y + load(norm.bias + i, count);
-        store(out + i, count, y);
+        out.set(start + i, count, y);
     });
 }
 
 template <class T>
 static void norm(const Operation& op, const Program& program, const Step&, int64_t row) {
     const Norm& norm = *(const Norm*)op.data;
-    const T* in = row_of<T>(program, op.in, row) + norm.first;
-    T* out = row_of<T>(program, op.out, row) + norm.first;
-    for (int64_t i = 0; i < norm.count; i++) normalise(norm, in + i * norm.width, out + i * norm.width);
+    const Row<T> in = wide_or_narrow_row<T>(program, op.in, row), out = wide_or_narrow_row<T>(program, op.out, row);
+    for (int64_t i = 0; i < norm.count; i++) normalise(norm, in, out, norm.first + i * norm.width);
 }
 
 template <class T>
@@ -186,18 +215,19 @@ static void mix(const Operation& op, const Program& program, const Step&, int64_
     const Routes routes = routes_of(experts, program, row);
     const int64_t width = program.buffers[op.out].width;
     const T* pairs = row_of<T>(program, op.in, 0);
-    const T* residual = op.residual < 0 ? nullptr : row_of<T>(program, op.residual, row);
-    T* out = row_of<T>(program, op.out, row);
+    const Row<T> out = wide_or_narrow_row<T>(program, op.out, row);
+    const Row<T> residual = wide_or_narrow_row<T>(program, op.residual < 0 ? op.out : op.residual, row);
     each(width, [=](int64_t i, int count) {
         Floats sum = broadcast(0);
         for (int64_t k = 0; k < experts.num_active; k++)
             sum = sum + load(pairs + routes.places[k] * width + i, count) * broadcast(routes.weights[k]);
-        store(out + i, count, residual ? load(residual + i, count) + as_stored<T>(sum) : sum);
+        if (op.residual >= 0) sum = residual.get(i, count) + (out.wide ? sum : as_stored<T>(sum));
+        out.set(i, count, sum);
     });
 }
 
 template <class T>
 static constexpr RowOperation OPERATIONS[NUM_KINDS] = {
     nullptr, nullptr, nullptr, take<T>, embed<T>, add_position<T>, norm<T>, clamp<T>, rotate<T>, gate<T>, add<T>,
-    choose<T>, gather<T>, mix<T>};
+    copy<T>, choose<T>, gather<T>, mix<T>};
 static const RowOperation *const FP32_OPERATIONS = OPERATIONS<float>, *const BF16_OPERATIONS = OPERATIONS<bf16>;

@@ -173,6 +173,11 @@ def test_native_is_the_product_rounded_once(kind: Kind, num_in: int, num_out: in
     assert narrow(x, residual).dtype is kind.dtype
     assert torch.equal(narrow(x, residual), wide(x, residual).to(kind.dtype))
     assert torch.equal(narrow(x), wide(x).to(kind.dtype))
+    assert torch.equal(wide(x, residual.float()), wide(x, residual))
+    added = torch.randn(residual.shape)  # in fp32
+    torch.testing.assert_close(
+        wide(x, added).double(), exact - residual.double() + added, atol=num_in * 2e-6, rtol=1e-6
+    )
     for few in range(1, 7):  # each number of rows has a loop of its own
         assert torch.equal(wide(x[:few], residual[:few]), wide(x, residual)[:few])
 

@@ -87,7 +87,9 @@ class Mixture:
         }
         widths = {"x": HIDDEN, "residual": HIDDEN, "out": HIDDEN, "scores": num}
         widths |= {name: num_active * width for name, width in of_pairs.items()}
-        program = Program(widths, self.shape.dtype.itemsize, self._variant)
+        is_wide = residual is not None and residual.dtype is torch.float32
+        wide = ("out", "residual") if is_wide else ()
+        program = Program(widths, self.shape.dtype.itemsize, self._variant, wide)
         ups, downs = ((c_void_p * num)(*(addressof(pair[i].weight) for pair in self.experts)) for i in range(2))
         gate, ends = Gate(LIMIT, native.ACTIVATIONS.index("relu")), (c_int32 * (num + 1))(*[-7] * (num + 1))
         data = Experts(
@@ -101,7 +103,9 @@ class Mixture:
         )
         program.add("experts", "x", "out", data, residual="" if residual is None else "residual")
         buffers = {
-            name: torch.full((num_rows + SPARE_ROWS, width), NAN, dtype=self.shape.dtype)
+            name: torch.full(
+                (num_rows + SPARE_ROWS, width), NAN, dtype=torch.float32 if name in wide else self.shape.dtype
+            )
             for name, width in widths.items()
         }
         for name, rows in (("x", x), ("scores", scores), ("residual", residual)):
@@ -185,6 +189,17 @@ def test_a_sum_of_two_is_rounded_before_the_residual_as_in_torch(
     scores = torch.zeros(20, 8).to(dtype)
     for added in (None, residual):
         assert torch.equal(bits(mixture(x, scores, added)), bits(mixture.by_torch(x, scores, added)))
+
+
+@pytest.mark.parametrize("variant", native.supported_variants(4))
+def test_a_sum_for_a_wide_residual_is_not_rounded(variant: native.Variant) -> None:
+    mixture = Mixture(Shape(dtype=torch.bfloat16), variant)
+    x, scores, residual = random_rows(20, mixture.shape)
+    exact = mixture(x, scores, torch.zeros_like(residual, dtype=torch.float32))
+    assert torch.equal(exact.bfloat16(), mixture(x, scores))
+    assert not torch.equal(exact.bfloat16().float(), exact)
+    wide = torch.randn(residual.shape)
+    assert torch.equal(mixture(x, scores, wide), wide + exact)
 
 
 @by_variant

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.model.activation import gated
-from gptserve.engine.native.program import Gate, Norm, Program, Rotation, Table
+from gptserve.engine.native.program import Gate, Kind, Norm, Program, Rotation, Table
 from gptserve.weights.config import Activation
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,7 +44,7 @@ def rotate(program: Program, y: Tensor) -> None:
 
 def table(kind: Literal["embed", "add_position"]) -> Add:
     def add(program: Program, y: Tensor) -> None:
-        rows = torch.randn(y.shape).to(y.dtype)
+        rows = torch.randn(y.shape).bfloat16().to({4: torch.float32, 2: torch.bfloat16}[program._element_bytes])
         program.keep(rows)
         program.add(kind, "y", "out", Table(rows.data_ptr(), 1.3))
 
@@ -73,6 +73,8 @@ OPERATIONS: dict[str, Add] = {
     "positions": table("add_position"),
     "clamp": lambda program, y: program.add("clamp", "y", "out", c_float(0.7)),
     "sum": lambda program, y: program.add("add", "y", "out", residual="out"),
+    "copy": lambda program, y: program.add("copy", "y", "out"),
+    "taken rows": lambda program, y: program.add("take", "y", "out"),
     **{f"gate by {name}": gate(name) for name in native.ACTIVATIONS},
     "limited gate": gate("gelu_sigmoid", 2.5),
 }
@@ -102,12 +104,22 @@ def test_a_gate_is_what_torch_computes(limit: float | None, dtype: torch.dtype, 
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-30, equal_nan=True)
 
 
-def computed(operation: Add, width: int, dtype: torch.dtype, variant: native.Variant) -> Tensor:
-    """Return "out" [ROWS, width]; nothing behind it may be written."""
+def computed(
+    operation: Add,
+    width: int,
+    dtype: torch.dtype,
+    variant: native.Variant,
+    wide: tuple[str, ...] = (),
+    precision: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return "out" [ROWS, width]; nothing behind it may be written. The inputs are numbers of `precision`."""
     torch.manual_seed(width)
     sizes = {"x": 2 * width, "y": width, "out": width}
-    program = Program(sizes, dtype.itemsize, variant)
-    tensors = {name: torch.randn(ROWS + 64, size).mul(4).to(dtype) for name, size in sizes.items()}
+    program = Program(sizes, dtype.itemsize, variant, wide)
+    tensors = {
+        name: torch.randn(ROWS + 64, size).mul(4).to(precision).to(torch.float32 if name in wide else dtype)
+        for name, size in sizes.items()
+    }
     tensors["y"][1, width // 2], tensors["y"][2, width // 3], tensors["x"][3, width // 2] = (
         torch.inf,
         torch.nan,
@@ -118,7 +130,7 @@ def computed(operation: Add, width: int, dtype: torch.dtype, variant: native.Var
     behind = tensors["out"][ROWS:].clone()
     operation(program, tensors["y"][:ROWS])
     token_ids, positions = torch.tensor([3, 1, 4, 1, 0]), torch.tensor([0, 1, 2, 4, 3])
-    program.run(ROWS, token_ids.data_ptr(), positions.data_ptr())
+    program.run(ROWS, token_ids.data_ptr(), positions.data_ptr(), num_taken=ROWS, taken=positions.data_ptr())
     assert torch.equal(tensors["out"][ROWS:], behind)
     return tensors["out"][:ROWS]
 
@@ -139,3 +151,30 @@ def test_the_instructions_of_any_cpu_compute_the_same_but_for_fused_sums(name: s
     for width in WIDTHS:
         by_any, by_avx2 = (computed(OPERATIONS[name], width, dtype, variant) for variant in ("generic", "avx2"))
         torch.testing.assert_close(by_any, by_avx2, atol=1e-5, rtol=TOLERANCES[dtype], equal_nan=True)
+
+
+OF_THE_STREAM = ("layernorm", "RMSNorm of heads", "embedding", "positions", "sum", "copy", "taken rows")
+
+
+@pytest.mark.parametrize("variant", native.supported_variants(4))
+@pytest.mark.parametrize("name", OF_THE_STREAM)
+def test_wide_buffers_of_a_program_in_bf16_have_what_one_in_fp32_computes(name: str, variant: native.Variant) -> None:
+    def found(width: int, dtype: torch.dtype, *wide: str, precision: torch.dtype = torch.bfloat16) -> Tensor:
+        return computed(OPERATIONS[name], width, dtype, variant, wide, precision).nan_to_num(7.0, 8.0, 9.0)
+
+    for width in WIDTHS:
+        exact = found(width, torch.float32, precision=torch.float32)
+        assert torch.equal(found(width, torch.bfloat16, "y", "out", precision=torch.float32), exact)
+        assert width == 1 or not torch.equal(exact.bfloat16().float(), exact)
+
+        exact = found(width, torch.float32)
+        assert torch.equal(found(width, torch.bfloat16, "out"), exact)
+        for wide in ((), ("y",)):
+            assert torch.equal(found(width, torch.bfloat16, *wide), exact.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["clamp", "rotate", "gate", "linear", "experts", "attend"])
+def test_operations_that_cannot_read_wide_buffers_are_refused(kind: Kind) -> None:
+    program = Program({"x": 32, "out": 32}, 2, wide=("x",))
+    with pytest.raises(AssertionError, match="it reads a wide buffer"):
+        program.add(kind, "x", "out", native.PackedWeight(element_bytes=2))
