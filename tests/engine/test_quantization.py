@@ -143,7 +143,7 @@ def test_outliers_in_the_stream_of_gpt_2s_shape_cost_little_more_than_bf16_does(
     print(f"GPT-2's shape, greedy tokens equal to fp32's: bf16 {shares[0]:.4f}, int8 {shares[1]:.4f}")  # noqa: T201
     print(f"root mean square error of logprobs: bf16 {errors[0]:.4f}, int8 {errors[1]:.4f}")  # noqa: T201 - as above
     assert shares[1] > shares[0] - 0.015  # another rounding alone moves a share by some 0.3 %
-    assert errors[1] < 1.7 * errors[0]
+    assert errors[1] < 1.5 * errors[0]
 
 
 def likeliest_and_logprobs(folder: Path, prompts: list[list[int]], **options: Any) -> tuple[list[int], torch.Tensor]:

@@ -149,6 +149,19 @@ def test_a_step_may_have_more_rows_than_those_before(tiny_gpt2: Path, dtype: str
         assert [(o.token_ids, o.logprobs) for o in outputs] == [(o.token_ids, o.logprobs) for o in alone]
 
 
+def test_tokens_of_a_program_are_those_that_torch_computes(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32; in bf16 torch rounds more often."""
+    requests = [make_request(str(i), [i + 1] * (3 + 20 * i), max_tokens=5, logprobs=0) for i in range(4)]
+
+    def texts() -> list[list[tuple[int, ...]]]:
+        engine = make_engine(tiny_gpt2, dtype="float32")
+        return [[output.token_ids for output in run(engine, [r])[r.request_id]] for r in requests[:2] + requests[::-1]]
+
+    by_programs = texts()
+    monkeypatch.setattr(decoder, "native_decoder", lambda *arguments: None)
+    assert by_programs == texts()
+
+
 @both_dtypes
 @pytest.mark.parametrize("shape", ["GPT-2", "Gemma 3, past its window", "OPT 350M's layout"])
 @pytest.mark.parametrize("rows", [[], [0], [13], [2, 3, 9], list(range(14))])
