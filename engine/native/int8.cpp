@@ -69,8 +69,10 @@ namespace avx512 {
 #include "ints_avx512.h"
 #include "int8_kernel.h"
 
+template <bool HAS_PREFETCHES>
 struct Int8 {
     static constexpr int MAX_ROWS = 8;
+    static constexpr bool PREFETCHES = HAS_PREFETCHES;
     static __m512i dot(__m512i sum, __m512i x, __m512i weights) { return _mm512_dpbusd_epi32(sum, weights, x); }
     template <int R>
     static constexpr auto sum = sum_words<Int8, R>;
@@ -94,8 +96,10 @@ void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int
     auto compute = generic::compute_vectors<generic::Int8>;
 #if defined(__x86_64__)
     const int variant = p.linear.variant;
-    if (variant == INT8_AMX) compute = avx512::compute_tiles<avx512::Int8>;
-    if (variant == INT8_VNNI) compute = avx512::compute_vectors<avx512::Int8>;
+    if (variant == INT8_AMX) compute = avx512::compute_tiles<avx512::Int8<true>>;
+    if (variant == INT8_VNNI)
+        compute = __builtin_cpu_is("intel") ? avx512::compute_vectors<avx512::Int8<true>>
+                                            : avx512::compute_vectors<avx512::Int8<false>>;
     if (variant == INT8_AVX_VNNI) compute = avx2::compute_vectors<avx2::Int8ByVnni>;
     if (variant == INT8_AVX2) compute = avx2::compute_vectors<avx2::Int8>;
 #endif

@@ -4,6 +4,7 @@
 // linear_vectors.h asks for, of which sum_words can be the sum<R>, their Numbers have:
 //   dot(sum, x, weights)   sum, in 16 lanes, plus the products of 4 bytes of x and of the weights
 //   MULTIPLY_TILES         the instruction that does so for tiles
+//   PREFETCHES             whether vectors fetch weights ahead; AMD's CPUs fetch them faster by themselves
 
 #include "floats_avx512.h"
 #include "activation.h"
@@ -17,7 +18,7 @@ static void sum_words(const uint8_t* x, int64_t row_bytes, const uint8_t* panel,
     for (int64_t k = 0; k < row_bytes; k += LINE, panel += STEP) {
         const uint8_t* ahead = soon(panel, end);
         UNROLL for (int word = 0; word < 16; word++) {
-            prefetch_words(ahead + word * WORDS);
+            if (Numbers::PREFETCHES) prefetch_words(ahead + word * WORDS);
             const __m512i left = _mm512_loadu_si512(panel + word * WORDS);
             const __m512i right = _mm512_loadu_si512(panel + word * WORDS + LINE);
             UNROLL for (int r = 0; r < R; r++) {
