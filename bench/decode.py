@@ -181,8 +181,8 @@ class Turns:
             return found  # no step only decodes
         bandwidth, context = self._reader.bytes_per_second(), lengths.prompt_len + lengths.max_tokens // 2
         for name, row in found.items():
-            weight_bytes = 1 if name == "int8" else None
-            floor_ms = step_bytes(self._model, self._dtype, batch, context, weight_bytes) / bandwidth * 1e3
+            quantization = ENGINES[name].get("quantization")
+            floor_ms = step_bytes(self._model, self._dtype, batch, context, quantization) / bandwidth * 1e3
             seconds = step_seconds[name]
             step_ms = None if seconds is None else seconds * 1e3
             row |= {"step_ms": step_ms, "floor_ms": floor_ms, "of_floor": step_ms and floor_ms / step_ms}

@@ -5,25 +5,33 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import torch
 
-from gptserve.engine.model.memory import kv_bytes_per_token, parameter_counts
+from gptserve.engine.config import Quantization
+from gptserve.engine.model.memory import kv_bytes_per_token, linear_bytes, parameter_counts
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import mapped
 
-_PASSES = 5
+_PASSES = 9
 _CUDA_PASSES = 40
 
 
 def step_bytes(
-    model: ModelConfig, dtype: torch.dtype, batch: int, context: int, weight_bytes: int | None = None
+    model: ModelConfig, dtype: torch.dtype, batch: int, context: int, quantization: Quantization | None = None
 ) -> int:
-    """Return the bytes that a step of so many sequences reads at this context. None: weights are in dtype, too."""
-    counts = parameter_counts(model)
-    unread = counts["position"] + (counts["embedding"] if counts["head"] else 0)  # but some rows
-    weights = (sum(counts.values()) - unread) * (weight_bytes or dtype.itemsize)
+    """Return the bytes that a step of so many sequences reads at this context.
+
+    In int8 the first layers keep dtype; scales, biases and norms are left out.
+    """
+    if quantization is None:
+        counts = parameter_counts(model)
+        unread = counts["position"] + (counts["embedding"] if counts["head"] else 0)  # but some rows
+        weights = (sum(counts.values()) - unread) * dtype.itemsize
+    else:
+        weights = linear_bytes(model, quantization, dtype.itemsize)
     return weights + batch * context * kv_bytes_per_token(model, dtype.itemsize)
 
 
@@ -39,13 +47,16 @@ class Reader:
         self._buffer = whole.view(torch.float32).fill_(1)
 
     def bytes_per_second(self) -> float:
-        """Return the bandwidth of the fastest of some passes; on a GPU of some rounds of passes."""
+        """Return the bandwidth of the median of some passes; on a GPU of some rounds of passes.
+
+        Steps are means, and others change the speed of a shared memory: the fastest pass would be unlike them.
+        """
         seconds = self._cuda_pass_s if self._buffer.is_cuda else self._pass_s
-        return self._buffer.nbytes / min(seconds() for _ in range(_PASSES))
+        return self._buffer.nbytes / statistics.median(seconds() for _ in range(_PASSES))
 
     def _pass_s(self) -> float:
         start = time.perf_counter()
-        self._buffer.sum().item()
+        self._buffer.amax().item()  # where memory is fast, a sum is slower
         return time.perf_counter() - start
 
     def _cuda_pass_s(self) -> float:
