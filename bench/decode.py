@@ -18,6 +18,7 @@ all sequences decode and none was preempted. Prints a table and one JSON line.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import signal
 import statistics
@@ -80,6 +81,7 @@ def main() -> None:
             batch_invariant=args.batch_invariant,
         )
         engines = {name: Engine(replace(config, **ENGINES[name])) for name in args.quantization}
+        gc.freeze()  # as the engine's process does: else Python looks for garbage among all modules, in some steps
         with ExitStack() as stack:
             others = {
                 name: stack.enter_context(started(python, name, folder, args.threads))
