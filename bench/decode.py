@@ -81,7 +81,6 @@ def main() -> None:
             batch_invariant=args.batch_invariant,
         )
         engines = {name: Engine(replace(config, **ENGINES[name])) for name in args.quantization}
-        gc.freeze()  # as the engine's process does: else Python looks for garbage among all modules, in some steps
         with ExitStack() as stack:
             others = {
                 name: stack.enter_context(started(python, name, folder, args.threads))
@@ -89,6 +88,7 @@ def main() -> None:
             }
             if not args.alone:
                 others["transformers"] = partial(time_transformers, load_reference(folder, device, args.dtype))
+            gc.freeze()  # as the engine's process does: else Python looks for garbage among all modules, in some steps
             turns = Turns(engines, others, model, args)
             rows = measure_all(turns, args.batch, args.kinds, Lengths(args.prompt_len, args.max_tokens))
             if args.prefill:

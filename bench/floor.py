@@ -1,6 +1,7 @@
 """The floor of decoding: a step reads the weights and the keys and values of its sequences once.
 
-`bench/decode.py` measures the time to read so many bytes in the same run, with the same threads.
+`bench/decode.py` and `bench/step_parts.py` measure the time to read so many bytes in the same run, with the same
+threads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def step_bytes(
 ) -> int:
     """Return the bytes that a step of so many sequences reads at this context.
 
-    In int8 the first layers keep dtype; scales, biases and norms are left out.
+    In int8 the first layers keep dtype. There scales, biases, norms and what stays exact are left out, which
+    `bench/step_parts.py` counts.
     """
     if quantization is None:
         counts = parameter_counts(model)
@@ -49,14 +51,14 @@ class Reader:
     def bytes_per_second(self) -> float:
         """Return the bandwidth of the median of some passes; on a GPU of some rounds of passes.
 
-        Steps are means, and others change the speed of a shared memory: the fastest pass would be unlike them.
+        The time of a step is a mean, and other programs slow shared memory: the fastest pass would not be comparable.
         """
         seconds = self._cuda_pass_s if self._buffer.is_cuda else self._pass_s
         return self._buffer.nbytes / statistics.median(seconds() for _ in range(_PASSES))
 
     def _pass_s(self) -> float:
         start = time.perf_counter()
-        self._buffer.amax().item()  # where memory is fast, a sum is slower
+        self._buffer.amax().item()  # a sum takes longer than memory where that is fast
         return time.perf_counter() - start
 
     def _cuda_pass_s(self) -> float:

@@ -87,7 +87,7 @@ struct InFp32 {
 
 struct Bf16 {
     static constexpr int MAX_ROWS = 8;
-    static constexpr bool PREFETCHES = false;
+    static constexpr bool PREFETCHES = false;  // Intel's CPUs take AVX-512 or AMX
     static __m512i dot(__m512i sum, __m512i x, __m512i weights) {
         return (__m512i)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
     }

@@ -96,7 +96,7 @@ void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int
     auto compute = generic::compute_vectors<generic::Int8>;
 #if defined(__x86_64__)
     const int variant = p.linear.variant;
-    if (variant == INT8_AMX) compute = avx512::compute_tiles<avx512::Int8<true>>;
+    if (variant == INT8_AMX) compute = avx512::compute_tiles<avx512::Int8<true>>;  // tiles always prefetch
     if (variant == INT8_VNNI)
         compute = __builtin_cpu_is("intel") ? avx512::compute_vectors<avx512::Int8<true>>
                                             : avx512::compute_vectors<avx512::Int8<false>>;

@@ -4,7 +4,7 @@
 // linear_vectors.h asks for, of which sum_words can be the sum<R>, their Numbers have:
 //   dot(sum, x, weights)   sum, in 16 lanes, plus the products of 4 bytes of x and of the weights
 //   MULTIPLY_TILES         the instruction that does so for tiles
-//   PREFETCHES             whether vectors fetch weights ahead; AMD's CPUs fetch them faster by themselves
+//   PREFETCHES             whether vectors fetch weights ahead: AMD's CPUs are faster by themselves
 
 #include "floats_avx512.h"
 #include "activation.h"
