@@ -202,9 +202,12 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenOutput:
     """What one step added to one request. An output with a finish_reason is the request's last.
+
+    Nobody changes one. It is not frozen, as engine and server make one for each token: that would take five times as
+    long.
 
     If the request asks for logprobs, there is one entry for each token id. If it asks for prompt_logprobs, they come
     before the first token, in outputs of at most MAX_SCORES_PER_OUTPUT entries: one for each prompt token, None for the

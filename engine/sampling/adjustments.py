@@ -46,21 +46,19 @@ class Adjustment(NamedTuple):
 class SequenceAdjustments:
     """What the parameters of a request do to the logits of its sequence; a sequence keeps its own.
 
-    allowed is the mask of allowed_token_ids, None if all are.
+    allowed is the mask of allowed_token_ids, None if all are. Unless it may_change logits, `at` gives None everywhere.
     """
 
     def __init__(self, params: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> None:
         self.allowed = None if params.allowed_token_ids is None else _packed(params.allowed_token_ids, vocab_size)
         self._penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._has_penalties = self._penalties != (1.0, 0.0, 0.0)
-        self._may_change = self._has_penalties or bool(params.logit_bias or params.min_tokens or params.bad_words)
+        self.may_change = self._has_penalties or bool(params.logit_bias or params.min_tokens or params.bad_words)
         self._counts = TokenCounts(num_prompt_tokens)
         self._biased, self._bias = array("q", params.logit_bias), array("f", params.logit_bias.values())
 
     def at(self, position: SamplingPosition, eos_token_ids: Sequence[int]) -> Adjustment | None:
         """Return the changes at a position of the sequence, None if there are none."""
-        if not self._may_change:
-            return None
         banned = _banned_ids(position, eos_token_ids)
         if not (banned or self._bias or self._has_penalties):
             return None

@@ -119,17 +119,17 @@ def _sampled(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Sa
 
 def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:
     """Return how to choose the token at a position, and keep in its sequence what the next position asks for again."""
-    sequence, request = position.sequence, position.sequence.request
+    sequence, draft, allowed = position
+    request, adjustments = sequence.request, sequence.adjustments
     params = request.params
-    if sequence.adjustments is None:
-        sequence.adjustments = SequenceAdjustments(params, sequence.num_prompt_tokens, vocab_size)
-    allowed, also = position.allowed, sequence.adjustments.allowed
-    if also is not None:
-        allowed = also if allowed is None else allowed & also
-    adjustment = sequence.adjustments.at(position, eos_token_ids)
+    if adjustments is None:
+        sequence.adjustments = adjustments = SequenceAdjustments(params, sequence.num_prompt_tokens, vocab_size)
+    if adjustments.allowed is not None:
+        allowed = adjustments.allowed if allowed is None else allowed & adjustments.allowed
+    adjustment = adjustments.at(position, eos_token_ids) if adjustments.may_change else None
     if is_greedy(params):
         return Choice(allowed=allowed, adjustment=adjustment)
-    noise = uniform(request.seed, request.choice_index, position.num_before)
+    noise = uniform(request.seed, request.choice_index, len(sequence.token_ids) + len(draft))
     return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k, allowed, adjustment)
 
 

@@ -6,11 +6,8 @@ counts as known, but for its id. The device has the id by the time it computes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
-from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 
 def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
@@ -27,22 +24,21 @@ def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_coun
         return False
     if params.prompt_logprobs is not None and sequence.num_generated == 0:
         return True
-    has_penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-    reads = (has_penalties and host_counts) or params.bad_words or params.grammar is not None
-    return item.needs_sampling and bool(reads or (drafter is not None and drafter.may_draft(sequence)))
+    if not item.needs_sampling:
+        return False
+    if params.bad_words or params.grammar is not None or (drafter is not None and drafter.may_draft(sequence)):
+        return True
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    return host_counts and penalties != (1.0, 0.0, 0.0)
 
 
-def num_missing_blocks(running: Iterable[SequenceState], blocks: SequenceBlocks) -> int:
-    """Return how many blocks these sequences lack if each gets one more token."""
-    return sum(max(0, blocks.num_needed(sequence, 1) - len(sequence.block_ids)) for sequence in running)
-
-
-def foresee(batch: ScheduledBatch, num_tokens_left: Callable[[SequenceState], int]) -> None:
+def foresee(batch: ScheduledBatch) -> None:
     """Count a running step without drafts as computed; give each sequence that goes on a foreseen token."""
     count_computed(batch)
-    for row, item in enumerate(item for item in batch.items if item.needs_sampling):
-        if item.sequence.is_running and num_tokens_left(item.sequence) > 1:
-            item.sequence.token_ids.append(~row)
+    sampling = [item.sequence for item in batch.items if item.needs_sampling]
+    for row, sequence in enumerate(sampling):
+        if sequence.is_running and len(sequence.token_ids) + 1 < sequence.max_len:
+            sequence.token_ids.append(~row)
 
 
 def count_computed(batch: ScheduledBatch) -> None:

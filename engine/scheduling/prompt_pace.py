@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence
 
 _MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
 _CHUNK_SHARE = 0.75
@@ -36,17 +36,16 @@ class Budget:
     tokens: int
     chunk_tokens: int = _UNLIMITED
 
-    def has_room_for(self, sequence: SequenceState) -> bool:
-        """Whether the step may compute a token of a sequence; not of one whose last token is on its way."""
-        num_uncomputed = sequence.num_uncomputed
+    def has_room_for(self, num_uncomputed: int) -> bool:
+        """Whether the step may compute a token of a sequence that lacks so many; 0: its last one is on its way."""
         return self.tokens > 0 and (num_uncomputed == 1 or (num_uncomputed > 1 and self.chunk_tokens > 0))
 
-    def take(self, sequence: SequenceState) -> int:
-        """Return how many tokens of a sequence, which there is room for, the step computes."""
-        if sequence.num_uncomputed == 1:
+    def take(self, num_uncomputed: int) -> int:
+        """Return how many tokens of a sequence that lacks so many, which there is room for, the step computes."""
+        if num_uncomputed == 1:
             self.tokens -= 1
             return 1
-        num_tokens = min(sequence.num_uncomputed, self.tokens, self.chunk_tokens)
+        num_tokens = min(num_uncomputed, self.tokens, self.chunk_tokens)
         self.tokens -= num_tokens
         self.chunk_tokens -= num_tokens
         return num_tokens

@@ -109,6 +109,7 @@ class Scheduler:
         sequence = SequenceState(
             request, self._num_arrivals, known, self._clock(), num_scored=request.num_scored_tokens, blame=request.blame
         )
+        sequence.max_len = min(sequence.num_prompt_tokens + request.params.max_tokens, self._max_model_len)
         self._num_arrivals += 1
         if sequence.blame.is_suspect:
             self._suspects.add(sequence)
@@ -154,11 +155,11 @@ class Scheduler:
         on gets a foreseen token (SequenceState.is_foreseen). If the real token ends the sequence, its part of the next
         step is void.
         """
-        is_short_of_blocks = foresight.num_missing_blocks(self._running, self._blocks) > self._pool.num_free
+        is_short_of_blocks = self._blocks.num_missing(self._running) > self._pool.num_free
         is_needed = any(foresight.must_be_known(item, self._drafter, host_counts=host_counts) for item in batch.items)
         if self._suspects or is_short_of_blocks or is_needed:
             return False
-        foresight.foresee(batch, self._num_tokens_left)
+        foresight.foresee(batch)
         self._foreseen = batch
         return True
 
@@ -225,7 +226,7 @@ class Scheduler:
 
     def _schedule_running(self, items: list[ScheduledSequence], budget: Budget) -> None:
         for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end
-            if budget.has_room_for(sequence):
+            if budget.has_room_for(sequence.num_uncomputed):
                 if not self._make_room(sequence):
                     break
                 self._schedule_tokens(sequence, items, budget)
@@ -255,7 +256,7 @@ class Scheduler:
         self._schedule_tokens(suspect, items, Budget(self._max_num_batched_tokens))
 
     def _schedule_waiting(self, items: list[ScheduledSequence], budget: Budget) -> None:
-        while self._waiting and budget.has_room_for(self._waiting[0]):
+        while self._waiting and budget.has_room_for(self._waiting[0].num_uncomputed):
             sequence = self._waiting[0]
             if not self._admit(sequence):
                 break
@@ -285,7 +286,7 @@ class Scheduler:
 
     def _schedule_tokens(self, sequence: SequenceState, items: list[ScheduledSequence], budget: Budget) -> None:
         """Schedule tokens of a sequence that has its blocks, within the budget."""
-        num_tokens = budget.take(sequence)
+        num_tokens = budget.take(sequence.num_uncomputed)
         items.append(ScheduledSequence(sequence, num_tokens))
         self._blocks.register(sequence, sequence.num_computed, sequence.num_computed + num_tokens)
 
@@ -296,7 +297,7 @@ class Scheduler:
         sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
-            max_tokens = min(-(-room // num_left), self._num_tokens_left(sequence) - 1)
+            max_tokens = min(-(-room // num_left), sequence.max_len - len(sequence.token_ids) - 1)
             if max_tokens <= 0:
                 continue
             draft = drafter.draft(sequence, max_tokens)
@@ -307,7 +308,7 @@ class Scheduler:
 
     def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
-        sequence = item.sequence
+        sequence, draft = item.sequence, item.draft
         foresight.drop_foreseen(sequence)
         if sampled[0] is None:
             self._pool.forget(sequence.block_ids)
@@ -319,15 +320,16 @@ class Scheduler:
                 self._suspects.discard(sequence)
         accepted: list[int] = []
         reason = None
-        for token_id, drafted in zip(sampled, (*item.draft, None), strict=True):
+        assert len(sampled) == 1 + len(draft)
+        for i, token_id in enumerate(sampled):
             if token_id is None:
                 break  # the next step computes it again, as its first token
             sequence.token_ids.append(token_id)
             accepted.append(token_id)
             reason = self._finish_reason(sequence)
-            if reason is not None or token_id != drafted:
+            if reason is not None or i == len(draft) or token_id != draft[i]:
                 break
-        if item.draft:
+        if draft:
             self._rollback(item, accepted)
         if reason is not None:
             self._end(sequence, reason)
@@ -348,23 +350,17 @@ class Scheduler:
         is_eos = token_id in self._eos_token_ids and (not params.ignore_eos or params.grammar is not None)
         if is_eos or token_id in params.stop_token_ids:
             return FinishReason.STOP
-        return None if self._num_tokens_left(sequence) > 0 else FinishReason.LENGTH
+        return None if len(sequence.token_ids) < sequence.max_len else FinishReason.LENGTH
 
-    def waits(self, sequence: SequenceState, num_tokens: int) -> tuple[float, float] | None:
-        """Return TokenOutput.waits, if the newest num_tokens tokens are the first of a sequence."""
-        if sequence.begun_at is None or sequence.num_generated > num_tokens:
+    def waits(self, sequence: SequenceState) -> tuple[float, float] | None:
+        """Return TokenOutput.waits of a sequence whose first token has come now."""
+        if sequence.begun_at is None:
             return None
         return sequence.begun_at - sequence.queued_at, self._clock() - sequence.begun_at
 
     def _has_begun(self, sequence: SequenceState) -> bool:
         """Whether a waiting sequence may have run before, in this engine or in one that died."""
         return sequence.num_generated > 0 or sequence.num_preemptions > 0 or sequence.request.blame.num_failures > 0
-
-    def _num_tokens_left(self, sequence: SequenceState) -> int:
-        """How many more tokens a sequence may get."""
-        request = sequence.request
-        most = min(len(request.prompt_token_ids) + request.params.max_tokens, self._max_model_len)
-        return most - len(sequence.token_ids)
 
     def _end(self, sequence: SequenceState, reason: FinishReason) -> None:
         foresight.drop_foreseen(sequence)

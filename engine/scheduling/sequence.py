@@ -27,6 +27,7 @@ class SequenceState:
     that has ended has a finish_reason and no blocks.
     Scheduler.foresee makes exceptions while a step runs: the newest of token_ids may be foreseen, and then counts as
     known, until the real one replaces it; or all are computed, as the token on its way is the last one.
+    max_len is how many tokens it may have at most, which Scheduler sets; num_prompt_tokens came with the request.
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
@@ -41,6 +42,8 @@ class SequenceState:
     num_computed: int = 0
     block_ids: MutableSequence[int] = field(default_factory=lambda: array("i"))
     """numpy copies an array of many as fast as memory, a list one by one"""
+    max_len: int = 0
+    num_prompt_tokens: int = field(init=False)
     num_scored: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -48,6 +51,9 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
     adjustments: SequenceAdjustments | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def is_running(self) -> bool:
@@ -60,14 +66,9 @@ class SequenceState:
         return self.token_ids[-1] < 0
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """How many of token_ids came with the request."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_generated(self) -> int:
         """How many of token_ids were sampled."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
@@ -80,11 +81,12 @@ class SequenceState:
         return self.request.priority, self.arrival
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledSequence:
     """Compute positions [num_computed, num_computed + num_tokens); the last len(draft) are draft tokens.
 
-    A draft guesses the tokens after all known ones. All positions have blocks.
+    A draft guesses the tokens after all known ones. All positions have blocks. Nobody changes it; it is not frozen, as
+    each row of a step makes one, and a frozen one takes five times as long to make.
     """
 
     sequence: SequenceState
@@ -94,8 +96,8 @@ class ScheduledSequence:
     """Whether the newest known token is computed, so that its logits give the next one."""
 
     def __post_init__(self) -> None:
-        needs_sampling = self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
-        object.__setattr__(self, "needs_sampling", needs_sampling)
+        sequence = self.sequence
+        self.needs_sampling = self.num_tokens == len(sequence.token_ids) - sequence.num_computed + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)

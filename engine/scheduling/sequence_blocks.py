@@ -29,6 +29,12 @@ class SequenceBlocks:
         """Return how many blocks the known tokens of a sequence and num_more tokens after them take."""
         return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)
 
+    def num_missing(self, sequences: Iterable[SequenceState]) -> int:
+        """Return how many blocks these sequences lack if each gets one more token."""
+        block_size = self._pool.block_size
+        full = [its for its in sequences if len(its.token_ids) >= len(its.block_ids) * block_size]
+        return sum(self.num_needed(sequence, 1) - len(sequence.block_ids) for sequence in full)
+
     def allocate(self, sequence: SequenceState, *, use_cache: bool) -> bool:
         """Give a sequence without blocks all it needs; False, and nothing changes, if too few are free.
 
@@ -44,9 +50,9 @@ class SequenceBlocks:
 
     def grow(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks; False, and nothing changes, if too few are free."""
-        num_missing = self.num_needed(sequence) - len(sequence.block_ids)
-        if num_missing <= 0:
+        if len(sequence.token_ids) <= len(sequence.block_ids) * self._pool.block_size:
             return True
+        num_missing = self.num_needed(sequence) - len(sequence.block_ids)
         new = self._pool.allocate(num_missing)
         sequence.block_ids.extend(new or ())
         return new is not None
@@ -76,11 +82,13 @@ class SequenceBlocks:
         If the last of them is foreseen, `register_known` does it.
         """
         block_size = self._pool.block_size
-        completed = range(start // block_size, end // block_size)
-        if completed and sequence.is_foreseen:
+        first, behind = start // block_size, end // block_size
+        if first == behind:
+            return
+        if sequence.is_foreseen:
             self._unknown.append((sequence, start, end))
             return
-        for index in completed:
+        for index in range(first, behind):
             if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
                 self._unfilled.append(sequence.block_ids[index])
 

@@ -83,9 +83,12 @@ class PromptScores:
         return [RankedToken(i, self.token_bytes(i), max(logprob, MIN_LOGPROB), rank) for (i, logprob), rank in listed]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """The addition of one engine output to a choice. An empty one need not be sent."""
+    """The addition of one engine output to a choice. An empty one need not be sent.
+
+    Nobody changes one. It is not frozen, as each token makes two, and frozen ones take five times as long to make.
+    """
 
     text: str
     logprobs: list[TokenScore] | None = None

@@ -247,7 +247,7 @@ must_be_known, reserve, seat, update = (
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (foresight, "num_missing_blocks", _none_is_missing),
+        (SequenceBlocks, "num_missing", _none_is_missing),
         (foresight, "must_be_known", _is_never_needed),
         (foresight, "must_be_known", _takes_the_device_to_count),
         (foresight, "must_be_known", _reads_no_drafts),

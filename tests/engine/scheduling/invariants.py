@@ -58,5 +58,6 @@ def check_scheduler(scheduler: Scheduler, scheduled: Iterable[ScheduledSequence]
         num_needed = scheduler._blocks.num_needed(sequence, len(draft))
         assert len(sequence.block_ids) == num_needed if draft else len(sequence.block_ids) <= num_needed
     for sequence, draft in drafts.items():
-        assert 0 < len(draft) < scheduler._num_tokens_left(sequence), "the token after the draft must still be wanted"
+        num_left = sequence.max_len - len(sequence.token_ids)
+        assert 0 < len(draft) < num_left, "the token after the draft must still be wanted"
     assert scheduler._suspects == {sequence for sequence in everyone if sequence.blame.is_suspect}
