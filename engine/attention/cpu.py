@@ -18,11 +18,11 @@ from gptserve.engine import native
 from gptserve.engine.attention import AttentionMetadata, AttentionSpec
 from gptserve.engine.native.program import Attend
 
-Instructions = Literal["generic", "avx2", "avx512"]
+Instructions = Literal["generic", "avx2", "avx512", "avx512_bf16"]
 
-ABI = 3
+ABI = 4
 """paged_abi() of the version of cpu_paged.cpp that the structures below mirror."""
-INSTRUCTIONS: tuple[Instructions, ...] = ("generic", "avx2", "avx512")
+INSTRUCTIONS: tuple[Instructions, ...] = ("generic", "avx2", "avx512", "avx512_bf16")
 """The index is the kernel's number. A CPU that supports one supports those before it."""
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 

@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 
+#include <type_traits>
 #include <utility>
 
 #include "../native/vectors.h"
@@ -97,13 +98,22 @@ BEGIN_INSTRUCTIONS(WITH_AVX512)
 #define FMA(a, b, c) ((Vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #include "cpu_paged_kernel.h"
 END_INSTRUCTIONS
+BEGIN_INSTRUCTIONS(WITH_AVX512 ",avx512bf16")
+#define ISA avx512_bf16
+#define LANES 16
+#define ROWS 4
+#define FMA(a, b, c) ((Vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define ADD_PRODUCTS_OF_BF16(sum, a, b) \
+    ((Vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b)))
+#include "cpu_paged_kernel.h"
+END_INSTRUCTIONS
 #endif
 
-enum Instructions { GENERIC = 0, AVX2 = 1, AVX512 = 2 };
+enum Instructions { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
 
 static int best_instructions() {
 #if defined(__x86_64__)
-    if (has_avx512()) return AVX512;
+    if (has_avx512()) return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
     if (has_avx2()) return AVX2;
 #endif
     return GENERIC;
@@ -112,6 +122,7 @@ static int best_instructions() {
 template <class T>
 static auto tile_function([[maybe_unused]] int instructions) {
 #if defined(__x86_64__)
+    if (instructions == AVX512_BF16) return avx512_bf16::attend_tile<T>;
     if (instructions == AVX512) return avx512::attend_tile<T>;
     if (instructions == AVX2) return avx2::attend_tile<T>;
 #endif
@@ -195,7 +206,7 @@ static void run(const Batch& batch, void (*tasks)(void*), void* shared, int64_t 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the functions below or the structs above, so that a stale library is refused.
-EXPORT int paged_abi() { return 3; }
+EXPORT int paged_abi() { return 4; }
 
 EXPORT int paged_best_instructions() { return best_instructions(); }
 

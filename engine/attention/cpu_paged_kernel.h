@@ -1,11 +1,12 @@
 // Attention of one tile of query rows over the paged cache, in vectors of LANES floats.
 //
-// cpu_paged.cpp includes this file once per instruction set, with ISA (a namespace), LANES, ROWS and FMA defined.
-// It knows no threads and no dispatch.
+// cpu_paged.cpp includes this file once per instruction set, with ISA (a namespace), LANES, ROWS and FMA defined, and
+// with ADD_PRODUCTS_OF_BF16 if one of its instructions does that. It knows no threads and no dispatch.
 //
 // The arithmetic of a row does not depend on its tile or the places of its blocks, so neither do its bits:
 //   score of a position   lane j sums q[d] k[d] over every LANES-th d in ascending order (bf16: of the even d, then the
-//                         odd, of each 2 * LANES); the lanes are folded in halves; the soft cap and ALiBi come after;
+//                         odd, of each 2 * LANES; or as an instruction for bf16 does, which takes numbers below 2^-126
+//                         for 0); the lanes are folded in halves; the scale, the soft cap and ALiBi come after;
 //   sum of the weights    lane j sums the positions p = j mod LANES in ascending order; the lanes are folded in halves;
 //                         the sink's weight is added last;
 //   each output element   sums weight[p] * v[p] over the positions in ascending order; one division comes last.
@@ -30,6 +31,16 @@ static inline Vec load(const float* p) {
     __builtin_memcpy(&v, p, sizeof v);
     return v;
 }
+
+#ifdef ADD_PRODUCTS_OF_BF16
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+
+// What the scratch holds of queries for rows of T: bf16 where an instruction multiplies that, else floats.
+template <class T>
+using Query = std::conditional_t<MULTIPLIES_BF16 && sizeof(T) == sizeof(bf16), bf16, float>;
 
 static inline void load(const float* p, Vec* v) { v[0] = load(p); }
 
@@ -108,6 +119,21 @@ static inline Vec dot(const float* q, int64_t q_stride, const T* const* keys, in
     return fold(sum);
 }
 
+#ifdef ADD_PRODUCTS_OF_BF16
+template <int R>
+static inline Vec dot(const bf16* q, int64_t q_stride, const bf16* const* keys, int64_t width) {
+    constexpr int K = LANES / R;
+    Vec sum[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) sum[i] = Vec{};
+    for (int64_t d = 0; d < width; d += 2 * LANES) {
+        UNROLL for (int k = 0; k < K; k++)
+            UNROLL for (int r = 0; r < R; r++)
+                sum[r * K + k] = ADD_PRODUCTS_OF_BF16(sum[r * K + k], q + r * q_stride + d, keys[k] + d);
+    }
+    return fold(sum);
+}
+#endif
+
 // Add weights [R][n] times values [n] to R rows of sums, for the C vectors from d on.
 template <int R, int C, class T>
 static inline void add_chunk(float* sums, int64_t sum_stride, const float* weights, int64_t weight_stride,
@@ -144,12 +170,13 @@ struct Tile {
     int64_t head_size;
     int64_t width;         // elements of a row in the scratch
     int64_t score_stride;
-    float* q;              // [rows][width], times scale * log2(e)
+    void* q;               // [rows][width] of Query
     float* sums;           // [rows][width]
     float* widened;        // [GROUP][width]
     float* padded;         // [GROUP][width] elements of the cache's type
     float* scores;         // [rows][score_stride], then weights
-    int64_t base;
+    float factor;          // of scores: scale * log2(e)
+    int64_t base, end;     // of whole groups
     int64_t from, to;      // absolute positions: those that any row sees
     int32_t first[MAX_TILE_ROWS], last[MAX_TILE_ROWS];  // row r sees [first, last); both ascend with r
 };
@@ -189,9 +216,6 @@ struct CacheRows {
         for (int64_t p = high; p < at + GROUP; p++) row[p - at] = row[high - at - 1];
     }
 
-    inline void fetch_first(int64_t base) {
-        for (int64_t at = base; at < base + PREFETCH; at += GROUP) fetch(at);
-    }
 };
 
 static inline void widen(const float* row, float* to, int64_t width) {
@@ -207,19 +231,22 @@ static inline void widen(const bf16* row, float* to, int64_t width) {
     }
 }
 
+static inline void widen(const bf16* row, bf16* to, int64_t width) { __builtin_memcpy(to, row, sizeof(bf16) * width); }
+
 template <class T>
 static void score_group(const Tile& tile, const T* const* keys, int at) {
     for (int r = 0; r < tile.rows;) {
         const int rows = tile.rows - r >= ROWS ? ROWS : 1;
-        const float* q = tile.q + r * tile.width;
+        const Query<T>* q = (const Query<T>*)tile.q + r * tile.width;
         float* scores = tile.scores + r * tile.score_stride + at;
         const int end = tile.first[r] < at + GROUP ? min_of(GROUP, tile.last[r + rows - 1] - at) : 0;
         if (rows == 1) {
-            for (int k = 0; k < end; k += LANES) store(scores + k, dot<1>(q, tile.width, keys + k, tile.width));
+            for (int k = 0; k < end; k += LANES)
+                store(scores + k, dot<1>(q, tile.width, keys + k, tile.width) * tile.factor);
         } else {
             for (int k = 0; k < end; k += KEYS) {
                 float block[LANES];
-                store(block, dot<ROWS>(q, tile.width, keys + k, tile.width));
+                store(block, dot<ROWS>(q, tile.width, keys + k, tile.width) * tile.factor);
                 for (int i = 0; i < ROWS; i++)
                     __builtin_memcpy(scores + i * tile.score_stride + k, block + i * KEYS, sizeof(float) * KEYS);
             }
@@ -306,13 +333,20 @@ __attribute__((noinline)) static float weigh_row(const Attend& a, const Tile& ti
     return weigh(scores, first, last, a.sinks ? a.sinks[head] * LOG2E : -__builtin_inff());
 }
 
-// Call visit(rows, position) for each GROUP of the positions the tile sees; position counts from the tile's base.
+// Fetch the group at a position of the tile, counted on into `next` behind the last one.
+template <class T>
+static inline void fetch_ahead(const Tile& tile, CacheRows<T>& cache, CacheRows<T>* next, int64_t at) {
+    if (at < tile.end) cache.fetch(at);
+    else if (next) next->fetch(tile.base + at - tile.end);
+}
+
+// Call visit(rows, position) for each GROUP of the positions the tile sees; position counts from the tile's base. The
+// first groups have been fetched, up to PREFETCH positions; this fetches those of `next`, unless it is null.
 template <class T, class Visit>
-static inline void each_group(const Tile& tile, CacheRows<T>& cache, Visit visit) {
+static inline void each_group(const Tile& tile, CacheRows<T>& cache, CacheRows<T>* next, bool widen_once, Visit visit) {
     const bool pad = tile.width != tile.head_size;
-    const bool widen_once = VECS<T> > 1 && tile.rows > ROWS;  // then more than one loop reads each row
-    for (int64_t at = tile.base; at < tile.to; at += GROUP) {
-        cache.fetch(at + PREFETCH);
+    for (int64_t at = tile.base; at < tile.end; at += GROUP) {
+        fetch_ahead(tile, cache, next, at + PREFETCH);
         const T* const* row = cache.group(at);
         const T* padded[GROUP];
         if (pad) {
@@ -336,15 +370,13 @@ static inline void each_group(const Tile& tile, CacheRows<T>& cache, Visit visit
     }
 }
 
-// Write a query row times `factor` as floats.
 template <class T>
-static void take_query(const Tile& tile, const T* query, float factor, float* q) {
+static void take_query(const Tile& tile, const T* query, Query<T>* q) {
     if (tile.width != tile.head_size) {
         __builtin_memcpy(tile.padded, query, sizeof(T) * tile.head_size);
         query = (const T*)tile.padded;
     }
     widen(query, q, tile.width);
-    for (int64_t d = 0; d < tile.width; d += LANES) store(q + d, load(q + d) * factor);
 }
 
 static inline void narrow(const Vec* v, float* to) { store(to, v[0]); }
@@ -385,13 +417,15 @@ static void attend_tile(const Attend& a, float* scratch, int64_t s, int64_t g, i
     tile.width = (head_size + span - 1) / span * span;
     tile.score_stride = a.score_stride;
     tile.padded = scratch;
-    tile.q = tile.padded + GROUP * tile.width;
-    tile.sums = tile.q + rows * tile.width;
+    tile.q = scratch + GROUP * tile.width;
+    tile.sums = scratch + (GROUP + rows) * tile.width;
     tile.widened = tile.sums + rows * tile.width;
     tile.scores = tile.widened + GROUP * tile.width;
+    tile.factor = a.scale_log2e;
     tile.from = first_seen(position, a.window);
     tile.to = past + (row + rows - 1) / heads + 1;
     tile.base = tile.from / GROUP * GROUP;
+    tile.end = (tile.to + GROUP - 1) / GROUP * GROUP;
 
     const int64_t head_stride = cache.block_size * head_size, block_stride = cache.num_kv_heads * head_stride;
     const T* plane = (const T*)cache.data + g * head_stride;
@@ -400,7 +434,7 @@ static void attend_tile(const Attend& a, float* scratch, int64_t s, int64_t g, i
     CacheRows<T> values = keys;
     values.plane += cache.num_blocks * block_stride;
 
-    keys.fetch_first(tile.base);
+    for (int64_t at = tile.base; at < tile.base + PREFETCH; at += GROUP) fetch_ahead(tile, keys, &values, at);
     if (tile.width != head_size) __builtin_memset(tile.padded, 0, sizeof(T) * GROUP * tile.width);
     __builtin_memset(tile.sums, 0, sizeof(float) * rows * tile.width);
     for (int r = 0; r < rows; r++) {
@@ -408,13 +442,15 @@ static void attend_tile(const Attend& a, float* scratch, int64_t s, int64_t g, i
         tile.first[r] = first_seen(past + token, a.window) - tile.base;
         tile.last[r] = past + token + 1 - tile.base;
         const T* query = (const T*)a.query + (start + token) * a.query_stride + head * head_size;
-        take_query(tile, query, a.scale_log2e, tile.q + r * tile.width);
+        take_query(tile, query, (Query<T>*)tile.q + r * tile.width);
     }
-    each_group(tile, keys, [&](auto row, int at) { score_group(tile, row, at); });
-    values.fetch_first(tile.base);
+    const bool read_often = VECS<T> > 1 && rows > ROWS;  // each row by more than one loop
+    const bool widen_keys = read_often && sizeof(Query<T>) == sizeof(float);
+    each_group(tile, keys, &values, widen_keys, [&](auto row, int at) { score_group(tile, row, at); });
     float total[MAX_TILE_ROWS];
     for (int r = 0; r < rows; r++) total[r] = weigh_row(a, tile, r, g * heads + (row + r) % heads);
-    each_group(tile, values, [&](auto row, int at) { value_group(tile, row, at); });
+    const auto add = [&](auto row, int at) { value_group(tile, row, at); };
+    each_group(tile, values, (CacheRows<T>*)nullptr, read_often, add);
     for (int r = 0; r < rows; r++) {
         const int64_t token = (row + r) / heads, head = g * heads + (row + r) % heads;
         T* out = (T*)a.out + ((start + token) * a.num_heads + head) * head_size;
@@ -428,3 +464,4 @@ static void attend_tile(const Attend& a, float* scratch, int64_t s, int64_t g, i
 #undef LANES
 #undef ROWS
 #undef FMA
+#undef ADD_PRODUCTS_OF_BF16
