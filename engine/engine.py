@@ -186,7 +186,7 @@ class Engine:
             if sequence.matcher is not None and sequence.matcher.fault:
                 error = f"the grammar: {sequence.matcher.fault}"
         reported = () if request.params.logprobs is None else tuple(filter(None, logprobs[: len(token_ids)]))
-        waits = self._scheduler.waits(sequence) if sequence.num_generated <= len(token_ids) else None
+        waits = self._scheduler.waits(sequence) if 0 < sequence.num_generated <= len(token_ids) else None
         num_cached = sequence.num_cached_tokens
         # In order: with names it takes half as long again, and each row of a step makes one.
         return TokenOutput(

@@ -1,7 +1,7 @@
 """What enters and leaves the engine: requests in, token outputs out.
 
-Everything here is frozen, torch-free and made of numbers, so that it can be pickled between processes. There is no
-text. The server builds a Request; the engine answers with TokenOutputs.
+Everything here is torch-free and made of numbers, so that it can be pickled between processes; all but TokenOutput is
+frozen. There is no text. The server builds a Request; the engine answers with TokenOutputs.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self, instructions: Instructions | None = None) -> None:
-        """Load the kernel. `instructions` is one of supported_instructions(); None means the best."""
+        """Load the kernel. `instructions` is one of supported_instructions(); None means the fastest."""
         library = _load_library()
         assert library is not None and native.is_available(), "CpuAttention needs is_available()"
         self._library = library
-        best = library.paged_best_instructions()
-        self._instructions = best if instructions is None else INSTRUCTIONS.index(instructions)
-        assert self._instructions <= best, f"this CPU has no {instructions}"
+        fastest = library.paged_fastest_instructions()
+        self._instructions = fastest if instructions is None else INSTRUCTIONS.index(instructions)
+        assert self._instructions <= library.paged_best_instructions(), f"this CPU has no {instructions}"
         self.build = f"{INSTRUCTIONS[self._instructions]} {native.digest(library)}"
         self._scratch = torch.empty(0, 0)
         self._metadata: AttentionMetadata | None = None

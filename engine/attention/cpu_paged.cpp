@@ -119,6 +119,15 @@ static int best_instructions() {
     return GENERIC;
 }
 
+static int fastest_instructions() {
+    const int best = best_instructions();
+#if defined(__x86_64__)
+    // It was not measured on Intel's CPUs, where it makes matrix products slower (float_products.cpp).
+    if (best == AVX512_BF16 && __builtin_cpu_is("intel")) return AVX512;
+#endif
+    return best;
+}
+
 template <class T>
 static auto tile_function([[maybe_unused]] int instructions) {
 #if defined(__x86_64__)
@@ -209,6 +218,8 @@ static void run(const Batch& batch, void (*tasks)(void*), void* shared, int64_t 
 EXPORT int paged_abi() { return 4; }
 
 EXPORT int paged_best_instructions() { return best_instructions(); }
+
+EXPORT int paged_fastest_instructions() { return fastest_instructions(); }
 
 EXPORT int64_t paged_scratch_floats(int64_t max_kv_len, int64_t head_size) {
     return 2 * (MAX_TILE_ROWS + GROUP) * padded_head(head_size) + MAX_TILE_ROWS * score_row(max_kv_len);

@@ -5,8 +5,9 @@
 //
 // The arithmetic of a row does not depend on its tile or the places of its blocks, so neither do its bits:
 //   score of a position   lane j sums q[d] k[d] over every LANES-th d in ascending order (bf16: of the even d, then the
-//                         odd, of each 2 * LANES; or as an instruction for bf16 does, which takes numbers below 2^-126
-//                         for 0); the lanes are folded in halves; the scale, the soft cap and ALiBi come after;
+//                         odd, of each 2 * LANES; by AVX512-BF16 pairs, d = 2j and 2j + 1 of each 2 * LANES, where
+//                         numbers below 2^-126 count as 0); the lanes are folded in halves; the scale, the soft cap and
+//                         ALiBi come after;
 //   sum of the weights    lane j sums the positions p = j mod LANES in ascending order; the lanes are folded in halves;
 //                         the sink's weight is added last;
 //   each output element   sums weight[p] * v[p] over the positions in ascending order; one division comes last.
@@ -26,12 +27,6 @@ constexpr int CHUNK = 4;            // vectors of a value row held per query row
 template <class T>
 constexpr int VECS = sizeof(float) / sizeof(T);
 
-static inline Vec load(const float* p) {
-    Vec v;
-    __builtin_memcpy(&v, p, sizeof v);
-    return v;
-}
-
 #ifdef ADD_PRODUCTS_OF_BF16
 constexpr bool MULTIPLIES_BF16 = true;
 #else
@@ -41,6 +36,12 @@ constexpr bool MULTIPLIES_BF16 = false;
 // What the scratch holds of queries for rows of T: bf16 where an instruction multiplies that, else floats.
 template <class T>
 using Query = std::conditional_t<MULTIPLIES_BF16 && sizeof(T) == sizeof(bf16), bf16, float>;
+
+static inline Vec load(const float* p) {
+    Vec v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
 
 static inline void load(const float* p, Vec* v) { v[0] = load(p); }
 
@@ -101,7 +102,8 @@ static inline Vec exp2(Vec x) {
     return x < -126.f ? Vec{} : result;
 }
 
-// Return the scores of R query rows and LANES / R keys as one vector, [R][LANES / R]; rows are `width` floats.
+// Return the scores of R query rows and LANES / R keys as one vector, [R][LANES / R], not scaled. Rows have
+// `width` elements.
 template <int R, class T>
 static inline Vec dot(const float* q, int64_t q_stride, const T* const* keys, int64_t width) {
     constexpr int K = LANES / R, N = VECS<T>;
@@ -175,9 +177,9 @@ struct Tile {
     float* widened;        // [GROUP][width]
     float* padded;         // [GROUP][width] elements of the cache's type
     float* scores;         // [rows][score_stride], then weights
-    float factor;          // of scores: scale * log2(e)
-    int64_t base, end;     // of whole groups
+    float factor;          // scores are multiplied by scale * log2(e)
     int64_t from, to;      // absolute positions: those that any row sees
+    int64_t base, end;     // the whole groups that hold them
     int32_t first[MAX_TILE_ROWS], last[MAX_TILE_ROWS];  // row r sees [first, last); both ascend with r
 };
 
@@ -215,7 +217,6 @@ struct CacheRows {
         for (int64_t p = at; p < low; p++) row[p - at] = row[low - at];
         for (int64_t p = high; p < at + GROUP; p++) row[p - at] = row[high - at - 1];
     }
-
 };
 
 static inline void widen(const float* row, float* to, int64_t width) {
@@ -231,6 +232,7 @@ static inline void widen(const bf16* row, float* to, int64_t width) {
     }
 }
 
+// A query stays in bf16 where an instruction multiplies that.
 static inline void widen(const bf16* row, bf16* to, int64_t width) { __builtin_memcpy(to, row, sizeof(bf16) * width); }
 
 template <class T>
@@ -333,7 +335,7 @@ __attribute__((noinline)) static float weigh_row(const Attend& a, const Tile& ti
     return weigh(scores, first, last, a.sinks ? a.sinks[head] * LOG2E : -__builtin_inff());
 }
 
-// Fetch the group at a position of the tile, counted on into `next` behind the last one.
+// Fetch the group at an absolute position. Behind the tile's last group, fetch the first ones of `next`, if there is one.
 template <class T>
 static inline void fetch_ahead(const Tile& tile, CacheRows<T>& cache, CacheRows<T>* next, int64_t at) {
     if (at < tile.end) cache.fetch(at);
@@ -341,7 +343,8 @@ static inline void fetch_ahead(const Tile& tile, CacheRows<T>& cache, CacheRows<
 }
 
 // Call visit(rows, position) for each GROUP of the positions the tile sees; position counts from the tile's base. The
-// first groups have been fetched, up to PREFETCH positions; this fetches those of `next`, unless it is null.
+// first groups have been fetched, up to PREFETCH positions; this fetches those of `next`, unless it is null. With
+// widen_once the rows are floats.
 template <class T, class Visit>
 static inline void each_group(const Tile& tile, CacheRows<T>& cache, CacheRows<T>* next, bool widen_once, Visit visit) {
     const bool pad = tile.width != tile.head_size;
@@ -370,6 +373,7 @@ static inline void each_group(const Tile& tile, CacheRows<T>& cache, CacheRows<T
     }
 }
 
+// Write a query row into the scratch, with zeros behind head_size.
 template <class T>
 static void take_query(const Tile& tile, const T* query, Query<T>* q) {
     if (tile.width != tile.head_size) {

@@ -37,11 +37,14 @@ class Budget:
     chunk_tokens: int = _UNLIMITED
 
     def has_room_for(self, num_uncomputed: int) -> bool:
-        """Whether the step may compute a token of a sequence that lacks so many; 0: its last one is on its way."""
+        """Whether the step may compute any token of a sequence with so many uncomputed ones.
+
+        One with none is never computed: its last token is on its way.
+        """
         return self.tokens > 0 and (num_uncomputed == 1 or (num_uncomputed > 1 and self.chunk_tokens > 0))
 
     def take(self, num_uncomputed: int) -> int:
-        """Return how many tokens of a sequence that lacks so many, which there is room for, the step computes."""
+        """Return how many of a sequence's uncomputed tokens the step computes; there is room for it."""
         if num_uncomputed == 1:
             self.tokens -= 1
             return 1

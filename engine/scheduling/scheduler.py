@@ -107,9 +107,11 @@ class Scheduler:
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "the prompt must leave room for a token"
         known = [*request.prompt_token_ids, *request.generated_token_ids]
         sequence = SequenceState(
-            request, self._num_arrivals, known, self._clock(), num_scored=request.num_scored_tokens, blame=request.blame
+            *(request, self._num_arrivals, known, self._clock()),
+            max_len=min(len(request.prompt_token_ids) + request.params.max_tokens, self._max_model_len),
+            num_scored=request.num_scored_tokens,
+            blame=request.blame,
         )
-        sequence.max_len = min(sequence.num_prompt_tokens + request.params.max_tokens, self._max_model_len)
         self._num_arrivals += 1
         if sequence.blame.is_suspect:
             self._suspects.add(sequence)

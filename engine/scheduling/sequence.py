@@ -27,7 +27,7 @@ class SequenceState:
     that has ended has a finish_reason and no blocks.
     Scheduler.foresee makes exceptions while a step runs: the newest of token_ids may be foreseen, and then counts as
     known, until the real one replaces it; or all are computed, as the token on its way is the last one.
-    max_len is how many tokens it may have at most, which Scheduler sets; num_prompt_tokens came with the request.
+    token_ids may become max_len long; Scheduler sets and reads it. num_prompt_tokens of them came with the request.
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
@@ -86,7 +86,7 @@ class ScheduledSequence:
     """Compute positions [num_computed, num_computed + num_tokens); the last len(draft) are draft tokens.
 
     A draft guesses the tokens after all known ones. All positions have blocks. Nobody changes it; it is not frozen, as
-    each row of a step makes one, and a frozen one takes five times as long to make.
+    each row of a step makes one, and a frozen one takes three times as long to make.
     """
 
     sequence: SequenceState

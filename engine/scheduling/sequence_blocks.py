@@ -32,8 +32,11 @@ class SequenceBlocks:
     def num_missing(self, sequences: Iterable[SequenceState]) -> int:
         """Return how many blocks these sequences lack if each gets one more token."""
         block_size = self._pool.block_size
-        full = [its for its in sequences if len(its.token_ids) >= len(its.block_ids) * block_size]
-        return sum(self.num_needed(sequence, 1) - len(sequence.block_ids) for sequence in full)
+        return sum(
+            self.num_needed(sequence, 1) - len(sequence.block_ids)
+            for sequence in sequences
+            if len(sequence.token_ids) >= len(sequence.block_ids) * block_size
+        )
 
     def allocate(self, sequence: SequenceState, *, use_cache: bool) -> bool:
         """Give a sequence without blocks all it needs; False, and nothing changes, if too few are free.

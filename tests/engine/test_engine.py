@@ -147,6 +147,18 @@ def test_the_logprobs_of_a_prompt_come_once_whoever_takes_the_request_up_again(t
     assert run(engine, [begun])["p"] == [replace(output, num_cached_tokens=0) for output in generated[2:]]
 
 
+def test_how_long_a_request_waited_comes_with_its_first_tokens_alone(tiny_gpt2: Path) -> None:
+    repeated = make_request("p", [1, 2, 3, 4] * 5, max_tokens=6)
+    for options in ({}, {"speculative_ngram": 3}):
+        outputs = run(make_engine(tiny_gpt2, **options), [repeated, make_request("q", [5, 6], max_tokens=4)])
+        for first, *others in outputs.values():
+            assert first.waits is not None
+            assert all(wait >= 0 for wait in first.waits)
+            assert [output.waits for output in others] == [None] * len(others)
+    begun = replace(repeated, generated_token_ids=tuple(token_ids(outputs["p"])[:2]))
+    assert [output.waits for output in run(make_engine(tiny_gpt2), [begun])["p"]] == [None] * 4, "of another engine"
+
+
 def test_cached_equals_uncached(tiny_gpt2: Path) -> None:
     """Decoding over the KV cache gives what computing every prefix anew gives."""
     request = make_request("cached", [5, 6, 7], max_tokens=20, temperature=0.9, logprobs=3, seed=4)

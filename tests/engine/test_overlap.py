@@ -193,7 +193,7 @@ def test_without_overlap_nothing_is_launched_ahead() -> None:
     assert seen["ahead"] == 0
 
 
-def _none_is_missing(sequences: object, blocks: object) -> int:
+def _none_is_missing(blocks: object, sequences: object) -> int:
     return 0
 
 

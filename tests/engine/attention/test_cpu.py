@@ -84,6 +84,16 @@ def test_window_hides_all_but_the_latest_tokens(backend: CpuAttention, window: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 65, 100, 200])
+def test_windows_longer_than_what_is_fetched_ahead(
+    backend: CpuAttention, dtype: torch.dtype, window: int | None
+) -> None:
+    spec = replace(_spec(num_heads=4, num_kv_heads=2), window=window)
+    sequence = _sequences(spec, dtype, (300,))[0]
+    _check_rows(_run(backend, [sequence], spec, [[(0, n)] for n in (250, 1, 1, 48)])[0], sequence, spec)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", FEATURE_SETS[1:], ids=feature_id)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "window"), [(3, 3, None), (6, 2, 17), (7, 1, None), (6, 1, 40)])
 def test_slopes_sinks_and_softcap_combine_with_each_other_and_with_windows_and_shared_heads(
@@ -415,12 +425,16 @@ def _same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
 
 def _check_against_oracle(backend: CpuAttention, dtype: torch.dtype, spec: AttentionSpec) -> None:
     sequences = _sequences(spec, dtype)
-    outs = _run(backend, sequences, spec, _chunks(50))
+    for sequence, out_LHD in zip(sequences, _run(backend, sequences, spec, _chunks(50)), strict=True):
+        _check_rows(out_LHD, sequence, spec)
+
+
+def _check_rows(out_LHD: Tensor, sequence: SequenceTensors, spec: AttentionSpec) -> None:
+    dtype = sequence.query_LHD.dtype
+    assert out_LHD.dtype is dtype
     # A bf16 output is an fp32 one rounded to 8 significant bits: half a unit in the last place is 2^-9.
     rtol = 1e-5 if dtype is torch.float32 else 2**-8
-    for sequence, out_LHD in zip(sequences, outs, strict=True):
-        assert out_LHD.dtype is dtype
-        torch.testing.assert_close(out_LHD.double(), _oracle(sequence, spec), rtol=rtol, atol=1e-5)
+    torch.testing.assert_close(out_LHD.double(), _oracle(sequence, spec), rtol=rtol, atol=1e-5)
 
 
 def _oracle(sequence: SequenceTensors, spec: AttentionSpec) -> Tensor:

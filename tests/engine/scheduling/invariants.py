@@ -48,6 +48,8 @@ def check_scheduler(scheduler: Scheduler, scheduled: Iterable[ScheduledSequence]
         assert all(token_id >= 0 for token_id in sequence.token_ids[:-1])
         assert not sequence.is_foreseen or (scheduler._foreseen is not None and sequence.is_running)
         assert tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == sequence.request.prompt_token_ids
+        most = sequence.num_prompt_tokens + sequence.request.params.max_tokens
+        assert sequence.max_len == min(most, scheduler._max_model_len)
     for sequence in waiting:
         assert sequence.num_computed == 0
         assert not sequence.is_running

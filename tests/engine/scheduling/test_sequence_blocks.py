@@ -34,6 +34,20 @@ def test_a_sequence_gets_all_blocks_it_needs_or_none(blocks: SequenceBlocks, poo
     assert (len(first.block_ids), pool.num_free) == (0, 4)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_missing"), [(3, 0), (4, 1), (5, 0), (8, 1)])
+def test_a_sequence_lacks_a_block_once_its_last_one_is_full(
+    blocks: SequenceBlocks, pool: BlockPool, num_tokens: int, num_missing: int
+) -> None:
+    growing = sequence(num_tokens)
+    blocks.allocate(growing, use_cache=False)
+    num_blocks = len(growing.block_ids)
+    assert blocks.num_missing([growing, growing]) == 2 * num_missing
+    growing.token_ids.append(0)
+    assert blocks.grow(growing)
+    assert len(growing.block_ids) == num_blocks + num_missing
+    assert blocks.num_missing([growing]) == (len(growing.token_ids) == 4)
+
+
 def test_registered_blocks_are_shared_unless_their_step_fails(blocks: SequenceBlocks) -> None:
     first = sequence(9)
     blocks.allocate(first, use_cache=True)
