@@ -180,14 +180,13 @@ class Engine:
 
     def _output(self, progress: Progress, logprobs: tuple[TokenLogprobs | None, ...]) -> TokenOutput:
         sequence, token_ids, reason, stop_token_id = progress
-        request, error = sequence.request, None
+        request, num_cached, error = sequence.request, sequence.num_cached_tokens, None
         if reason is FinishReason.ERROR:
             error = _NONE_LEFT if any(getattr(request.params, name) for name in MASKS) else NOT_FINITE
             if sequence.matcher is not None and sequence.matcher.fault:
                 error = f"the grammar: {sequence.matcher.fault}"
         reported = () if request.params.logprobs is None else tuple(filter(None, logprobs[: len(token_ids)]))
         waits = self._scheduler.waits(sequence) if 0 < sequence.num_generated <= len(token_ids) else None
-        num_cached = sequence.num_cached_tokens
         # In order: with names it takes half as long again, and each row of a step makes one.
         return TokenOutput(
             request.request_id, token_ids, reported, None, reason, stop_token_id, num_cached, error, waits

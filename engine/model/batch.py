@@ -45,21 +45,20 @@ def build_arrays(batch: ScheduledBatch, block_size: int) -> tuple[Array, ...]:
     for s, item in enumerate(items):
         sequence, first, draft = item.sequence, item.sequence.num_computed, item.draft
         end = first + item.num_tokens
-        block_ids = sequence.block_ids
         if item.num_tokens == 1:
             token_ids.append(sequence.token_ids[first])
             positions.append(first)
-            slots.append(block_ids[first // block_size] * block_size + first % block_size)
+            slots.append(sequence.block_ids[first // block_size] * block_size + first % block_size)
         else:
             token_ids += sequence.token_ids[first:end]
             token_ids += draft
             positions += range(first, end)
-            slots += _slots(block_ids, first, end, block_size)
+            slots += _slots(sequence.block_ids, first, end, block_size)
         starts.append(len(token_ids))
         kv_lens.append(end)
         if item.needs_sampling:
             rows += range(starts[-1] - 1 - len(draft), starts[-1])
-        tables[s, : len(block_ids)] = block_ids
+        tables[s, : len(sequence.block_ids)] = sequence.block_ids
     int64s = (np.array(ints, np.int64) for ints in (token_ids, positions, rows))
     return *int64s, np.array(starts, np.int32), np.array(kv_lens, np.int32), tables, np.array(slots, np.int64)
 

@@ -207,11 +207,10 @@ class ModelRunner:
         positions, sizes = list[SamplingPosition](), list[int]()
         for item in batch.items:
             if item.needs_sampling:
-                sequence, draft, size = item.sequence, item.draft, 1 + len(item.draft)
-                allowed: Sequence[Mask | None] = masks.get(sequence) or (None,) * size
-                sizes.append(size)
+                sizes.append(size := 1 + len(item.draft))
+                allowed: Sequence[Mask | None] = masks.get(item.sequence) or (None,) * size
                 for i in range(size):
-                    positions.append(SamplingPosition(sequence, draft[:i], allowed[i]))
+                    positions.append(SamplingPosition(item.sequence, item.draft[:i], allowed[i]))
         if logits is None:
             return _no_tokens(self.device)
         self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)

@@ -6,8 +6,11 @@ counts as known, but for its id. The device has the id by the time it computes t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 
 def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
@@ -30,6 +33,15 @@ def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_coun
         return True
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     return host_counts and penalties != (1.0, 0.0, 0.0)
+
+
+def num_missing_blocks(running: Iterable[SequenceState], blocks: SequenceBlocks) -> int:
+    """Return how many blocks these sequences lack if each gets one more token."""
+    return sum(
+        blocks.num_needed(sequence, 1) - len(sequence.block_ids)
+        for sequence in running
+        if len(sequence.token_ids) >= len(sequence.block_ids) * blocks.block_size
+    )
 
 
 def foresee(batch: ScheduledBatch) -> None:

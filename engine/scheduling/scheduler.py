@@ -157,7 +157,7 @@ class Scheduler:
         on gets a foreseen token (SequenceState.is_foreseen). If the real token ends the sequence, its part of the next
         step is void.
         """
-        is_short_of_blocks = self._blocks.num_missing(self._running) > self._pool.num_free
+        is_short_of_blocks = foresight.num_missing_blocks(self._running, self._blocks) > self._pool.num_free
         is_needed = any(foresight.must_be_known(item, self._drafter, host_counts=host_counts) for item in batch.items)
         if self._suspects or is_short_of_blocks or is_needed:
             return False

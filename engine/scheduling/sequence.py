@@ -96,8 +96,7 @@ class ScheduledSequence:
     """Whether the newest known token is computed, so that its logits give the next one."""
 
     def __post_init__(self) -> None:
-        sequence = self.sequence
-        self.needs_sampling = self.num_tokens == len(sequence.token_ids) - sequence.num_computed + len(self.draft)
+        self.needs_sampling = self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)

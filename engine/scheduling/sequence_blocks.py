@@ -16,7 +16,7 @@ class SequenceBlocks:
     """Changes SequenceState.block_ids; `allocate` sets num_computed, too."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+        self._pool, self.block_size = pool, pool.block_size
         self._unfilled: list[int] = []
         self._unknown: list[tuple[SequenceState, int, int]] = []  # positions that end with a foreseen token
 
@@ -27,16 +27,7 @@ class SequenceBlocks:
 
     def num_needed(self, sequence: SequenceState, num_more: int = 0) -> int:
         """Return how many blocks the known tokens of a sequence and num_more tokens after them take."""
-        return -(-(len(sequence.token_ids) + num_more) // self._pool.block_size)
-
-    def num_missing(self, sequences: Iterable[SequenceState]) -> int:
-        """Return how many blocks these sequences lack if each gets one more token."""
-        block_size = self._pool.block_size
-        return sum(
-            self.num_needed(sequence, 1) - len(sequence.block_ids)
-            for sequence in sequences
-            if len(sequence.token_ids) >= len(sequence.block_ids) * block_size
-        )
+        return -(-(len(sequence.token_ids) + num_more) // self.block_size)
 
     def allocate(self, sequence: SequenceState, *, use_cache: bool) -> bool:
         """Give a sequence without blocks all it needs; False, and nothing changes, if too few are free.
@@ -48,14 +39,14 @@ class SequenceBlocks:
         if block_ids is None:
             return False
         sequence.block_ids.extend(block_ids)
-        sequence.num_computed = len(matched) * self._pool.block_size
+        sequence.num_computed = len(matched) * self.block_size
         return True
 
     def grow(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks; False, and nothing changes, if too few are free."""
-        if len(sequence.token_ids) <= len(sequence.block_ids) * self._pool.block_size:
-            return True
         num_missing = self.num_needed(sequence) - len(sequence.block_ids)
+        if num_missing <= 0:
+            return True
         new = self._pool.allocate(num_missing)
         sequence.block_ids.extend(new or ())
         return new is not None
@@ -66,7 +57,7 @@ class SequenceBlocks:
         new = self._pool.allocate(min(num_missing, self._pool.num_free))
         assert new is not None, "no more was asked for than is free"
         sequence.block_ids.extend(new)
-        return len(sequence.block_ids) * self._pool.block_size - len(sequence.token_ids)
+        return len(sequence.block_ids) * self.block_size - len(sequence.token_ids)
 
     def trim(self, sequence: SequenceState) -> None:
         """Free the blocks after the known tokens."""
@@ -84,14 +75,11 @@ class SequenceBlocks:
 
         If the last of them is foreseen, `register_known` does it.
         """
-        block_size = self._pool.block_size
-        first, behind = start // block_size, end // block_size
-        if first == behind:
-            return
-        if sequence.is_foreseen:
+        completed = range(start // self.block_size, end // self.block_size)
+        if completed and sequence.is_foreseen:
             self._unknown.append((sequence, start, end))
             return
-        for index in range(first, behind):
+        for index in completed:
             if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
                 self._unfilled.append(sequence.block_ids[index])
 

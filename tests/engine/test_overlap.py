@@ -193,7 +193,7 @@ def test_without_overlap_nothing_is_launched_ahead() -> None:
     assert seen["ahead"] == 0
 
 
-def _none_is_missing(blocks: object, sequences: object) -> int:
+def _none_is_missing(running: object, blocks: object) -> int:
     return 0
 
 
@@ -247,7 +247,7 @@ must_be_known, reserve, seat, update = (
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (SequenceBlocks, "num_missing", _none_is_missing),
+        (foresight, "num_missing_blocks", _none_is_missing),
         (foresight, "must_be_known", _is_never_needed),
         (foresight, "must_be_known", _takes_the_device_to_count),
         (foresight, "must_be_known", _reads_no_drafts),

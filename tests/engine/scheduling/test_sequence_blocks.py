@@ -6,6 +6,7 @@ import pytest
 
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.foresight import num_missing_blocks
 from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
@@ -41,11 +42,11 @@ def test_a_sequence_lacks_a_block_once_its_last_one_is_full(
     growing = sequence(num_tokens)
     blocks.allocate(growing, use_cache=False)
     num_blocks = len(growing.block_ids)
-    assert blocks.num_missing([growing, growing]) == 2 * num_missing
+    assert num_missing_blocks([growing, growing], blocks) == 2 * num_missing
     growing.token_ids.append(0)
     assert blocks.grow(growing)
     assert len(growing.block_ids) == num_blocks + num_missing
-    assert blocks.num_missing([growing]) == (len(growing.token_ids) == 4)
+    assert num_missing_blocks([growing], blocks) == (len(growing.token_ids) == 4)
 
 
 def test_registered_blocks_are_shared_unless_their_step_fails(blocks: SequenceBlocks) -> None:
