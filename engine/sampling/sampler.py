@@ -119,7 +119,7 @@ def _sampled(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Sa
 
 def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:
     """Return how to choose the token at a position, and keep in its sequence what the next position asks for again."""
-    sequence, draft, allowed = position
+    sequence, _, allowed = position
     request, adjustments = sequence.request, sequence.adjustments
     params = request.params
     if adjustments is None:
@@ -129,7 +129,7 @@ def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequen
     adjustment = adjustments.at(position, eos_token_ids) if adjustments.may_change else None
     if is_greedy(params):
         return Choice(allowed=allowed, adjustment=adjustment)
-    noise = uniform(request.seed, request.choice_index, len(sequence.token_ids) + len(draft))
+    noise = uniform(request.seed, request.choice_index, position.num_before)
     return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k, allowed, adjustment)
 
 
