@@ -23,7 +23,8 @@ from bench.machine import versions
 from gptserve.engine import native
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.native_draw import choose
-from gptserve.engine.sampling.sampler import SamplingPosition, choose_by_torch, sample
+from gptserve.engine.sampling.sampler import SamplingPosition, sample
+from gptserve.engine.sampling.torch_draw import choose_by_torch
 from gptserve.engine.scheduling.sequence import SequenceState
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -78,6 +78,7 @@ WITH_TORCH = {
     "gptserve.engine.sampling.native_draw",
     "gptserve.engine.sampling.sampler",
     "gptserve.engine.sampling.sampler_choice",
+    "gptserve.engine.sampling.torch_draw",
     "gptserve.engine.sampling.triton_sampler",
     "gptserve.engine.staging",
     "gptserve.weights.checkpoint",

@@ -16,8 +16,8 @@ import torch
 from gptserve.engine.device_loss import WITHOUT_TRITON, end_if_lost
 from gptserve.engine.sampling.adjustments import Adjustment
 from gptserve.engine.sampling.native_draw import Choice
-from gptserve.engine.sampling.sampler import choose_by_torch
 from gptserve.engine.sampling.token_counts import TokenCounts, TokensBefore
+from gptserve.engine.sampling.torch_draw import choose_by_torch
 from gptserve.engine.sampling.triton_sampler import KINDS, Kind, TritonSampler, kind_of
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch import Tensor
 from gptserve.engine.sampling.adjustments import Entries, bias_and_ban
 from gptserve.engine.sampling.device_counts import DeviceCounts, News
 from gptserve.engine.sampling.native_draw import Choice
-from gptserve.engine.sampling.sampler import choose_by_torch
+from gptserve.engine.sampling.torch_draw import choose_by_torch
 from gptserve.engine.staging import Array, to_device
 
 PIECE = 4096

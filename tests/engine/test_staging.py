@@ -22,7 +22,8 @@ from gptserve.engine.sampling.logprobs import (
     top_logprobs_by_torch,
 )
 from gptserve.engine.sampling.native_draw import Choice
-from gptserve.engine.sampling.sampler import SamplingPosition, choose_by_torch, sample
+from gptserve.engine.sampling.sampler import SamplingPosition, sample
+from gptserve.engine.sampling.torch_draw import choose_by_torch
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import begin_wait, to_device, to_host
 from tests.engine.host_copies import DEVICE, Copies, Lists

@@ -21,9 +21,9 @@ from gptserve.engine.sampling.adjustments import Adjustment, adjusted
 from gptserve.engine.sampling.device_counts import DeviceCounts
 from gptserve.engine.sampling.grammar_masks import with_masks
 from gptserve.engine.sampling.native_draw import Choice
-from gptserve.engine.sampling.sampler import choose_by_torch
 from gptserve.engine.sampling.sampler_choice import NUM_PROBES, agreeing_sampler, choose_sampler
 from gptserve.engine.sampling.token_counts import TokenCounts, TokensBefore
+from gptserve.engine.sampling.torch_draw import choose_by_torch
 from gptserve.engine.sampling.triton_sampler import TritonSampler
 from tests.engine.attention.test_triton_paged import DEVICE, interpreted, slow
 from tests.engine.host_copies import DEVICE as META
