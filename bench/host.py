@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class HostRunner(ModelRunner):
         model: Any = NoModel()
         cache: Any = None
         self.device, self._decoder, self._cache, self._ranks = DEVICE, model, cache, None
-        self._masks, self._chosen_R = MaskThread(), torch.empty(0, dtype=torch.int64, device=DEVICE)
+        self._masks, self._chosen = MaskThread(), partial(torch.empty, 0, dtype=torch.int64, device=DEVICE)
         self.graphs = DecodeGraphs(model, cache, config, max_model_len, DEVICE, choose)
         self.graphs.record(_record)
         self.choose = choose.choose
@@ -106,7 +107,7 @@ class HostRunner(ModelRunner):
         )
 
     def launch(self, batch: ScheduledBatch) -> Collect:
-        return self._launch(batch)
+        return self._launch(batch, self._masks.begin(batch))
 
 
 def _record(compute: Callable[[], Tensor]) -> Replay:

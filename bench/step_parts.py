@@ -29,10 +29,10 @@ from bench.machine import versions
 from bench.models import SHAPES, write_model
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.engine.model import program_steps
 from gptserve.engine.model.memory import kv_bytes_per_token, weight_bytes
 from gptserve.engine.native.program import KINDS, Program
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling import native_draw
 from gptserve.weights.config import ModelConfig
 
 PARTS = ("products", "attention", "norms", "other rows", "head")
@@ -109,7 +109,7 @@ def timed_steps(engine: Engine, batch: int, args: argparse.Namespace) -> list[Ti
 
     with (
         patch.object(decoder._step, "run", run),
-        patch.object(native_draw, "choose", timed("draw", native_draw.choose)),
+        patch.object(program_steps, "draw", timed("draw", program_steps.draw)),
     ):
         while engine.has_work:
             times.clear()

@@ -67,6 +67,7 @@ WITH_TORCH = {
     "gptserve.engine.overlap",
     "gptserve.engine.probe",
     "gptserve.engine.recorded_steps",
+    "gptserve.engine.model.program_steps",
     "gptserve.engine.model.prompt_logprobs",
     "gptserve.engine.model.runner",
     "gptserve.engine.model.rotary",

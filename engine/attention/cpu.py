@@ -8,7 +8,10 @@ takes another backend. The kernel runs in the team of engine/native, as the line
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections.abc import Iterable
 from ctypes import POINTER, Array, Structure, addressof, c_float, c_int, c_int64, c_void_p
+from struct import Struct
 from typing import Literal
 
 import torch
@@ -46,6 +49,8 @@ class CpuAttention:
         assert self._instructions <= library.paged_best_instructions(), f"this CPU has no {instructions}"
         self.build = f"{INSTRUCTIONS[self._instructions]} {native.digest(library)}"
         self._scratch = torch.empty(0, 0)
+        self._reserved = _NONE
+        self._parallel = native.parallel()
         self._metadata: AttentionMetadata | None = None
         self._batch = _Batch()
         self._layers: list[Tensor] = []
@@ -117,10 +122,34 @@ class CpuAttention:
 
     def step_data(self, metadata: AttentionMetadata, layers: list[Tensor]) -> tuple[Structure, Array[c_void_p]]:
         """Return the step's Batch and the addresses of all layers' Caches; both are valid until the next call."""
+        addresses = self._addresses_of(layers)
+        return self._pack(metadata, self._caches[0]), addresses
+
+    def step_data_of_arrays(
+        self,
+        layers: list[Tensor],
+        starts_S1: array[int],
+        lens_S: array[int],
+        tables_SN: array[int],
+        slots_T: array[int],
+    ) -> tuple[Structure, Array[c_void_p]]:
+        """Return step_data from the numbers of AttentionMetadata, which the caller keeps alive; it is valid as long.
+
+        It calls nothing of torch, for program_steps.py.
+        """
+        addresses = self._addresses_of(layers)
+        num_seqs, max_kv_len, cache = len(lens_S), max(lens_S), self._caches[0]
+        assert len(starts_S1) == num_seqs + 1 and len(tables_SN) % num_seqs == 0
+        sizes, num_threads = (len(tables_SN) // num_seqs, num_seqs, len(slots_T)), native.num_threads()
+        arrays = [numbers.buffer_info()[0] for numbers in (starts_S1, lens_S, tables_SN, slots_T)]
+        self._fill(arrays, sizes, max_kv_len, cache, num_threads)
+        return self._batch, addresses
+
+    def _addresses_of(self, layers: list[Tensor]) -> Array[c_void_p]:
         if layers is not self._layers:
             self._layers, self._caches = layers, [_describe(cache_2NGBD) for cache_2NGBD in layers]
             self._addresses = (c_void_p * len(layers))(*map(addressof, self._caches))
-        return self._pack(metadata, self._caches[0]), self._addresses
+        return self._addresses
 
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
         """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
@@ -133,33 +162,34 @@ class CpuAttention:
             assert ints.dtype is torch.int32 and ints.is_contiguous() and ints.device.type == "cpu"
         assert slots_T.dtype is torch.int64 and slots_T.is_contiguous() and slots_T.device.type == "cpu"
         assert len(starts_S1) == len(lens_S) + 1 == len(tables_SN) + 1
-        max_kv_len = max(metadata.kv_lens, default=0)
-        assert tables_SN.shape[1] * cache.block_size >= max_kv_len
-        self._reserve(max_kv_len, cache.head_size, num_threads)
+        arrays = [tensor.data_ptr() for tensor in (starts_S1, lens_S, tables_SN, slots_T)]
+        sizes = tables_SN.shape[1], len(lens_S), len(slots_T)
+        self._fill(arrays, sizes, max(metadata.kv_lens, default=0), cache, num_threads)
         self._metadata = metadata
-        self._batch = _Batch(
-            query_starts=starts_S1.data_ptr(),
-            kv_lens=lens_S.data_ptr(),
-            block_tables=tables_SN.data_ptr(),
-            slots=slots_T.data_ptr(),
-            table_stride=tables_SN.shape[1],
-            num_seqs=len(lens_S),
-            num_tokens=len(slots_T),
-            scratch=self._scratch.data_ptr(),
-            scratch_stride=self._scratch.shape[1],
-            max_kv_len=max_kv_len,
-            parallel=native.parallel(),
-            num_threads=num_threads,
-        )
         return self._batch
 
-    def _reserve(self, max_kv_len: int, head_size: int, num_threads: int) -> None:
-        """Make scratch at least as large as needed."""
+    def _fill(
+        self, arrays: Iterable[int], sizes: tuple[int, int, int], max_kv_len: int, cache: _Cache, num_threads: int
+    ) -> None:
+        """Make the Batch of arrays at these addresses, of these sizes, in the order of its members."""
+        assert sizes[0] * cache.block_size >= max_kv_len
+        self._metadata = None
+        scratch = self._reserve(max_kv_len, cache.head_size, num_threads)
+        _BATCH.pack_into(self._batch, 0, *arrays, *sizes, *scratch, max_kv_len, self._parallel, num_threads)
+
+    def _reserve(self, max_kv_len: int, head_size: int, num_threads: int) -> tuple[int, int]:
+        """Make scratch at least as large as needed; return its address and a thread's floats."""
+        most_threads, longest, scratch = self._reserved
+        if num_threads <= most_threads and max_kv_len <= longest:
+            return scratch
         rows, floats = self._scratch.shape
         need = self._scratch_floats(max_kv_len, head_size)
         if rows < num_threads or floats < need:
-            self._scratch = torch.empty(0, 0)  # frees the old one before the new one is allocated
+            self._reserved, self._scratch = _NONE, torch.empty(0, 0)  # frees it before the new one is allocated
             self._scratch = torch.empty(max(rows, num_threads), max(floats, need))
+        scratch = self._scratch.data_ptr(), self._scratch.shape[1]
+        self._reserved = num_threads, max_kv_len, scratch
+        return scratch
 
     def _scratch_floats(self, max_kv_len: int, head_size: int) -> int:
         """Return a thread's scratch for the next power of two of positions, so that it seldom grows."""
@@ -178,6 +208,12 @@ class _Batch(Structure):
         (c_void_p, "parallel"),
         (c_int64, "num_threads"),
     )
+
+
+_NONE = 0, 0, (0, 0)
+"""Threads, positions, and address and stride of a scratch that is large enough for them."""
+_BATCH = Struct("4P3qP2qPq")
+"""The members of a _Batch, which it writes at once and faster than ctypes."""
 
 
 class _Cache(Structure):

@@ -6,8 +6,10 @@ ModelRunner calls it once a step. It schedules and computes nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,18 +33,42 @@ class ModelInput:
     metadata: AttentionMetadata
 
 
+class StepArrays(NamedTuple):
+    """The integers of a step, on the host: T rows, S sequences that have up to N blocks, R rows that are sampled."""
+
+    token_ids: array[int]
+    """int64 [T], negative where a token is foreseen (SequenceState.is_foreseen)"""
+    positions: array[int]
+    """int64 [T]"""
+    sampled: array[int]
+    """int64 [R], the rows after which tokens are sampled, those of an item together"""
+    query_starts: array[int]
+    """int32 [S + 1]; with the following as in AttentionMetadata"""
+    kv_lens: array[int]
+    """int32 [S]"""
+    block_tables: array[int]
+    """int32 [S * N]"""
+    slots: array[int]
+    """int64 [T]"""
+
+
 def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.device) -> ModelInput:
     """Return the step's tensors on `device`. All scheduled tokens must have blocks."""
     return model_input(build_arrays(batch, block_size), device)
 
 
 def build_arrays(batch: ScheduledBatch, block_size: int) -> tuple[Array, ...]:
-    """Return what model_input takes: the step's arrays, on the host."""
-    items = batch.items
-    token_ids, positions, slots = list[int](), list[int](), list[int]()
-    rows, starts, kv_lens = list[int](), [0], list[int]()
-    tables = np.zeros((len(items), max(len(item.sequence.block_ids) for item in items)), np.int32)
-    for s, item in enumerate(items):
+    """Return what model_input takes: the fields of StepArrays, the table as [S, N]."""
+    *arrays, tables, slots = map(np.asarray, lay_out(batch, block_size))
+    return *arrays, tables.reshape(len(batch.items), -1), slots
+
+
+def lay_out(batch: ScheduledBatch, block_size: int) -> StepArrays:
+    """Return the integers of a step. All scheduled tokens must have blocks."""
+    token_ids, positions, rows, slots = array("q"), array("q"), array("q"), array("q")
+    starts, kv_lens, tables = array("i", [0]), array("i"), array("i")
+    num_blocks = max([len(item.sequence.block_ids) for item in batch.items])
+    for item in batch.items:
         sequence, first, draft = item.sequence, item.sequence.num_computed, item.draft
         end = first + item.num_tokens
         if item.num_tokens == 1:
@@ -50,17 +76,18 @@ def build_arrays(batch: ScheduledBatch, block_size: int) -> tuple[Array, ...]:
             positions.append(first)
             slots.append(sequence.block_ids[first // block_size] * block_size + first % block_size)
         else:
-            token_ids += sequence.token_ids[first:end]
-            token_ids += draft
-            positions += range(first, end)
-            slots += _slots(sequence.block_ids, first, end, block_size)
+            token_ids.extend(sequence.token_ids[first:end])
+            token_ids.extend(draft)
+            positions.extend(range(first, end))
+            slots.extend(_slots(sequence.block_ids, first, end, block_size))
         starts.append(len(token_ids))
         kv_lens.append(end)
         if item.needs_sampling:
-            rows += range(starts[-1] - 1 - len(draft), starts[-1])
-        tables[s, : len(sequence.block_ids)] = sequence.block_ids
-    int64s = (np.array(ints, np.int64) for ints in (token_ids, positions, rows))
-    return *int64s, np.array(starts, np.int32), np.array(kv_lens, np.int32), tables, np.array(slots, np.int64)
+            rows.extend(range(starts[-1] - 1 - len(draft), starts[-1]))
+        tables.extend(sequence.block_ids)
+        if len(sequence.block_ids) < num_blocks:
+            tables.extend([0] * (num_blocks - len(sequence.block_ids)))
+    return StepArrays(token_ids, positions, rows, starts, kv_lens, tables, slots)
 
 
 def _slots(block_ids: Sequence[int], first: int, end: int, block_size: int) -> list[int]:

@@ -107,6 +107,11 @@ class Decoder:
             self._positions = table.to(self._embedding)
         self._native = native_decoder(config, self._source, self._embedding, self._positions, tables, self._backend)
 
+    @property
+    def program(self) -> NativeDecoder | None:
+        """What computes whole steps, to the logits; None where torch has a part in them."""
+        return self._native if self._config.logit_softcap is None else None
+
     def hidden_states(
         self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:

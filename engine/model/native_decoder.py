@@ -19,10 +19,12 @@ from torch import Tensor
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.model.batch import StepArrays
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.linear import NativeLinear
 from gptserve.engine.model.streamed_tensors import StreamedTensors
 from gptserve.engine.native.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
+from gptserve.engine.sampling.native_draw import LogitsAt
 from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import ModelConfig
 
@@ -119,6 +121,9 @@ class NativeDecoder:
         self._widths, self._dtype, self._vocab_size = widths, dtype, vocab_size
         self._step, self._head, self._backend = step, head, backend
         self._buffers: dict[str, Tensor] = {}
+        self._num_rows = self._num_logits = 0
+        self._logits, self._logits_at = torch.empty(0), LogitsAt(0, vocab_size, vocab_size)
+        """What `run` has computed; room for _num_logits rows."""
 
     def step(
         self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata, rows_R: Tensor
@@ -133,6 +138,24 @@ class NativeDecoder:
         taken = len(rows_R), rows_R.data_ptr()
         self._step.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches, *taken)
         return self._buffers["x"][:num_rows], logits
+
+    def run(self, arrays: StepArrays, cache: KVCache) -> LogitsAt:
+        """Compute a step; return where the logits of its sampled rows lie, valid until the next call.
+
+        It calls nothing of torch but where its buffers grow, for program_steps.py.
+        """
+        token_ids, positions, sampled, *of_attention = arrays
+        num_rows, num_sampled = len(token_ids), len(sampled)
+        self._reserve(num_rows)
+        if num_sampled > self._num_logits:
+            self._num_logits, self._logits = 0, torch.empty(0)  # frees the old ones first
+            self._logits = torch.empty(num_sampled, self._vocab_size)
+            self._num_logits, self._logits_at = num_sampled, LogitsAt.of(self._logits)
+        self._step.place("logits", self._logits_at.address)
+        batch, caches = self._backend.step_data_of_arrays(cache.layers, *of_attention)
+        of_tokens, taken = (token_ids.buffer_info()[0], positions.buffer_info()[0]), sampled.buffer_info()[0]
+        self._step.run(num_rows, *of_tokens, batch, caches, num_sampled, taken)
+        return self._logits_at
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's fp32 logits [rows, vocab_size], without the soft cap."""
@@ -152,15 +175,17 @@ class NativeDecoder:
 
     def _reserve(self, num_rows: int) -> None:
         """Make the buffers at least this many rows long; to the next power of two, so that they seldom grow."""
-        if self._buffers and len(self._buffers["x"]) >= num_rows:
+        if num_rows <= self._num_rows:
             return
-        self._buffers = {}  # frees the old ones before the new ones are allocated
+        self._num_rows, self._buffers = 0, {}  # frees the old ones before the new ones are allocated
+        size = 1 << (num_rows - 1).bit_length()
         for name, width in self._widths.items():
             dtype = torch.float32 if name in _WIDE else self._dtype
-            buffer = torch.empty(1 << (num_rows - 1).bit_length(), width, dtype=dtype)
+            buffer = torch.empty(size, width, dtype=dtype)
             self._buffers[name] = buffer
             self._step.place(name, buffer.data_ptr())
             self._head.place(name, buffer.data_ptr())
+        self._num_rows = size
 
 
 class _Writer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor
 from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.grammar.matcher import Mask, Masks, MaskThread
+from gptserve.engine.grammar.matcher import Masks, MaskThread
 from gptserve.engine.model.batch import build_arrays, known_token_ids, model_input
 from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
@@ -32,12 +33,13 @@ from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.linear import product_of
 from gptserve.engine.model.memory import check_max_model_len
 from gptserve.engine.model.operations_choice import choose_operations
+from gptserve.engine.model.program_steps import program_steps
 from gptserve.engine.model.prompt_logprobs import prompt_logprobs
 from gptserve.engine.model.step_memory import make_cache, max_sampled_rows
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.request import EngineInfo, TokenLogprobs
-from gptserve.engine.sampling.sampler import Choose, SampledTokens, SamplingPosition, begin_sampling
+from gptserve.engine.sampling.sampler import Choose, SampledTokens, begin_sampling, sampling_positions
 from gptserve.engine.sampling.sampler_choice import choose_sampler
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.engine.staging import begin_wait
@@ -101,7 +103,8 @@ class ModelRunner:
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler
             )
         self._masks = MaskThread()
-        self._chosen_R = torch.empty(0, dtype=torch.int64, device=self.device)  # by the latest step
+        none_R = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
         self._step_work = StepWork(self._model)
         product = product_of(self.device, dtype, quantization)
         self._in_team = product.startswith("native")  # torch's threads would spin in the team's way
@@ -132,6 +135,8 @@ class ModelRunner:
             fingerprint=fingerprint(causes, sample),
             batch_invariant=products.are_invariant,
         )
+        self._is_cpu = self.device.type == "cpu"
+        self._programs = program_steps(self._decoder, self._cache, self.info)
         _log_model(self.info)
 
     @property
@@ -150,22 +155,29 @@ class ModelRunner:
         A GPU computes steps in the order of their launches. Only the step that is launched next may have foreseen
         tokens of this one, and a step with prompt_logprobs is collected before the next launch. A CPU computes at once.
         """
-        if self.device.type != "cpu":
-            return self._launch(batch)
-        before = torch.get_num_threads()
+        masks = self._masks.begin(batch)
+        if not self._is_cpu:
+            return self._launch(batch, masks)
         num_threads = self.choose_threads(self._step_work.of(batch))
-        torch.set_num_threads(1 if self._in_team else num_threads)
         native.set_num_threads(num_threads)
+        if self._programs is not None and self.choose is None and self.graphs is None:
+            computed = self._programs.compute(batch, masks)
+            if computed is not None:
+                chosen, sampled = computed
+                self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
+                return partial(StepResult, sampled, {})
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if self._in_team else num_threads)
         try:
-            result = self._launch(batch)()
+            result = self._launch(batch, masks)()
             return lambda: result
         finally:
             torch.set_num_threads(before)  # the process may compute something else between steps
 
     @torch.inference_mode()
-    def _launch(self, batch: ScheduledBatch) -> Collect:
-        masks, choose = self._masks.begin(batch), self.choose
-        logits = None if self.graphs is None else self.graphs.logits(batch, self._chosen_R)
+    def _launch(self, batch: ScheduledBatch, masks: Future[Masks] | None) -> Collect:
+        choose = self.choose
+        logits = None if self.graphs is None else self.graphs.logits(batch, self._chosen())
         if self.graphs is not None and logits is not None:
             choose = self.graphs.choose or choose
         scored: dict[int, Tensor] = {}
@@ -191,7 +203,7 @@ class ModelRunner:
             inputs = model_input(arrays, self.device)
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
             if arrays[0].min() < 0:
-                token_ids_T = known_token_ids(token_ids_T, self._chosen_R)
+                token_ids_T = known_token_ids(token_ids_T, self._chosen())
             step = token_ids_T, inputs.positions_T, self._cache, metadata, inputs.sampled_R
             return metadata.query_starts, *self._decoder.step(*step)
 
@@ -204,16 +216,11 @@ class ModelRunner:
         self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks, choose: Choose | None
     ) -> Callable[[], tuple[SampledTokens, ...]]:
         """Have the device choose the tokens; what this returns waits for them."""
-        positions, sizes = list[SamplingPosition](), list[int]()
-        for item in batch.items:
-            if item.needs_sampling:
-                sizes.append(size := 1 + len(item.draft))
-                allowed: Sequence[Mask | None] = masks.get(item.sequence) or (None,) * size
-                for i in range(size):
-                    positions.append(SamplingPosition(item.sequence, item.draft[:i], allowed[i]))
+        positions, sizes = sampling_positions(batch, masks)
         if logits is None:
             return _no_tokens(self.device)
-        self._chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)
+        chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)
+        self._chosen = lambda: chosen_R
         return lambda: tuple(finish().split(sizes))
 
 

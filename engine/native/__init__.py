@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 20
+ABI = 21
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     4: ("generic", "avx2", "avx512"),

@@ -77,7 +77,7 @@ static void pack_panel(void* job, int64_t panel) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 20; }
+EXPORT int native_abi() { return 21; }
 
 // Whether the CPU has this variant of products in fp32, bf16 or int8, of which an element has 4, 2 bytes or 1.
 EXPORT bool native_has_variant(int64_t element_bytes, int variant) {

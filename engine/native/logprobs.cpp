@@ -10,8 +10,9 @@
 namespace {
 
 struct Scores {
-    const float* logits;  // [num_rows][stride]
+    const float* logits;  // [rows][stride]
     int64_t stride, vocab_size, num_rows, max_top;
+    const int64_t* rows;                 // [num_rows]: which rows of logits
     const int64_t *token_ids, *num_top;  // [num_rows]; num_top is at most max_top
     int64_t* ranks;                      // out [num_rows]: 1 more than the number of likelier tokens
     int64_t* best_ids;                   // out [num_rows][max_top]: the likeliest, the lowest id first among equals
@@ -53,7 +54,7 @@ INLINE void find_best(const float* row, int64_t n, int64_t k, Logprob logprob, i
 }
 
 INLINE void score_row(const Scores& s, int64_t index) {
-    const float* row = s.logits + index * s.stride;
+    const float* row = s.logits + s.rows[index] * s.stride;
     const int64_t n = s.vocab_size, k = s.num_top[index] < n ? s.num_top[index] : n;
     const Logprob logprob = logprob_of(row, n);
     const float own = logprob(row[s.token_ids[index]]);
@@ -85,7 +86,7 @@ void score_by_best(void* scores, int64_t index) {
 
 }  // namespace
 
-// Score each row; there are at most MAX_CHUNKS.
+// Score the rows; there are at most MAX_CHUNKS.
 extern "C" __attribute__((visibility("default"))) void native_score(Scores* scores) {
     run_chunks(score_by_best, scores, scores->num_rows, num_threads());
 }

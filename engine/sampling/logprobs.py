@@ -6,8 +6,9 @@ On a CPU native/logprobs.cpp computes them in one call, without copies of the lo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from ctypes import Structure, byref, c_int64, c_void_p
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from struct import Struct
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,20 +17,15 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.request import TokenLogprobs
+from gptserve.engine.sampling.native_draw import LogitsAt
 from gptserve.engine.staging import to_device
 
 if TYPE_CHECKING:
     from gptserve.engine.sampling.sampler import SamplingPosition
 
 
-class _Scores(Structure):
-    """Scores of logprobs.cpp."""
-
-    _fields_ = native.members(
-        (c_void_p, "logits"),
-        (c_int64, "stride vocab_size num_rows max_top"),
-        (c_void_p, "token_ids num_top ranks best_ids own best"),
-    )
+_SCORES = Struct("P4q7P")
+"""Scores of logprobs.cpp."""
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -37,24 +33,26 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> l
 
     The best come with the lowest id first among equals. A row that is not finite has a NaN and none of the best.
     """
-    is_native = logits.device.type == "cpu" and native.is_available()
-    return (_by_library if is_native else top_logprobs_by_torch)(logits, token_ids, num_top)
+    if logits.device.type != "cpu" or not native.is_available():
+        return top_logprobs_by_torch(logits, token_ids, num_top)
+    return score(LogitsAt.of(logits), range(len(logits)), token_ids.tolist(), num_top)
 
 
-def _by_library(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    num_rows, vocab_size = logits.shape
-    assert logits.dtype is torch.float32 and logits.stride(1) == 1 and token_ids.is_contiguous()
-    wanted, ranks, own = torch.tensor(num_top), torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-    ids = torch.empty(num_rows, max(num_top), dtype=torch.int64)
-    best = torch.empty(ids.shape)
-    outputs = (tensor.data_ptr() for tensor in (token_ids, wanted, ranks, ids, own, best))
-    scores = _Scores(logits.data_ptr(), logits.stride(0), vocab_size, num_rows, ids.shape[1], *outputs)
-    native.library().native_score(byref(scores))
+def score(
+    logits: LogitsAt, rows: Sequence[int], token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Return what top_logprobs does, of these rows. It calls nothing of torch, for program_steps.py."""
+    num_rows, max_top = len(rows), max(num_top)
+    inputs = array("q", rows), array("q", token_ids), array("q", num_top)
+    ranks, ids = array("q", bytes(8 * num_rows)), array("q", bytes(8 * num_rows * max_top))
+    own, best = array("f", bytes(4 * num_rows)), array("f", bytes(4 * num_rows * max_top))
+    addresses = [numbers.buffer_info()[0] for numbers in (*inputs, ranks, ids, own, best)]
+    call = array("B", _SCORES.pack(*logits, num_rows, max_top, *addresses))
+    native.library().native_score(call.buffer_info()[0])
     entries = []
-    columns = (column.tolist() for column in (token_ids, own, ranks, ids, best))
-    for token_id, value, rank, its_ids, its_best, k in zip(*columns, num_top, strict=True):
-        num = 0 if math.isnan(value) else min(k, vocab_size)
-        entries.append(TokenLogprobs(token_id, value, rank, tuple(zip(its_ids[:num], its_best[:num], strict=True))))
+    for i, (token_id, value, rank, k) in enumerate(zip(token_ids, own, ranks, num_top, strict=True)):
+        its = slice(i * max_top, i * max_top + (0 if math.isnan(value) else min(k, logits.vocab_size)))
+        entries.append(TokenLogprobs(token_id, value, rank, tuple(zip(ids[its], best[its], strict=True))))
     return entries
 
 
@@ -119,8 +117,23 @@ def reported_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingP
     if not num_top:
         return [None] * len(positions)
     entries = top_logprobs(*_rows_of(raw, chosen.clamp(min=0), num_top), list(num_top.values()))
-    reported = dict(zip(num_top, entries, strict=True))
-    return [reported.get(row) for row in range(len(positions))]
+    return _of_all_rows(len(positions), num_top, entries)
+
+
+def reported_logprobs_at(
+    logits: LogitsAt, chosen: Sequence[int], positions: Sequence[SamplingPosition]
+) -> list[TokenLogprobs | None]:
+    """Return what reported_logprobs does. It calls nothing of torch, for program_steps.py."""
+    num_top = _num_top(positions)
+    if not num_top:
+        return [None] * len(positions)
+    token_ids = [max(0, chosen[row]) for row in num_top]
+    return _of_all_rows(len(positions), num_top, score(logits, list(num_top), token_ids, list(num_top.values())))
+
+
+def _of_all_rows(num_rows: int, rows: Iterable[int], entries: Iterable[TokenLogprobs]) -> list[TokenLogprobs | None]:
+    of_row = dict(zip(rows, entries, strict=True))
+    return [of_row.get(row) for row in range(num_rows)]
 
 
 def tokens_with_logprobs(raw: Tensor, chosen: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from ctypes import Structure, addressof, byref, c_double, c_float, c_int64, c_void_p
+from ctypes import Structure, addressof, c_double, c_float, c_int64, c_void_p
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -47,34 +49,39 @@ class _Adjustment(Structure):
     """Behind a draft: holds the memory of token_ids and counts, as nobody else does."""
 
 
-class _Row(Structure):
-    """Row of draw.cpp."""
-
-    _fields_ = native.members(
-        (c_double, "noise top_p"), (c_float, "temperature min_p"), (c_int64, "top_k"), (c_void_p, "allowed adjustment")
-    )
+_ROW = Struct("2d2fq2P")
+"""Row of draw.cpp, whose first numbers are those of Choice, in their order."""
+_DRAW = Struct("P3q2P")
+"""Draw of draw.cpp."""
 
 
-class _Draw(Structure):
-    """Draw of draw.cpp."""
+class LogitsAt(NamedTuple):
+    """Where fp32 logits [rows, vocab_size] lie in memory; row i is i * stride elements from the address."""
 
-    _fields_ = native.members(
-        (c_void_p, "logits"),
-        (c_int64, "stride vocab_size num_rows"),
-        (c_void_p, "rows token_ids"),
-    )
+    address: int
+    stride: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, logits: Tensor) -> LogitsAt:
+        """Return where a tensor lies, which the caller keeps alive."""
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1 and logits.device.type == "cpu"
+        return cls(logits.data_ptr(), logits.stride(0), logits.shape[1])
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Return a token id (int64 [rows]) per row of fp32 logits [rows, vocab]; -1 for a row that is not finite."""
-    num_rows, vocab_size = logits.shape
-    assert logits.dtype is torch.float32 and logits.stride(1) == 1
+    assert len(logits) == len(choices)
+    return torch.tensor(draw(LogitsAt.of(logits), choices), dtype=torch.int64)
+
+
+def draw(logits: LogitsAt, choices: Sequence[Choice]) -> array[int]:
+    """Return the ids of `choose`, a choice for each row. It calls nothing of torch, for program_steps.py."""
     adjustments = [_adjustment(choice.adjustment) for choice in choices]  # the rows hold their addresses
-    rows = (_Row * num_rows)(*map(_row, choices, adjustments))
-    token_ids = torch.empty(num_rows, dtype=torch.int64)
-    sizes = logits.stride(0), vocab_size, num_rows
-    draw = _Draw(logits.data_ptr(), *sizes, addressof(rows), token_ids.data_ptr())
-    native.library().native_draw(byref(draw))
+    rows = array("B", b"".join(map(_row, choices, adjustments)))
+    token_ids = array("q", bytes(8 * len(choices)))
+    call = array("B", _DRAW.pack(*logits, len(choices), rows.buffer_info()[0], token_ids.buffer_info()[0]))
+    native.library().native_draw(call.buffer_info()[0])
     return token_ids
 
 
@@ -91,10 +98,10 @@ def _adjustment(of: Adjustment | None) -> _Adjustment | None:
     return adjustment
 
 
-def _row(choice: Choice, adjustment: _Adjustment | None) -> _Row:
-    allowed = choice.allowed
-    return _Row(
-        *choice[:5],
-        None if allowed is None else allowed.ctypes.data,
-        None if adjustment is None else addressof(adjustment),
+def _row(choice: Choice, adjustment: _Adjustment | None) -> bytes:
+    noise, top_p, temperature, min_p, top_k, allowed, _ = choice
+    return _ROW.pack(
+        *(noise, top_p, temperature, min_p, min(top_k, 2**63 - 1)),
+        0 if allowed is None else allowed.ctypes.data,
+        0 if adjustment is None else addressof(adjustment),
     )

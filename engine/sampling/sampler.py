@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gptserve.engine import native
-from gptserve.engine.grammar.matcher import Mask
+from gptserve.engine.grammar.matcher import Mask, Masks
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.sampling import native_draw
 from gptserve.engine.sampling.adjustments import SequenceAdjustments
@@ -29,7 +29,7 @@ from gptserve.engine.sampling.logprobs import read_tokens_with_logprobs, reporte
 from gptserve.engine.sampling.native_draw import Choice
 from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.sampling.torch_draw import choose_by_torch
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from gptserve.engine.staging import to_host
 
 _MIN_TEMPERATURE = 1e-6
@@ -56,6 +56,18 @@ class SamplingPosition(NamedTuple):
     def tokens_from(self, start: int) -> list[int]:
         """Return the token ids before this position, from index `start` of prompt and completion on."""
         return [*self.sequence.token_ids[start:], *self.draft]
+
+
+def sampling_positions(batch: ScheduledBatch, masks: Masks) -> tuple[list[SamplingPosition], list[int]]:
+    """Return where a step samples, and how many rows each item has that needs sampling."""
+    positions: list[SamplingPosition] = []
+    sizes: list[int] = []
+    for item in batch.items:
+        if item.needs_sampling:
+            sizes.append(size := 1 + len(item.draft))
+            allowed: Sequence[Mask | None] = masks.get(item.sequence) or (None,) * size
+            positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
+    return positions, sizes
 
 
 class SampledTokens(NamedTuple):
@@ -99,17 +111,17 @@ def begin_sampling(
         choose = native_draw.choose if raw.device.type == "cpu" and native.is_available() else choose_by_torch
     chosen = choose(raw, [choice_at(position, raw.shape[1], eos_token_ids) for position in positions])
     if raw.device.type == "cpu":
-        sampled = _sampled(chosen.tolist(), reported_logprobs(raw, chosen, positions))
+        sampled = sampled_tokens(chosen.tolist(), reported_logprobs(raw, chosen, positions))
         return chosen, lambda: sampled
     read = to_host(tokens_with_logprobs(raw, chosen, positions))
-    return chosen, lambda: _sampled(*read_tokens_with_logprobs(read(), positions))  # a step waits for the device here
+    # a step waits for the device here
+    return chosen, lambda: sampled_tokens(*read_tokens_with_logprobs(read(), positions))
 
 
-def _sampled(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> SampledTokens:
-    return SampledTokens(
-        token_ids=tuple(token if token >= 0 else None for token in ids),
-        logprobs=tuple(entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)),
-    )
+def sampled_tokens(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> SampledTokens:
+    """Return the result for ids, of which -1 is None, and logprobs, which may be there for these, too."""
+    entries = [entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)]
+    return SampledTokens(tuple([token if token >= 0 else None for token in ids]), tuple(entries))
 
 
 def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gptserve.engine import native
 from gptserve.engine.engine import Engine
 from gptserve.engine.model import runner
 from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.native_decoder import NativeDecoder
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.process_client import ProcessClient
@@ -192,14 +193,18 @@ def test_alone_equals_under_any_load(axis: str, dtype: str, monkeypatch: pytest.
 
 def force_threads(in_turn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Give the steps these numbers of threads; return the set to which those that torch or the team has are added."""
-    turns, seen, compute = itertools.cycle(in_turn), set[int](), Decoder.step
+    turns, seen = itertools.cycle(in_turn), set[int]()
 
-    def computing(*arguments: Any) -> Any:
-        seen.add(max(torch.get_num_threads(), native.num_threads()))
-        return compute(*arguments)
+    def seeing(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computing(*arguments: Any) -> Any:
+            seen.add(native.num_threads() if native.is_available() else torch.get_num_threads())
+            return compute(*arguments)
+
+        return computing
 
     monkeypatch.setattr(runner, "num_step_threads", lambda work, **limits: next(turns))
-    monkeypatch.setattr(Decoder, "step", computing)
+    monkeypatch.setattr(Decoder, "step", seeing(Decoder.step))
+    monkeypatch.setattr(NativeDecoder, "run", seeing(NativeDecoder.run))
     return seen
 
 
