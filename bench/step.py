@@ -48,8 +48,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(engine: Engine, batch: int, prompt_len: int, max_tokens: int) -> dict[str, float]:
     """Let programs and torch take turns, and return the median milliseconds of a step of each."""
-    decoder = engine._runner._decoder
-    program = decoder._native
+    runner, decoder = engine._runner, engine._runner._decoder
+    programs, program = runner._programs, decoder._native
     assert program is not None, "no program computes this model here"
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     for i in range(batch):
@@ -57,12 +57,13 @@ def measure(engine: Engine, batch: int, prompt_len: int, max_tokens: int) -> dic
         engine.add(Request(str(i), tuple(prompt.tolist()), sampling, seed=0))
     by_program, by_torch = list[float](), list[float]()
     while engine.has_work:
-        decoder._native = program if len(by_program) <= len(by_torch) else None
+        is_program = len(by_program) <= len(by_torch)
+        runner._programs, decoder._native = (programs, program) if is_program else (None, None)
         start = time.perf_counter()
         num_outputs = len(engine.step())
         if num_outputs == batch:  # the prompts may take several steps
-            (by_torch if decoder._native is None else by_program).append(1e3 * (time.perf_counter() - start))
-    decoder._native = program
+            (by_program if is_program else by_torch).append(1e3 * (time.perf_counter() - start))
+    runner._programs, decoder._native = programs, program
     program_ms, torch_ms = statistics.median(by_program[5:]), statistics.median(by_torch[5:])  # the first ones warm up
     return {"batch": batch, "program_ms": program_ms, "torch_ms": torch_ms, "ratio": torch_ms / program_ms}
 

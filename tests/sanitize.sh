@@ -11,7 +11,7 @@ run=(setarch --addr-no-randomize "$python") # ThreadSanitizer wants it so
 loads="from gptserve.engine import native; from gptserve.engine.attention.cpu import CpuAttention
 assert native.is_available() and CpuAttention.is_available(), 'the libraries do not load'"
 tests=(tests/engine/native tests/engine/sampling tests/engine/attention/test_cpu.py)
-tests+=(tests/engine/model/test_{linear,int8,memory_ahead,native_decoder}.py)
+tests+=(tests/engine/model/test_{linear,int8,memory_ahead,native_decoder,program_steps}.py)
 
 # sanitized FLAGS RUNTIME..: the tests, with the libraries compiled with -fsanitize=FLAGS and these libraries of GCC.
 sanitized() {

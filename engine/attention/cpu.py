@@ -133,9 +133,9 @@ class CpuAttention:
         tables_SN: array[int],
         slots_T: array[int],
     ) -> tuple[Structure, Array[c_void_p]]:
-        """Return step_data from the numbers of AttentionMetadata, which the caller keeps alive; it is valid as long.
+        """Return step_data from the numbers of AttentionMetadata, which the caller keeps alive until the next call.
 
-        It calls nothing of torch, for program_steps.py.
+        It calls nothing of torch but where scratch grows, for program_steps.py.
         """
         addresses = self._addresses_of(layers)
         num_seqs, max_kv_len, cache = len(lens_S), max(lens_S), self._caches[0]
@@ -179,21 +179,19 @@ class CpuAttention:
 
     def _reserve(self, max_kv_len: int, head_size: int, num_threads: int) -> tuple[int, int]:
         """Make scratch at least as large as needed; return its address and a thread's floats."""
-        most_threads, longest, scratch = self._reserved
-        if num_threads <= most_threads and max_kv_len <= longest:
-            return scratch
-        rows, floats = self._scratch.shape
-        need = self._scratch_floats(max_kv_len, head_size)
-        if rows < num_threads or floats < need:
+        threads, positions, size, place = self._reserved
+        if num_threads > threads or max_kv_len > positions or head_size > size:
+            threads, size = max(threads, num_threads), max(size, head_size)
+            positions = max(positions, _next_power(max_kv_len))
             self._reserved, self._scratch = _NONE, torch.empty(0, 0)  # frees it before the new one is allocated
-            self._scratch = torch.empty(max(rows, num_threads), max(floats, need))
-        scratch = self._scratch.data_ptr(), self._scratch.shape[1]
-        self._reserved = num_threads, max_kv_len, scratch
-        return scratch
+            self._scratch = torch.empty(threads, self._scratch_floats(positions, size))
+            place = self._scratch.data_ptr(), self._scratch.shape[1]
+            self._reserved = threads, positions, size, place
+        return place
 
     def _scratch_floats(self, max_kv_len: int, head_size: int) -> int:
         """Return a thread's scratch for the next power of two of positions, so that it seldom grows."""
-        floats: int = self._library.paged_scratch_floats(1 << max(0, max_kv_len - 1).bit_length(), head_size)
+        floats: int = self._library.paged_scratch_floats(_next_power(max_kv_len), head_size)
         return floats
 
 
@@ -210,8 +208,8 @@ class _Batch(Structure):
     )
 
 
-_NONE = 0, 0, (0, 0)
-"""Threads, positions, and address and stride of a scratch that is large enough for them."""
+_NONE = 0, 0, 0, (0, 0)
+"""Threads, positions and head size that a scratch is large enough for, then its address and a thread's floats."""
 _BATCH = Struct("4P3qP2qPq")
 """The members of a _Batch, which it writes at once and faster than ctypes."""
 
@@ -222,6 +220,11 @@ class _Cache(Structure):
     _fields_ = native.members(
         (c_void_p, "data"), (c_int64, "num_blocks num_kv_heads block_size head_size element_size")
     )
+
+
+def _next_power(num: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(0, num - 1).bit_length()
 
 
 def _describe(cache_2NGBD: Tensor) -> _Cache:

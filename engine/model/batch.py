@@ -1,7 +1,7 @@
-"""From a ScheduledBatch to tensors: what one forward pass reads.
+"""From a ScheduledBatch to arrays on the host, and from these to tensors: what one forward pass reads.
 
 Rows are the scheduled tokens of all sequences, one sequence after the other.
-ModelRunner calls it once a step. It schedules and computes nothing.
+ModelRunner and program_steps.py call it. It schedules and computes nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It computes what decoder.py and layers.py define, with the same weights, without Python between the operations. In bf16
 it rounds where they do, but keeps the residual stream in fp32. Where no program can compute a model, `native_decoder`
 returns None, and those two files compute it.
-Decoder calls it. Shape letters as in engine/attention/__init__.py.
+Decoder and program_steps.py call it. Shape letters as in engine/attention/__init__.py.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The weights of a step evict all else from a CPU's caches. So what the host does between two steps comes from memory, and
 costs by how much code and data it touches: the first call of a function of torch or numpy takes 10 to 60 us. This file
-and what it calls use none of them; the integers of a step are arrays of Python.
-
-ModelRunner asks it first, and computes what is left with tensors.
+and what it calls use none of them, but where buffers grow and for masks; the integers of a step are arrays of Python.
+ModelRunner asks it first, and computes with tensors what it leaves.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ class ProgramSteps:
         logits = self._program.run(arrays, self._cache)
         positions, sizes = sampling_positions(batch, {} if masks is None else masks.result())
         vocab_size, eos_token_ids = self._info.vocab_size, self._info.eos_token_ids
+        assert len(positions) == len(arrays.sampled)
         chosen = draw(logits, [choice_at(position, vocab_size, eos_token_ids) for position in positions])
         sampled = sampled_tokens(chosen, reported_logprobs_at(logits, chosen, positions))
         return chosen, tuple(sampled.split(sizes))

@@ -42,6 +42,7 @@ def score(
     logits: LogitsAt, rows: Sequence[int], token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
     """Return what top_logprobs does, of these rows. It calls nothing of torch, for program_steps.py."""
+    assert len(rows) == len(token_ids) == len(num_top)
     num_rows, max_top = len(rows), max(num_top)
     inputs = array("q", rows), array("q", token_ids), array("q", num_top)
     ranks, ids = array("q", bytes(8 * num_rows)), array("q", bytes(8 * num_rows * max_top))

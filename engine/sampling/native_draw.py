@@ -1,6 +1,7 @@
 """Choosing tokens on a CPU in one call of the compiled library: native/draw.cpp.
 
-`sampler.py` defines the results, in torch, and calls this where the library is there. The tests compare the two.
+`sampler.py` defines the results. It and model/program_steps.py call this where the library is there; torch_draw.py is
+its slow twin, and the tests compare the two.
 """
 
 from __future__ import annotations

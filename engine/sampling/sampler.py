@@ -10,7 +10,7 @@ The order, for a row whose raw logits are z over the vocabulary:
 5. top-k, then top-p (Holtzman et al. 2020) of the mass of these k, then min-p (Nguyen et al. 2024) of the largest
    probability; each also keeps all tokens as probable as the last one it keeps, so equals stay together;
 6. inverse CDF: the first id whose cumulative probability, ids ascending, exceeds u = noise.uniform(...).
-Logprobs are of the raw logits. The result of a row depends only on that row. ModelRunner calls it with fp32 logits.
+Logprobs are of the raw logits. The result of a row depends only on that row. engine/model calls it with fp32 logits.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def begin_sampling(
         sampled = sampled_tokens(chosen.tolist(), reported_logprobs(raw, chosen, positions))
         return chosen, lambda: sampled
     read = to_host(tokens_with_logprobs(raw, chosen, positions))
-    # a step waits for the device here
+    # The step waits for the device where it reads.
     return chosen, lambda: sampled_tokens(*read_tokens_with_logprobs(read(), positions))
 
 
 def sampled_tokens(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> SampledTokens:
-    """Return the result for ids, of which -1 is None, and logprobs, which may be there for these, too."""
+    """Return the result of rows with these ids and logprobs; where an id is -1, both are None."""
     entries = [entry if token >= 0 else None for entry, token in zip(logprobs, ids, strict=True)]
     return SampledTokens(tuple([token if token >= 0 else None for token in ids]), tuple(entries))
 

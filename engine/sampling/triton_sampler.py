@@ -3,7 +3,7 @@
 A draw is one sequence of kernels for any requests of the same number of rows and kind: what they ask for lies in a
 table. So cuda_graphs.py can record it. What changes single tokens or masks some comes before, and only for rows that
 ask for it. With TRITON_INTERPRET=1 in the environment the kernels run on a CPU, far too slowly for anything but tests.
-`choose_sampler` makes it and compares it with sampler.py's torch version.
+`choose_sampler` makes it and compares it with torch_draw.py.
 """
 
 from __future__ import annotations
