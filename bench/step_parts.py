@@ -4,7 +4,7 @@
 
 The weights are random, of the real shape, in bf16, and the engine runs programs (engine/native/program.py). Before each
 step, the operations of each part run alone, on the buffers that the step then computes anew; the program as a whole and
-the draw are timed within the step. What remains of the step is what runs between these two: Python, scheduling, torch.
+the draw are timed within the step. What remains of the step is what runs between these two: Python, and scheduling.
 Medians over all steps in which all sequences decode. Prints a table and one JSON line.
 """
 

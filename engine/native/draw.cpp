@@ -1,8 +1,8 @@
 // Drawing tokens: from raw logits to the token of each row, as engine/sampling/sampler.py defines it.
 //
 // Rows are independent and computed one a chunk of the team. Sums have a fixed order and no multiply-add is fused, so a
-// row's token depends neither on other rows nor on threads nor on the instructions. torch_draw.py is the
-// reference in the tests.
+// row's token depends neither on other rows nor on threads nor on the instructions. torch_draw.py is the reference in
+// the tests.
 
 #include "scratch.h"
 #include "softmax.h"
