@@ -50,6 +50,7 @@ setup(
                         "floats_avx2",
                         "floats_avx512",
                         "floats_generic",
+                        "int10_kernel",
                         "int8_kernel",
                         "int8_words",
                         "ints_avx2",

@@ -34,7 +34,7 @@ def main() -> None:
     native.set_num_threads(args.threads)
     sides: dict[str, Callable[..., Linear]] = {"onednn": PackedLinear}
     dtype: torch.dtype = getattr(torch, args.dtype)
-    for variant in native.supported_variants(dtype.itemsize):
+    for variant in native.supported_variants(8 * dtype.itemsize):
         sides[variant] = lambda weight, bias, variant=variant: NativeLinear(weight, bias, variant=variant)
     shapes, head = weight_shapes(args.shape)
     made = {side: [make(shape, dtype, make_linear) for shape in shapes] for side, make_linear in sides.items()}

@@ -16,6 +16,8 @@ from gptserve.engine.scheduling.drafter import MAX_NGRAM, MIN_NGRAM
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
+WeightType = Literal["int8", "int10"]
+"""What becomes of a weight that is quantized: in int8, the first layers may have two more bits."""
 AttentionBackendName = Literal["auto", "reference", "cpu", "triton"]
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.attention import AttentionBackend
-from gptserve.engine.config import EngineConfig, Quantization
+from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.linear import Linear, make_linear, product_of
-from gptserve.engine.model.memory import linear_shapes
+from gptserve.engine.model.memory import linear_shapes, weight_types
 from gptserve.engine.recorded_steps import batch_sizes
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
@@ -95,10 +95,10 @@ def choose_products(
 
 def _on_cpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Products | str:
     """Return the products, or why they depend on the batch."""
-    for quantization in dict.fromkeys((config.quantization, None)):  # some weights are not quantized
-        if product_of(device, dtype, quantization) == "torch":
+    for weight_type in weight_types(config.quantization):
+        if product_of(device, dtype, weight_type) == "torch":
             return "there is neither the compiled library nor torch's oneDNN, whose products are also faster"
-        found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, quantization)
+        found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, weight_type)
         if found is not None:
             break
     else:
@@ -134,7 +134,7 @@ def first_difference(
     counts: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,
-    quantization: Quantization | None = None,
+    weight_type: WeightType | None = None,
     call_rows: int | None = None,
 ) -> str | None:
     """Return which product (in, out) has other bits for some count of rows than for the last count, or None.
@@ -143,7 +143,7 @@ def first_difference(
     """
     generator, num_threads = torch.Generator(device).manual_seed(0), torch.get_num_threads()
     widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
-    is_ours = product_of(device, dtype, quantization).startswith("native")
+    is_ours = product_of(device, dtype, weight_type).startswith("native")
     most = _PROBED_COLUMNS_OF_OURS if is_ours else _PROBED_COLUMNS
 
     def rows(num_rows: int, num_columns: int) -> Tensor:
@@ -158,7 +158,7 @@ def first_difference(
             bias, x = rows(1, len(weight))[0], rows(counts[-1], num_in)
             # On a GPU a bias and a wide result are other kernels.
             kinds = [(None, dtype)] if device.type == "cpu" else [(None, dtype), (bias, dtype), (None, torch.float32)]
-            for linear in (make_linear(weight, b, None, out, quantization, call_rows) for b, out in kinds):
+            for linear in (make_linear(weight, b, None, out, weight_type, call_rows) for b, out in kinds):
                 whole = linear(x)
                 for width in widths if device.type == "cpu" else (num_threads,):
                     torch.set_num_threads(width)

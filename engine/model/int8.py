@@ -1,8 +1,9 @@
-"""Numbers in int8: how weights and rows are quantized, and a product with them in torch.
+"""Numbers in int8 and int10: how weights and rows are quantized, and a product in int8 in torch.
 
 The weights of an output are whole multiples, -127 to 127, of its scale; so are most elements of a row of x. Products
 are sums of integers, exact in any order. engine/native/int8.cpp computes the same, bit for bit up to the activation.
-linear.py builds that where the compiled library is there.
+linear.py builds that where the compiled library is there. It alone multiplies in int10, which is for the weights whose
+errors count most; int8.cpp says how.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gptserve.engine import native
-from gptserve.engine.config import EngineConfig
+from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.memory import EXACT_SHARE, linear_shapes
@@ -23,8 +24,11 @@ from gptserve.weights.config import Activation, ModelConfig
 
 logger = logging.getLogger(__name__)
 
+
 _STEP = 127
 """The largest multiple of a scale."""
+_STEP_10 = 511
+"""The same of a weight in int10."""
 _ELEMENTS = 2**18
 """About as many weights are quantized at once: in fp32 they take 1 MB."""
 _ROWS = 32
@@ -106,19 +110,22 @@ def column_factors(weight: Tensor, exact_inputs: Tensor | None = None) -> Tensor
     return None if (factors == 1).all() else factors
 
 
-def quantize_weight(weight: Tensor, factors: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield int8 multiples [rows, in] and fp32 scales [rows] of a weight [out, in], some rows at a time.
+def quantize_weight(
+    weight: Tensor, factors: Tensor | None, weight_type: WeightType = "int8"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield multiples [rows, in] and fp32 scales [rows] of a weight [out, in], some rows at a time.
 
-    The scale of an output with NaN or infinity is NaN.
+    The multiples are int8; those of int10, -511 to 511, are int16. The scale of an output with NaN or infinity is NaN.
     """
+    most, dtype = (_STEP, torch.int8) if weight_type == "int8" else (_STEP_10, torch.int16)
     for rows in _some_rows(weight):
         divided = rows.float() if factors is None else torch.where(factors == 0, 0.0, rows.float() / factors)
         largest = divided.abs().amax(1)
         is_finite = largest.isfinite()
-        scales = torch.where(is_finite, largest / _STEP, torch.nan)
+        scales = torch.where(is_finite, largest / most, torch.nan)
         divisor = torch.where(is_finite & (scales > 0), scales, 1.0)
-        multiples = (divided / divisor[:, None]).round_().clamp_(-_STEP, _STEP)
-        yield torch.where(is_finite[:, None], multiples, 0.0).to(torch.int8), scales
+        multiples = (divided / divisor[:, None]).round_().clamp_(-most, most)
+        yield torch.where(is_finite[:, None], multiples, 0.0).to(dtype), scales
 
 
 def exact_outputs(scales: Tensor) -> Tensor:
@@ -193,6 +200,8 @@ def _some_rows(weight: Tensor) -> Sequence[Tensor]:
 class DenseInt8Linear:
     """A product in int8 by torch, for an installation without a compiler; slow, as weights become fp32 at each call."""
 
+    _WEIGHT_TYPE: WeightType = "int8"
+
     def __init__(
         self,
         weight: Tensor,
@@ -203,7 +212,7 @@ class DenseInt8Linear:
     ) -> None:
         """Quantize the weight, but for its columns `exact_inputs`, int64, ascending."""
         self._factors = column_factors(weight, exact_inputs)
-        pieces = zip(*quantize_weight(weight, self._factors), strict=True)
+        pieces = zip(*quantize_weight(weight, self._factors, self._WEIGHT_TYPE), strict=True)
         self._values, self._scales = map(torch.cat, pieces)
         self._exact = exact_outputs(self._scales)
         self._exact_weight = weight[self._exact].float()
@@ -214,8 +223,7 @@ class DenseInt8Linear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         wide = x.float() if self._factors is None else x.float() * self._factors
-        near, far, row_scales = quantize_rows(wide)
-        sums = integer_product(near, self._values) + 128 * integer_product(far, self._values)
+        sums, row_scales = self._sums(wide)
         y = sums * row_scales * self._scales
         for column, its_weights in zip(x[:, self._inputs].float().T, self._input_weights.T, strict=True):
             y += column[:, None] * its_weights
@@ -224,3 +232,8 @@ class DenseInt8Linear:
             y[:, self._exact] = torch.where(row_scales.isnan(), torch.nan, exact)
         y = activate(y if self._bias is None else y + self._bias, self._activation)
         return (y if residual is None else y + residual.float()).to(self._out_dtype)
+
+    def _sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the fp32 sums [rows, out] of multiples of fp32 rows [rows, in] times those of weights; the scales."""
+        near, far, row_scales = quantize_rows(x)
+        return integer_product(near, self._values) + 128 * integer_product(far, self._values), row_scales

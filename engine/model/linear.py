@@ -17,14 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from gptserve.engine import native
-from gptserve.engine.config import Quantization
+from gptserve.engine.config import WeightType
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.int8 import DenseInt8Linear, column_factors, exact_outputs, quantize_weight
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
 
-Product = Literal["native", "onednn", "torch", "native_int8", "torch_int8"]
-"""What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear or DenseInt8Linear."""
+Product = Literal["native", "onednn", "torch", "native_int8", "native_int10", "torch_int8"]
+"""What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear, NativeInt10Linear or DenseInt8Linear."""
+
+_NATIVE: dict[WeightType | None, Product] = {None: "native", "int8": "native_int8", "int10": "native_int10"}
 
 _MIN_ROWS = 2
 """Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
@@ -55,12 +57,16 @@ def has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def product_of(device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None) -> Product:
-    """Return what multiplies rows of this dtype on this device with weights of this dtype, or quantized so."""
+def product_of(device: torch.device, dtype: torch.dtype, weight_type: WeightType | None = None) -> Product:
+    """Return what multiplies rows of this dtype on this device with weights of this dtype, or of this type.
+
+    Only the library has int10; native.has_fast_int10() says where it is used.
+    """
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if fits and native.is_available():
-        return "native" if quantization is None else "native_int8"
-    if quantization is not None:
+        return _NATIVE[weight_type]
+    if weight_type is not None:
+        assert weight_type == "int8"
         return "torch_int8"
     return "onednn" if device.type == "cpu" and has_onednn() and dtype != torch.float16 else "torch"
 
@@ -69,9 +75,11 @@ def build_of(product: Product, dtype: torch.dtype) -> str:
     """Return the product and what else decides its bits; the versions of torch and its libraries decide the others'."""
     match product:
         case "native":
-            return f"native {native.supported_variants(dtype.itemsize)[-1]} {native.digest()}"
-        case "native_int8":  # whose variants give the same bits but for activations, which are those of "native"
-            return f"native_int8 {native.digest()}"
+            return f"native {native.supported_variants(8 * dtype.itemsize)[-1]} {native.digest()}"
+        case (
+            "native_int8" | "native_int10"
+        ):  # whose variants give the same bits but for activations, which are those of "native"
+            return f"{product} {native.digest()}"
         case _:
             return product
 
@@ -81,7 +89,7 @@ def make_linear(
     bias: Tensor | None,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
-    quantization: Quantization | None = None,
+    weight_type: WeightType | None = None,
     call_rows: int | None = None,
     exact_inputs: Tensor | None = None,
     memory: HugePages | None = None,
@@ -89,14 +97,16 @@ def make_linear(
     """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
 
     `out_dtype` float32 spares a bf16 result its rounding where the product can give it; on a CPU oneDNN's and torch's
-    cannot. With `call_rows`, torch's multiplies so many rows a call. In int8 the columns `exact_inputs`, int64 and
-    ascending, are not quantized. Our own products keep the weight in `memory`, or in memory of its own.
+    cannot. With `call_rows`, torch's multiplies so many rows a call. Of a quantized weight the columns `exact_inputs`,
+    int64 and ascending, are not quantized. Our own products keep the weight in `memory`, or in memory of its own.
     """
-    match product_of(weight.device, weight.dtype, quantization):
+    match product_of(weight.device, weight.dtype, weight_type):
         case "native":
             return NativeLinear(weight, bias, activation, out_dtype, memory=memory)
         case "native_int8":
             return NativeInt8Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
+        case "native_int10":
+            return NativeInt10Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
         case "torch_int8":
             return DenseInt8Linear(weight, bias, activation, out_dtype, exact_inputs)
         case "onednn":
@@ -161,13 +171,13 @@ class NativeLinear:
         self._num_out, self._num_in = weight.shape
         self._padding = -self._num_in % native.ROW_MULTIPLE
         self._memory, self._kept = memory or HugePages(), list[Tensor]()
-        itemsize = self._itemsize()
+        bits = self._bits()
         self.weight = native.PackedWeight(
             num_in=self._num_in,
             num_out=self._num_out,
             activation=native.ACTIVATIONS.index(activation),
-            variant=native.VARIANTS[itemsize].index(variant or native.supported_variants(itemsize)[-1]) + 1,
-            element_bytes=itemsize,
+            variant=native.VARIANTS[bits].index(variant or native.supported_variants(bits)[-1]) + 1,
+            element_bits=bits,
             **self._pack(weight, bias),
         )
 
@@ -186,9 +196,9 @@ class NativeLinear:
         self._library.native_multiply(self.weight, x.data_ptr(), address, out.data_ptr(), len(x), width)
         return out
 
-    def _itemsize(self) -> int:
-        """Return the bytes of an element of the packed weight."""
-        return self._dtype.itemsize
+    def _bits(self) -> int:
+        """Return the bits of an element of the packed weight."""
+        return 8 * self._dtype.itemsize
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         """Return the members of PackedWeight that depend on the weight's dtype; addresses are of tensors in _kept."""
@@ -197,13 +207,13 @@ class NativeLinear:
 
     def _pack_rows(self, pieces: Iterable[Tensor]) -> int:
         """Keep pieces [rows, in] of a weight, all but the last of whole panels, in the library's layout; return it."""
-        itemsize = self._itemsize()
-        sizes = self._num_in, self._num_out, itemsize
+        bits = self._bits()
+        sizes = self._num_in, self._num_out, bits
         start = address = self._keep(self._memory.take(self._library.native_packed_size(*sizes)))
         for piece in pieces:
             rows, (num_rows, num_in) = piece.contiguous(), piece.shape
-            self._library.native_pack(rows.data_ptr(), num_in, num_rows, itemsize, address)
-            address += self._library.native_packed_size(num_in, num_rows, itemsize)
+            self._library.native_pack(rows.data_ptr(), num_in, num_rows, bits, address)
+            address += self._library.native_packed_size(num_in, num_rows, bits)
         return start
 
     def _pad_outputs(self, values: Tensor | None) -> int | None:
@@ -224,6 +234,9 @@ class NativeLinear:
 class NativeInt8Linear(NativeLinear):
     """The library of engine/native in int8, for fp32 and bf16 on a CPU; its variants give the same bits."""
 
+    _WEIGHT_TYPE: WeightType = "int8"
+    _BITS = 8
+
     def __init__(
         self,
         weight: Tensor,
@@ -238,8 +251,8 @@ class NativeInt8Linear(NativeLinear):
         self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs
         super().__init__(weight, bias, activation, out_dtype, variant, memory)
 
-    def _itemsize(self) -> int:
-        return torch.int8.itemsize
+    def _bits(self) -> int:
+        return self._BITS
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
@@ -247,7 +260,7 @@ class NativeInt8Linear(NativeLinear):
         scales: list[Tensor] = []
 
         def values() -> Iterator[Tensor]:
-            for piece, its_scales in quantize_weight(weight, factors):
+            for piece, its_scales in quantize_weight(weight, factors, self._WEIGHT_TYPE):
                 scales.append(its_scales)
                 yield piece
 
@@ -271,6 +284,13 @@ class NativeInt8Linear(NativeLinear):
         """Return a weight [out, in] as the library reads it column by column: [panels, in, COLUMNS]."""
         padded = functional.pad(weight, (0, 0, 0, -self._num_out % native.COLUMNS))
         return padded.view(len(padded) // native.COLUMNS, native.COLUMNS, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+class NativeInt10Linear(NativeInt8Linear):
+    """The same in int10."""
+
+    _WEIGHT_TYPE = "int10"
+    _BITS = 10
 
 
 class PackedLinear:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from gptserve.engine.config import EngineConfig, Quantization
+from gptserve.engine import native
+from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
@@ -38,9 +39,11 @@ _PARTS = {
 """The canonical tensors of each part (weights/families/family.py names them)."""
 
 _QUANTIZED = ("qkv", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
-"""The weights that int8 changes, but for those of the first layers."""
-_KEPT_LAYERS, _KEPT_SHARE = 3, 4
-"""The first layers, up to 3 and one in 4, are not quantized: later layers amplify their errors."""
+"""The weights that a quantization changes."""
+_FIRST_LAYERS, _FIRST_SHARE = 3, 4
+"""The first layers, up to 3 and one in 4, are in int10 or keep their dtype: later layers amplify their errors."""
+_BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
+"""Of a weight's element."""
 OF_STREAM = ("qkv", "ffn_up", "head")
 """The linears whose inputs are the channels of the residual stream."""
 EXACT_SHARE = 128
@@ -58,13 +61,23 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
     return counts
 
 
-def quantization_of(linear: str, num_layers: int, quantization: Quantization | None) -> Quantization | None:
-    """Return what becomes of the weight of this linear, by its canonical name; None if it keeps its dtype."""
+def weight_type_of(linear: str, num_layers: int, quantization: Quantization | None) -> WeightType | None:
+    """Return what becomes of the weight of this linear, by its canonical name, here; None if it keeps its dtype."""
     parts = linear.split(".")
-    num_kept = min(_KEPT_LAYERS, num_layers // _KEPT_SHARE)
-    is_first = parts[0] == "blocks" and int(parts[1]) < num_kept
-    is_kept = is_first and "experts" not in parts  # which are most of their model
-    return quantization if parts[-1] in _QUANTIZED and not is_kept else None
+    if quantization is None or parts[-1] not in _QUANTIZED:
+        return None
+    num_first = min(_FIRST_LAYERS, num_layers // _FIRST_SHARE)
+    is_first = parts[0] == "blocks" and int(parts[1]) < num_first
+    if not is_first or "experts" in parts:  # which are most of their model
+        return "int8"
+    return "int10" if native.has_fast_int10() else None
+
+
+def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, ...]:
+    """Return what becomes of some weight here; None for its dtype, which the router of a mixture of experts keeps."""
+    if quantization is None:
+        return (None,)
+    return ("int8", "int10", None) if native.has_fast_int10() else ("int8", None)
 
 
 def weight_bytes(
@@ -87,10 +100,11 @@ def weight_bytes(
         return sizes
     for part, name, shape in _tensors(model):
         linear = name.removesuffix(".weight")
-        if linear != name and quantization_of(linear, model.num_layers, quantization):
-            sizes[part] += _int8_bytes(linear, shape) - math.prod(shape) * dtype_bytes
+        weight_type = weight_type_of(linear, model.num_layers, quantization) if linear != name else None
+        if weight_type is not None:
+            sizes[part] += _quantized_bytes(linear, shape, weight_type) - math.prod(shape) * dtype_bytes
     if model.tied_head:
-        sizes["head"] += _int8_bytes("head", (model.vocab_size, model.embed_size or model.hidden_size))
+        sizes["head"] += _quantized_bytes("head", (model.vocab_size, model.embed_size or model.hidden_size))
     return sizes
 
 
@@ -103,18 +117,18 @@ def linear_bytes(model: ModelConfig, quantization: Quantization | None, dtype_by
     for part, name, shape in _tensors(model):
         if part in parts and name.endswith(".weight"):
             linear = "head" if part == "embedding" else name.removesuffix(".weight")
-            is_quantized = quantization_of(linear, model.num_layers, quantization) is not None
-            num_bytes += math.prod(shape) * (1 if is_quantized else dtype_bytes)
+            weight_type = weight_type_of(linear, model.num_layers, quantization)
+            num_bytes += int(math.prod(shape) * (dtype_bytes if weight_type is None else _BYTES[weight_type]))
     return num_bytes
 
 
-def _int8_bytes(linear: str, shape: tuple[int, ...]) -> int:
-    """Return the most bytes of a weight [out, in] in int8, with its scales, factors and what is not quantized."""
+def _quantized_bytes(linear: str, shape: tuple[int, ...], weight_type: WeightType = "int8") -> int:
+    """Return the most bytes of a quantized weight [out, in], with its scales, factors and what is not quantized."""
     num_out, num_in = shape
     num_wide = num_out + num_in + math.ceil(num_out / EXACT_SHARE) * num_in
     if linear.rpartition(".")[2] in OF_STREAM:
         num_wide += math.ceil(num_in / EXACT_SHARE) * num_out
-    return num_out * num_in + _WIDE_BYTES * num_wide
+    return math.ceil(num_out * num_in * _BYTES[weight_type]) + _WIDE_BYTES * num_wide
 
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:

@@ -1,8 +1,9 @@
 """The decoder as a program of engine/native, which computes a step in one call, from token ids to logits.
 
 It computes what decoder.py and layers.py define, with the same weights, without Python between the operations. In bf16
-it rounds where they do, but keeps the residual stream in fp32. Where no program can compute a model, `native_decoder`
-returns None, and those two files compute it.
+it rounds where they do, but keeps the residual stream in fp32, and what norms and activations give to products, if the
+weights of all are integers, for these round it anyway. Where no program can compute a model, `native_decoder` returns
+None, and those two files compute it.
 Decoder and program_steps.py call it. Shape letters as in engine/attention/__init__.py.
 """
 
@@ -31,7 +32,7 @@ from gptserve.weights.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _WIDE = ("x", "taken", "logits")
-"""The buffers that are in fp32: those of the residual stream, and the logits."""
+"""The buffers that are always in fp32: those of the residual stream, and the logits."""
 
 Part = Callable[[str, str, str], None]
 """Appends attention or a feed-forward: it reads one buffer and writes another, plus a residual; "" is none."""
@@ -60,14 +61,16 @@ def native_decoder(
     assert isinstance(backend, CpuAttention)
     dtype = embedding.dtype
     widths = _widths(config, dtype)
-    step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype) for _ in range(2))
+    wide = _wide(config, parts)
+    step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype, wide) for _ in range(2))
     step.embed(embedding, positions)
     for layer, table in enumerate(tables):
         step.block(layer, table, backend)
     step.program.add("take", "x", "taken")
     for writer in (step, head):
         writer.head()
-    return NativeDecoder(widths, dtype, config.vocab_size, step.program, head.program, backend)
+    dtypes = {name: torch.float32 if name in wide else dtype for name in widths}
+    return NativeDecoder(widths, dtypes, config.vocab_size, step.program, head.program, backend)
 
 
 def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
@@ -106,19 +109,27 @@ def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     return buffers
 
 
+def _wide(config: ModelConfig, parts: StreamedTensors) -> tuple[str, ...]:
+    """Return the buffers that are in fp32."""
+    weights = [linear.weight for linear in parts.linears.values() if isinstance(linear, NativeLinear)]
+    if any(weight.element_bits >= 16 for weight in weights):  # such products read their own type
+        return _WIDE
+    return *_WIDE, "h", "h2", *(() if config.gated_ffn else ("up",))
+
+
 class NativeDecoder:
     """The program of a model's steps and that of its head alone, with their buffers; for one thread at a time."""
 
     def __init__(
         self,
         widths: dict[str, int],
-        dtype: torch.dtype,
+        dtypes: dict[str, torch.dtype],
         vocab_size: int,
         step: Program,
         head: Program,
         backend: CpuAttention,
     ) -> None:
-        self._widths, self._dtype, self._vocab_size = widths, dtype, vocab_size
+        self._widths, self._dtypes, self._vocab_size = widths, dtypes, vocab_size
         self._step, self._head, self._backend = step, head, backend
         self._buffers: dict[str, Tensor] = {}
         self._num_rows = self._num_logits = 0
@@ -180,9 +191,7 @@ class NativeDecoder:
         self._num_rows, self._buffers = 0, {}  # frees the old ones before the new ones are allocated
         size = 1 << (num_rows - 1).bit_length()
         for name, width in self._widths.items():
-            dtype = torch.float32 if name in _WIDE else self._dtype
-            buffer = torch.empty(size, width, dtype=dtype)
-            self._buffers[name] = buffer
+            buffer = self._buffers[name] = torch.empty(size, width, dtype=self._dtypes[name])
             self._step.place(name, buffer.data_ptr())
             self._head.place(name, buffer.data_ptr())
         self._num_rows = size
@@ -191,8 +200,15 @@ class NativeDecoder:
 class _Writer:
     """Writes a program: what is called here is appended, in the order of the calls."""
 
-    def __init__(self, config: ModelConfig, parts: StreamedTensors, widths: dict[str, int], dtype: torch.dtype) -> None:
-        self.program = Program(widths, dtype.itemsize, wide=_WIDE)
+    def __init__(
+        self,
+        config: ModelConfig,
+        parts: StreamedTensors,
+        widths: dict[str, int],
+        dtype: torch.dtype,
+        wide: tuple[str, ...],
+    ) -> None:
+        self.program = Program(widths, dtype.itemsize, wide=wide)
         self._config, self._parts, self._widths, self._dtype = config, parts, widths, dtype
 
     def embed(self, embedding: Tensor, positions: Tensor | None) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.attention import AttentionSpec
-from gptserve.engine.config import Quantization
+from gptserve.engine.config import Quantization, WeightType
 from gptserve.engine.model.linear import Linear, make_linear
-from gptserve.engine.model.memory import OF_STREAM, quantization_of
+from gptserve.engine.model.memory import OF_STREAM, weight_type_of
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.parallel.group import Group
@@ -48,9 +48,9 @@ class StreamedTensors:
         self.norms: dict[str, Norm] = {}
         self.attentions: list[AttentionSpec] = []
 
-    def quantization_of(self, linear: str) -> Quantization | None:
-        """Return what becomes of the weight of this linear."""
-        return quantization_of(linear, self._num_layers, self._quantization)
+    def weight_type_of(self, linear: str) -> WeightType | None:
+        """Return what becomes of the weight of this linear; None if it keeps its dtype."""
+        return weight_type_of(linear, self._num_layers, self._quantization)
 
     def take(self, name: str) -> Tensor:
         """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
@@ -86,6 +86,6 @@ def take_linear(
     weight = source.take(f"{name}.weight")
     its_bias = source.take(f"{name}.bias") if bias else None
     exact_inputs = source.large_channels if name.rpartition(".")[2] in OF_STREAM else None
-    options = source.quantization_of(name), source.operations.call_rows, exact_inputs, source.memory
+    options = source.weight_type_of(name), source.operations.call_rows, exact_inputs, source.memory
     linear = source.linears[name] = make_linear(weight, its_bias, activation, out_dtype, *options)
     return linear

@@ -21,15 +21,16 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 21
+ABI = 22
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
-    4: ("generic", "avx2", "avx512"),
-    2: ("generic", "avx2", "avx512", "avx512_bf16", "amx"),
-    1: ("generic", "avx2", "avx_vnni", "avx512_vnni", "amx"),
+    32: ("generic", "avx2", "avx512"),
+    16: ("generic", "avx2", "avx512", "avx512_bf16", "amx"),
+    10: ("generic", "avx2", "avx_vnni", "avx512_vnni"),
+    8: ("generic", "avx2", "avx_vnni", "avx512_vnni", "amx"),
 }
-"""Of products by the bytes of a weight's element: fp32, bf16 and int8. The library's number of a variant is its index
-plus 1. Those of int8 give the same bits, but for the activations of "generic"."""
+"""Of products by the bits of a weight's element: fp32, bf16, int10 and int8. The library's number of a variant is its
+index plus 1. Those of integers give the same bits, but for the activations of "generic"."""
 COLUMNS = 32
 """What belongs to the outputs is padded to a multiple of this many."""
 MAX_INT8_DEPTH = 65536
@@ -53,7 +54,7 @@ class PackedWeight(Structure):
     _fields_ = members(
         (c_void_p, "weight bias scales factors exact exact_outputs input_weights exact_inputs"),
         (c_int64, "num_in num_out num_exact num_exact_inputs"),
-        (c_int32, "activation variant element_bytes"),
+        (c_int32, "activation variant element_bits"),
     )
 
 
@@ -83,13 +84,13 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def supported_variants(element_bytes: int) -> tuple[Variant, ...]:
+def supported_variants(element_bits: int) -> tuple[Variant, ...]:
     """Return those of VARIANTS that are built and that this CPU has, the fastest last."""
-    found, variants = _load(), VARIANTS[element_bytes]
+    found, variants = _load(), VARIANTS[element_bits]
     if found is None:
         return ()
-    numbers = [number for number, _ in enumerate(variants, 1) if found.native_has_variant(element_bytes, number)]
-    fastest = found.native_fastest_variant(element_bytes)
+    numbers = [number for number, _ in enumerate(variants, 1) if found.native_has_variant(element_bits, number)]
+    fastest = found.native_fastest_variant(element_bits)
     return tuple(variants[number - 1] for number in sorted(numbers, key=fastest.__eq__))
 
 
@@ -97,6 +98,11 @@ def supported_variants(element_bytes: int) -> tuple[Variant, ...]:
 def is_available() -> bool:
     """Return whether the library is built and loads. There is a variant for any CPU."""
     return _load() is not None
+
+
+def has_fast_int10() -> bool:
+    """Return whether products in int10 take no longer than those in bf16 here: AMX multiplies bf16 far faster."""
+    return is_available() and supported_variants(8)[-1] not in ("generic", "amx")
 
 
 def digest(of: ctypes.CDLL | None = None) -> str:

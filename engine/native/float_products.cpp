@@ -122,7 +122,7 @@ static Compute compute_bf16([[maybe_unused]] int variant) {
 }
 
 void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    (p.linear.element_bytes == 4 ? compute_fp32 : compute_bf16)(p.linear.variant)(p, from, to, panel, last);
+    (p.linear.element_bits == 32 ? compute_fp32 : compute_bf16)(p.linear.variant)(p, from, to, panel, last);
 }
 
 bool has_amx() {
@@ -137,17 +137,17 @@ bool has_amx() {
 #endif
 }
 
-int last_float_variant([[maybe_unused]] int64_t element_bytes) {
+int last_float_variant([[maybe_unused]] int64_t element_bits) {
 #if defined(__x86_64__)
     if (has_avx512())
-        return element_bytes == 4 || !__builtin_cpu_supports("avx512bf16") ? AVX512 : has_amx() ? AMX : AVX512_BF16;
+        return element_bits == 32 || !__builtin_cpu_supports("avx512bf16") ? AVX512 : has_amx() ? AMX : AVX512_BF16;
     if (has_avx2()) return AVX2;
 #endif
     return GENERIC;
 }
 
-int fastest_float_variant(int64_t element_bytes) {
-    const int last = last_float_variant(element_bytes);
+int fastest_float_variant(int64_t element_bits) {
+    const int last = last_float_variant(element_bits);
 #if defined(__x86_64__)
     if (last == AVX512_BF16 && __builtin_cpu_is("intel")) return AVX512;
 #endif

@@ -1,4 +1,4 @@
-// Products in int8: rows of x are quantized as they come, and sums are integers.
+// Products in int8 and int10: rows of x are quantized as they come, and sums are integers.
 //
 // The weights of an output are whole multiples, -127 to 127, of its scale. The elements of a row are multiples of a scale
 // of the row: its quantization depends on that row alone. Most multiples are -127 to 127. Up to one element in 128 may lie
@@ -10,9 +10,13 @@
 //   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; then the products with
 //   elements that are not quantized are added, one after the other; the rest, with its activations, as in bf16.
 // Products that are not quantized have the same bits everywhere, too: exact_product sums in one order.
+// In int10 weights are multiples of -511 to 511. Most elements of a row are multiples of -1023 to 1023, and the outliers,
+// at most MAX_FAR and one in 128, of -2^15 to 2^15, so there are no far parts. The products of each SEGMENT elements are
+// summed as integers, and these sums in fp32, in ascending order: y = sum * row scale * output scale, and so on.
+//
 // The instructions of VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is
 // subtracted with the sums of the rows. A row with an element that is not finite gives NaN. int8_kernel.h has all but the
-// sums.
+// sums; tests/engine/model/int10.py says in torch what int10 is.
 
 #include "linear.h"
 #include "scratch.h"
@@ -24,12 +28,14 @@
 
 constexpr int LEVEL = 20;    // the bits of a float from here on, without its sign: an eighth of an octave
 constexpr int LEVELS = 48;   // a far part stays below 64
+constexpr int LEVELS_10 = 40;  // and multiples in int10 stay below 2^15
 
 namespace generic {
 
 #include "floats_generic.h"
 #include "ints_generic.h"
 #include "int8_words.h"
+#include "int10_kernel.h"
 
 }  // namespace generic
 
@@ -41,6 +47,7 @@ namespace avx2 {
 #include "floats_avx2.h"
 #include "ints_avx2.h"
 #include "int8_words.h"
+#include "int10_kernel.h"
 
 // By AVX-VNNI, in assembly, as compilers that know AVX512-BF16 may not know it.
 struct Int8ByVnni {
@@ -68,6 +75,7 @@ namespace avx512 {
 #include "linear_kernel.h"
 #include "ints_avx512.h"
 #include "int8_kernel.h"
+#include "int10_kernel.h"
 
 template <bool HAS_PREFETCHES>
 struct Int8 {
@@ -91,6 +99,17 @@ static bool has_avx_vnni() {
 static bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
 #endif
+
+void compute_int10(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
+    auto compute = generic::compute_vectors<generic::Int10<4, false>>;
+#if defined(__x86_64__)
+    if (p.linear.variant >= INT8_VNNI)
+        compute = __builtin_cpu_is("intel") ? avx512::compute_vectors<avx512::Int10<8, true>>
+                                            : avx512::compute_vectors<avx512::Int10<8, false>>;
+    else if (p.linear.variant >= INT8_AVX2) compute = avx2::compute_vectors<avx2::Int10<4, false>>;
+#endif
+    compute(p, from, to, panel, last);
+}
 
 void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
     auto compute = generic::compute_vectors<generic::Int8>;
@@ -151,7 +170,8 @@ void quantize_chunk(void* job, int64_t chunk) {
         row.inputs = q.inputs + i * q.linear.num_exact_inputs;
         const uint8_t* x = q.x + i * q.x_bytes;
         int8_t* near = (int8_t*)q.near + i * q.row_bytes;
-        __builtin_memset(near + q.size, 0, q.row_bytes - q.size);
+        const int64_t num_bytes = q.size * (q.linear.element_bits == 10 ? 2 : 1);
+        __builtin_memset(near + num_bytes, 0, q.row_bytes - num_bytes);
         q.quantize_row(q.linear, x, q.size, q.max_far, near, row);
     }
 }

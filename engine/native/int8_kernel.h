@@ -9,9 +9,9 @@ static inline Floats load(const void* x, const float* factors, int64_t k) {
     return factors ? y * load(factors + k, 16) : y;
 }
 
-// Return the largest level that is near: the lowest, at most LEVELS below the highest, with `max_far` elements above.
-static int near_level(const uint16_t* keys, int64_t size, int highest, int64_t max_far) {
-    int low = max_of(0, highest - LEVELS);
+// Return the largest level that is near: the lowest, at most `levels` below the highest, with `max_far` elements above.
+static int near_level(const uint16_t* keys, int64_t size, int highest, int64_t max_far, int levels) {
+    int low = max_of(0, highest - levels);
     while (low < highest) {
         const int middle = (low + highest) / 2;
         if (count_above(keys, size, ((middle + 1) << (LEVEL - 16)) - 1) <= max_far) highest = middle;
@@ -20,10 +20,11 @@ static int near_level(const uint16_t* keys, int64_t size, int highest, int64_t m
     return low;
 }
 
-// Quantize a row of `size` elements, a multiple of 32.
+// Set the scale of a row of `size` elements, a multiple of 32: that of `most` multiples, beyond which at most `max_far`
+// elements lie, by at most `levels`. Return what elements are multiplied by.
 template <bool WIDE>
-static void quantize(const void* x, const float* factors, int64_t size, int64_t max_far, int8_t* near,
-                     QuantizedRow& row) {
+static float choose_scale(const void* x, const float* factors, int64_t size, int64_t max_far, int levels, int most,
+                          QuantizedRow& row) {
     uint16_t keys[MAX_INT8_DEPTH];
     Ints all_highest = all_of(0);
     for (int64_t k = 0; k < size; k += 16) {
@@ -32,17 +33,27 @@ static void quantize(const void* x, const float* factors, int64_t size, int64_t 
         store_upper_halves(keys + k, bits);
     }
     const int32_t highest = largest_of(all_highest);
-    const uint32_t bound_bits = (uint32_t)(near_level(keys, size, highest >> LEVEL, max_far) + 1) << LEVEL;
-    row.num_far = row.near_sum = row.far_sum = 0;
+    const uint32_t bound_bits = (uint32_t)(near_level(keys, size, highest >> LEVEL, max_far, levels) + 1) << LEVEL;
     if (highest >= 0x7f800000 || bound_bits >= 0x7f800000) {  // not finite
         row.scale = __builtin_nanf("");
+        return 0;
+    }
+    float bound = 1e-30f;  // below it, most / bound is infinite
+    if (bound_bits > 0x0da24260) __builtin_memcpy(&bound, &bound_bits, sizeof bound);  // 1e-30 in bits
+    row.scale = bound / most;
+    return most / bound;
+}
+
+template <bool WIDE>
+static void quantize(const void* x, const float* factors, int64_t size, int64_t max_far, int8_t* near,
+                     QuantizedRow& row) {
+    const float factor = choose_scale<WIDE>(x, factors, size, max_far, LEVELS, 127, row);
+    row.num_far = row.near_sum = row.far_sum = 0;
+    if (row.scale != row.scale) {
         __builtin_memset(near, 0, size);
         return;
     }
-    float bound = 1e-30f;  // below it, 127 / bound is infinite
-    if (bound_bits > 0x0da24260) __builtin_memcpy(&bound, &bound_bits, sizeof bound);  // 1e-30 in bits
-    row.scale = bound / 127;
-    const Floats inverse = broadcast(127 / bound);
+    const Floats inverse = broadcast(factor);
     Ints near_sum = all_of(0), far_sum = all_of(0);
     for (int64_t k = 0; k < size; k += 16) {
         Ints whole = rounded(load<WIDE>(x, factors, k) * inverse);
@@ -63,6 +74,19 @@ static void quantize(const void* x, const float* factors, int64_t size, int64_t 
     row.far_sum = sum_of(far_sum);
 }
 
+// In int10 all elements of a row, outliers too, are multiples of 16 bits.
+template <bool WIDE>
+static void quantize_10(const void* x, const float* factors, int64_t size, int64_t max_far, int16_t* multiples,
+                        QuantizedRow& row) {
+    const float factor = choose_scale<WIDE>(x, factors, size, min_of(MAX_FAR, max_far), LEVELS_10, 1023, row);
+    if (row.scale != row.scale) {
+        __builtin_memset(multiples, 0, size * 2);
+        return;
+    }
+    for (int64_t k = 0; k < size; k += 16)
+        store_shorts(multiples + k, rounded(load<WIDE>(x, factors, k) * broadcast(factor)));
+}
+
 // Return the product of a row and weights: 32 sums in ascending order, then the sum of their halves until one is left.
 template <bool WIDE>
 static float exact_product(const void* x, const float* weights, int64_t size) {
@@ -78,7 +102,8 @@ static float exact_product(const void* x, const float* weights, int64_t size) {
 template <bool WIDE>
 static void quantize_row(const Linear& linear, const void* x, int64_t size, int64_t max_far, int8_t* near,
                          QuantizedRow& row) {
-    quantize<WIDE>(x, linear.factors, size, max_far, near, row);
+    if (linear.element_bits == 10) quantize_10<WIDE>(x, linear.factors, size, max_far, (int16_t*)near, row);
+    else quantize<WIDE>(x, linear.factors, size, max_far, near, row);
     for (int64_t e = 0; e < linear.num_exact; e++) {
         const float y = exact_product<WIDE>(x, linear.exact + e * size, size);
         row.exact[e] = row.scale == row.scale ? y : row.scale;  // NaN, if an element is not finite
@@ -90,15 +115,20 @@ static void quantize_row(const Linear& linear, const void* x, int64_t size, int6
     }
 }
 
-// Return the products of a row with 16 outputs, from `column` of a panel on, of which `sums` are the integers.
-static inline Floats scaled(const Product& p, const QuantizedRow& q, int64_t panel, int column, const float* sums) {
-    const Linear& linear = p.linear;
-    const uint8_t* weights = linear.weight + panel * p.row_bytes * COLUMNS + column * 4;
+// Return the sums of the products of a row with 16 outputs, from `column` of a panel on: of the integers at `sums` and of
+// those with far parts.
+static inline Floats whole_sums(const Product& p, const QuantizedRow& q, int64_t panel, int column, const float* sums) {
+    const uint8_t* weights = p.linear.weight + panel * p.panel_bytes + column * 4;
     const Ints near = load_ints(sums) - all_of(128 * q.near_sum);
     Ints far = all_of(-128 * q.far_sum);
     for (int i = 0; i < q.num_far; i++)
         far = add_products(far, q.far[i].word, weights + q.far[i].start);
-    const Floats sum = floats_of(near) + floats_of(far) * broadcast(128.f);
+    return floats_of(near) + floats_of(far) * broadcast(128.f);
+}
+
+// Return the products of a row with 16 outputs, from `column` of a panel on, of whose multiples `sum` are the sums.
+static inline Floats scaled(const Product& p, const QuantizedRow& q, int64_t panel, int column, Floats sum) {
+    const Linear& linear = p.linear;
     Floats y = sum * broadcast(q.scale) * load(linear.scales + panel * COLUMNS + column, 16);
     const float* wide = linear.input_weights + panel * linear.num_exact_inputs * COLUMNS + column;
     for (int64_t i = 0; i < linear.num_exact_inputs; i++)
@@ -106,11 +136,14 @@ static inline Floats scaled(const Product& p, const QuantizedRow& q, int64_t pan
     return y;
 }
 
-static void finish_int8(const Product& p, int64_t row, int rows, int64_t panel, float* sums) {
+template <bool HAS_FAR>
+static void finish_rows(const Product& p, int64_t row, int rows, int64_t panel, float* sums) {
     for (int r = 0; r < rows; r++) {
+        const QuantizedRow& q = p.quantized[row + r];
         UNROLL for (int column = 0; column < COLUMNS; column += 16) {
             float* at = sums + r * COLUMNS + column;
-            store(at, 16, scaled(p, p.quantized[row + r], panel, column, at));
+            const Floats sum = HAS_FAR ? whole_sums(p, q, panel, column, at) : load(at, 16);
+            store(at, 16, scaled(p, q, panel, column, sum));
         }
     }
     int64_t i = 0, end = p.linear.num_exact;  // of the exact outputs, which ascend, find the panel's first one
@@ -123,3 +156,5 @@ static void finish_int8(const Product& p, int64_t row, int rows, int64_t panel, 
         for (int r = 0; r < rows; r++)
             sums[r * COLUMNS + p.linear.exact_outputs[i] - panel * COLUMNS] = p.quantized[row + r].exact[i];
 }
+
+constexpr auto finish_int8 = finish_rows<true>, finish_int10 = finish_rows<false>;

@@ -63,6 +63,12 @@ static inline void store_bytes(void* p, Ints v) {
     _mm_storeu_si128((__m128i*)p, bytes);
 }
 
+// Store integers of 16 bits.
+static inline void store_shorts(void* p, Ints v) {
+    const __m256i mixed = _mm256_packs_epi32((__m256i)v.low, (__m256i)v.high);
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+
 // Store the upper 16 bits of each.
 static inline void store_upper_halves(uint16_t* p, Ints v) {
     const __m256i low = _mm256_srli_epi32((__m256i)v.low, 16), high = _mm256_srli_epi32((__m256i)v.high, 16);
@@ -102,3 +108,5 @@ static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
     }
     return sum;
 }
+
+static constexpr auto add_wide_pairs = add_pairs;

@@ -20,6 +20,7 @@ static inline bool any(__mmask16 mask) { return mask; }
 static inline Ints only(__mmask16 mask, Ints v) { return (Ints)_mm512_maskz_mov_epi32(mask, (__m512i)v); }
 
 static inline void store_bytes(void* p, Ints v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v)); }
+static inline void store_shorts(void* p, Ints v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
 static inline void store_upper_halves(uint16_t* p, Ints v) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)v, 16)));
 }
@@ -33,4 +34,13 @@ static inline int64_t count_above(const uint16_t* keys, int64_t size, uint16_t l
 
 static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(weights), _mm512_set1_epi32(x));
+}
+
+typedef Ints Words;
+typedef Floats Vector;
+
+static inline Words words_at(const void* p) { return load_ints(p); }
+
+static inline Words add_wide_pairs(Words sum, Words x, Words weights) {
+    return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, (__m512i)weights);
 }

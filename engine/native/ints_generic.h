@@ -78,6 +78,10 @@ static inline void store_bytes(void* p, Ints v) {
     EACH_PART UNROLL for (int j = 0; j < 4; j++) ((int8_t*)p)[4 * i + j] = v.parts[i][j];
 }
 
+static inline void store_shorts(void* p, Ints v) {
+    EACH_PART UNROLL for (int j = 0; j < 4; j++) ((int16_t*)p)[4 * i + j] = v.parts[i][j];
+}
+
 static inline void store_upper_halves(uint16_t* p, Ints v) {
     EACH_PART UNROLL for (int j = 0; j < 4; j++) p[4 * i + j] = (uint32_t)v.parts[i][j] >> 16;
 }
@@ -108,4 +112,9 @@ static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
         EACH_PART sum.parts[i] = add_pairs(sum.parts[i], pairs, pairs_of_weights(half, words.parts[i]));
     }
     return sum;
+}
+
+// Return sum plus the products of two pairs of signed 16 bits, of 32 bits each.
+static inline FourInts add_wide_pairs(FourInts sum, FourInts x, FourInts weights) {
+    return sum + (x << 16 >> 16) * (weights << 16 >> 16) + (x >> 16) * (weights >> 16);
 }

@@ -17,7 +17,8 @@ static void compute_chunk(void* job, int64_t i) {
     const int64_t from = start + of_pass % p.row_chunks * p.rows_a_chunk;
     const int64_t to = min_of(from + p.rows_a_chunk, min_of(start + p.rows_a_pass, p.rows));
     const int64_t panel = of_pass / p.row_chunks * p.panels_a_chunk;
-    (p.quantized ? compute_int8 : compute_floats)(p, from, to, panel, min_of(panel + p.panels_a_chunk, p.panels));
+    const int64_t bits = p.linear.element_bits;
+    (bits == 8 ? compute_int8 : bits == 10 ? compute_int10 : compute_floats)(p, from, to, panel, min_of(panel + p.panels_a_chunk, p.panels));
 }
 
 static bool uses_tiles(const Product& p) { return p.linear.variant == (p.quantized ? (int)INT8_AMX : (int)AMX); }
@@ -27,12 +28,12 @@ static bool uses_tiles(const Product& p) { return p.linear.variant == (p.quantiz
 // panels, and those of its chunks that read the same panels follow each other, so that memory is read once a pass.
 static int64_t cut(Product& p) {
     const int64_t bytes = p.row_bytes * COLUMNS, fewest = uses_tiles(p) ? 32 : 24;
-    const int64_t bytes_a_ns = uses_tiles(p) ? 1000 : p.linear.element_bytes == 4 ? 300 : 150;  // times a row of x
+    const int64_t bytes_a_ns = uses_tiles(p) ? 1000 : p.linear.element_bits == 32 ? 300 : 150;  // times a row of x
     p.rows_a_pass = min_of(p.rows, max_of(fewest, ROW_BYTES / p.row_bytes / fewest * fewest));
     p.rows_a_chunk = min_of(p.rows_a_pass, max_of(fewest, MAX_CHUNK_NS * bytes_a_ns / bytes / fewest * fewest));
     p.row_chunks = quotient(p.rows_a_pass, p.rows_a_chunk);
     const int64_t times = quotient(p.rows, p.rows_a_pass) * p.row_chunks;  // that a panel is multiplied
-    const int64_t panel_ns = bytes / 10 + bytes * p.rows_a_chunk / bytes_a_ns;
+    const int64_t panel_ns = p.panel_bytes / 10 + bytes * p.rows_a_chunk / bytes_a_ns;
     const int64_t few = max_of(1, p.panels * times / (4 * num_threads()));
     const int64_t fewest_panels = quotient(p.panels, max_of(1, MAX_CHUNKS / times));
     p.panels_a_chunk = max_of(fewest_panels, min_of(few, CHUNK_NS / (panel_ns + 1)));
@@ -40,23 +41,28 @@ static int64_t cut(Product& p) {
     return quotient(p.rows, p.rows_a_pass) * p.chunks_a_pass;
 }
 
-static int64_t row_bytes_of(int64_t num_in, int64_t element_bytes) {
-    return padded(padded(num_in, ROW_MULTIPLE) * element_bytes, LINE);
+// Bytes of a row of x as it is multiplied: with int10 its elements have 16 bits.
+static int64_t row_bytes_of(int64_t num_in, int64_t element_bits) {
+    if (element_bits == 10) return padded(num_in, LINE) * 2;
+    return padded(padded(num_in, ROW_MULTIPLE) * element_bits / 8, LINE);
+}
+static int64_t panel_bytes_of(int64_t num_in, int64_t element_bits) {
+    return element_bits == 10 ? padded(num_in, LINE) / 16 * STEP_10 : row_bytes_of(num_in, element_bits) * COLUMNS;
 }
 static int64_t panels_of(int64_t num_out) { return quotient(num_out, COLUMNS); }
 
 struct Packing {
     const uint8_t* weight;
     uint8_t* packed;
-    int64_t num_in, num_out, element_bytes;
+    int64_t num_in, num_out, element_bits;
 };
 
 // Take LINE bytes of each row of W in turn, so that what they are spread over stays in the first cache.
 static void pack_panel(void* job, int64_t panel) {
     const Packing& p = *(const Packing*)job;
-    const int64_t row_bytes = p.num_in * p.element_bytes, panel_bytes = row_bytes_of(p.num_in, p.element_bytes) * COLUMNS;
+    const int64_t row_bytes = p.num_in * p.element_bits / 8, panel_bytes = panel_bytes_of(p.num_in, p.element_bits);
     const int64_t whole_bytes = row_bytes / 4 * 4;
-    const uint32_t added = p.element_bytes == 1 ? 0x80808080 : 0;  // makes int8 unsigned
+    const uint32_t added = p.element_bits == 8 ? 0x80808080 : 0;  // makes int8 unsigned
     uint8_t* to = p.packed + panel * panel_bytes;
     __builtin_memset(to, 0, panel_bytes);
     for (int64_t start = 0; start < row_bytes; start += LINE)
@@ -74,27 +80,45 @@ static void pack_panel(void* job, int64_t panel) {
         }
 }
 
+// The same for int10, from elements of 16 bits.
+static void pack_panel_10(void* job, int64_t panel) {
+    constexpr int PLACE[] = {0, 2, 1, 3};  // in a word
+    const Packing& p = *(const Packing*)job;
+    uint8_t* to = p.packed + panel * panel_bytes_of(p.num_in, 10);
+    __builtin_memset(to, 0, panel_bytes_of(p.num_in, 10));
+    for (int64_t start = 0; start < p.num_in; start += 16, to += STEP_10)
+        for (int64_t column = 0; column < min_of(COLUMNS, p.num_out - panel * COLUMNS); column++) {
+            const int16_t* row = (const int16_t*)p.weight + (panel * COLUMNS + column) * p.num_in + start;
+            for (int64_t i = 0; i < min_of(16, p.num_in - start); i++) {
+                const int64_t pair = i / 2;
+                to[column * 4 + i % 2 * 2 + pair / 4] |= (row[i] & 3) << pair % 4 * 2;
+                to[WORDS + i / 4 * WORDS + column * 4 + PLACE[i % 4]] = row[i] >> 2;
+            }
+        }
+}
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 21; }
+EXPORT int native_abi() { return 22; }
 
-// Whether the CPU has this variant of products in fp32, bf16 or int8, of which an element has 4, 2 bytes or 1.
-EXPORT bool native_has_variant(int64_t element_bytes, int variant) {
-    return element_bytes == 1 ? has_int8_variant(variant) : variant <= last_float_variant(element_bytes);
+// Whether the CPU has this variant of products in fp32, bf16, int8 or int10, by the bits of an element.
+EXPORT bool native_has_variant(int64_t element_bits, int variant) {
+    if (element_bits >= 16) return variant <= last_float_variant(element_bits);
+    return has_int8_variant(variant) && (element_bits == 8 || variant != INT8_AMX);
 }
 
 // The fastest that the CPU has, or 0.
-EXPORT int native_fastest_variant(int64_t element_bytes) {
-    if (element_bytes > 1) return fastest_float_variant(element_bytes);
+EXPORT int native_fastest_variant(int64_t element_bits) {
+    if (element_bits >= 16) return fastest_float_variant(element_bits);
     int variant = INT8_AMX;
-    while (variant > 0 && !has_int8_variant(variant)) variant--;
+    while (variant > 0 && !native_has_variant(element_bits, variant)) variant--;
     return variant;
 }
 
 // Bytes that a weight [num_out][num_in] takes packed.
-EXPORT int64_t native_packed_size(int64_t num_in, int64_t num_out, int64_t element_bytes) {
-    return row_bytes_of(num_in, element_bytes) * panels_of(num_out) * COLUMNS;
+EXPORT int64_t native_packed_size(int64_t num_in, int64_t num_out, int64_t element_bits) {
+    return panel_bytes_of(num_in, element_bits) * panels_of(num_out);
 }
 
 // Have the system populate a page: write to it without a change, as others may write there meanwhile. Compilers drop
@@ -126,24 +150,26 @@ EXPORT void native_populate_first(uint8_t* memory, int64_t num_arrays, int64_t s
     run_chunks(touch_array, &arrays, min_of(MAX_CHUNKS, num_arrays), num_threads());
 }
 
-EXPORT void native_pack(const uint8_t* weight, int64_t num_in, int64_t num_out, int64_t element_bytes, uint8_t* packed) {
+// The weight is [num_out][num_in], in int10 as int16.
+EXPORT void native_pack(const uint8_t* weight, int64_t num_in, int64_t num_out, int64_t element_bits, uint8_t* packed) {
+    const int64_t panel_bytes = COLUMNS * num_in * (element_bits == 10 ? 2 : element_bits / 8);
     for (int64_t panel = 0; panel < panels_of(num_out); panel += MAX_CHUNKS) {
-        Packing p = {weight + panel * COLUMNS * num_in * element_bytes,
-                     packed + panel * COLUMNS * row_bytes_of(num_in, element_bytes), num_in, num_out - panel * COLUMNS,
-                     element_bytes};
-        run_chunks(pack_panel, &p, min_of(MAX_CHUNKS, panels_of(p.num_out)), num_threads());
+        Packing p = {weight + panel * panel_bytes, packed + panel * panel_bytes_of(num_in, element_bits), num_in,
+                     num_out - panel * COLUMNS, element_bits};
+        const int64_t num_panels = min_of(MAX_CHUNKS, panels_of(p.num_out));
+        run_chunks(element_bits == 10 ? pack_panel_10 : pack_panel, &p, num_panels, num_threads());
     }
 }
 
 // x is [rows][num_in, padded with zeros to a multiple of 32], residual null or [rows][num_out], out [rows][num_out]; all
 // are contiguous. `width` says which of them are in fp32; the others are in bf16. x has the type of weights in fp32 or
-// bf16; with weights in int8 it may have either.
+// bf16; with weights in int8 or int10 it may have either.
 EXPORT void native_multiply(const Linear* linear, const void* x, const void* residual, void* out, int64_t rows,
                             int width) {
     Product p = {*linear, (const uint8_t*)x, nullptr, residual, out, (width & WIDE_OUT) != 0,
-                 (width & WIDE_RESIDUAL) != 0, rows, row_bytes_of(linear->num_in, linear->element_bytes),
-                 panels_of(linear->num_out), 0, 0, 0, 0, 0};
+                 (width & WIDE_RESIDUAL) != 0, rows, row_bytes_of(linear->num_in, linear->element_bits),
+                 panel_bytes_of(linear->num_in, linear->element_bits), panels_of(linear->num_out), 0, 0, 0, 0, 0};
     if (rows <= 0) return;
-    if (linear->element_bytes == 1) quantize_rows(p, x, width & WIDE_X);
+    if (linear->element_bits < 16) quantize_rows(p, x, width & WIDE_X);
     run_chunks(compute_chunk, &p, cut(p), num_threads());
 }

@@ -1,10 +1,16 @@
-// Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16 or int8: what all share.
+// Products with packed weights, y = act(x W^T + b) + residual, in fp32, bf16, int8 or int10: what all share.
 //
 // Packed weights are read from start to end, once for up to ROW_BYTES of x: [panels of 32 outputs][words of a row] [32
 // outputs][4 bytes]. A word, 4 bytes, is one fp32, two bf16 or four int8 numbers that follow each other in a row of W.
 // Vectors multiply a word of each output with one of x. A tile of AMX is 16 words deep and 16 outputs wide, loaded with
-// a stride of WORDS. Outputs and depth are padded with zeros. linear.cpp cuts products into chunks and exports them;
-// float_products.cpp and int8.cpp compute chunks.
+// a stride of WORDS. Outputs and depth are padded with zeros.
+//
+// In int10 a word has the upper 8 bits, signed, of elements 0, 2, 1 and 3, so that two vectors of pairs in 16 bits are
+// made of it by shifts. Before each 4 words lie the lower 2 bits of their 16 elements, in 4 bytes of each output: pair
+// after pair from the lowest bit on, one element of a pair in the lower 16 bits, the other in the upper ones. Memory is
+// read in ascending order, which CPUs fetch faster. Rows of x have 16 bits an element.
+//
+// linear.cpp cuts products into chunks and exports them; float_products.cpp and int8.cpp compute chunks.
 
 #pragma once
 
@@ -17,6 +23,9 @@ constexpr int ROW_MULTIPLE = 32;          // rows of x are padded with zeros to 
 constexpr int LINE = 64;                  // bytes of 16 words: of 16 outputs, or of a row
 constexpr int WORDS = COLUMNS * 4;        // bytes of a panel for a word of a row: one of each output
 constexpr int STEP = 16 * WORDS;           // and for LINE bytes of it
+constexpr int STEP_10 = 5 * WORDS;         // and for 16 elements in int10: their lower bits, then 4 words
+constexpr int SEGMENT = 2048;              // int10: elements of a row whose products are summed as integers
+constexpr int MAX_FAR = 64;                // and the most outliers of a row
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
 // In fp32 there are only the first three.
@@ -25,7 +34,7 @@ enum Int8Variant { INT8_GENERIC = 1, INT8_AVX2 = 2, INT8_AVX_VNNI = 3, INT8_VNNI
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
 
-// A packed weight with what belongs to it; mirrored by __init__.py.
+// A packed weight with what belongs to it; mirrored by __init__.py. What is said of int8 holds for int10, too.
 struct Linear {
     const uint8_t* weight;  // packed; in int8, 128 is added to each
     const float* bias;      // [outputs, padded to whole panels], or null
@@ -37,10 +46,10 @@ struct Linear {
                                    // are not quantized; their factors are 0
     const int32_t* exact_inputs;   // int8: which these are
     int64_t num_in, num_out, num_exact, num_exact_inputs;
-    int32_t activation, variant, element_bytes;
+    int32_t activation, variant, element_bits;
 };
 
-// A row of x in int8: scale * (near + 128 * far), where few elements are far from 0.
+// A row of x in int8: scale * (near + 128 * far), where few elements are far from 0. In int10 there are no far parts.
 struct QuantizedRow {
     float scale;               // NaN if an element is not finite
     int32_t near_sum, far_sum;
@@ -60,28 +69,29 @@ struct Product {
     const void* residual;    // [rows][num_out], fp32 if wide_residual, else bf16; or null
     void* out;               // [rows][num_out], fp32 if wide, else bf16
     bool wide, wide_residual;
-    int64_t rows, row_bytes, panels;
+    int64_t rows, row_bytes, panel_bytes, panels;  // panel_bytes of weights
     int64_t rows_a_pass, rows_a_chunk, row_chunks, panels_a_chunk, chunks_a_pass;
 };
 
 enum Width { WIDE_OUT = 1, WIDE_X = 2, WIDE_RESIDUAL = 4 };
 
-static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+static constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+static constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t quotient(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
 static inline int64_t padded(int64_t size, int64_t multiple) { return quotient(size, multiple) * multiple; }
 
-// Compute the outputs of panels [panel, last) for rows [from, to), in fp32 and bf16 and in int8.
+// Compute the outputs of panels [panel, last) for rows [from, to): in fp32 and bf16, in int8, and in int10.
 void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
 void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
+void compute_int10(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
 
 // Make x and `quantized` of a product from its rows [rows][num_in, padded to a multiple of 32], in fp32 or bf16. They
 // are valid until the calling thread quantizes others.
 void quantize_rows(Product& p, const void* x, bool wide);
 
-// The last FloatVariant that the CPU has for elements of 4 or 2 bytes, which has those before, and the fastest of them.
-int last_float_variant(int64_t element_bytes);
-int fastest_float_variant(int64_t element_bytes);
+// The last FloatVariant that the CPU has for elements of 32 or 16 bits, which has those before, and the fastest of them.
+int last_float_variant(int64_t element_bits);
+int fastest_float_variant(int64_t element_bits);
 
 // Whether the CPU has an Int8Variant.
 bool has_int8_variant(int variant);

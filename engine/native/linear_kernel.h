@@ -97,7 +97,7 @@ static void sum_tiles(const uint8_t* x, int64_t row_bytes, const uint8_t* panel,
 
 template <class Numbers>
 static void compute_tiles(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    const uint8_t* end = p.linear.weight + last * p.row_bytes * COLUMNS;
+    const uint8_t* end = p.linear.weight + last * p.panel_bytes;
     float sums[32 * COLUMNS];
     int configured = 0;
     for (; panel < last; panel++) {
@@ -105,7 +105,7 @@ static void compute_tiles(const Product& p, int64_t from, int64_t to, int64_t pa
             const int rows = min_of(32, to - row);
             if (rows != configured) configure_tiles(configured = rows);
             (rows > 16 ? sum_tiles<true> : sum_tiles<false>)(
-                p.x + row * p.row_bytes, p.row_bytes, p.linear.weight + panel * p.row_bytes * COLUMNS, end,
+                p.x + row * p.row_bytes, p.row_bytes, p.linear.weight + panel * p.panel_bytes, end,
                 (uint8_t*)sums);
             Numbers::finish_sums(p, row, rows, panel, sums);
             FINISH[p.linear.activation](p, row, rows, panel, sums);

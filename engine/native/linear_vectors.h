@@ -52,12 +52,12 @@ static void sum_rows(int rows, const uint8_t* x, int64_t row_bytes, const uint8_
 
 template <class Numbers>
 static void compute_vectors(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last) {
-    const uint8_t* end = p.linear.weight + last * p.row_bytes * COLUMNS;
+    const uint8_t* end = p.linear.weight + last * p.panel_bytes;
     float sums[Numbers::MAX_ROWS * COLUMNS];
     for (; panel < last; panel++) {
         for (int64_t row = from, rows; row < to; row += rows) {
             rows = quotient(to - row, quotient(to - row, Numbers::MAX_ROWS));  // calls differ by one row at most
-            const uint8_t* weights = p.linear.weight + panel * p.row_bytes * COLUMNS;
+            const uint8_t* weights = p.linear.weight + panel * p.panel_bytes;
             sum_rows<Numbers, Numbers::MAX_ROWS>(rows, p.x + row * p.row_bytes, p.row_bytes, weights, end, (uint8_t*)sums);
             Numbers::finish_sums(p, row, rows, panel, sums);
             FINISH[p.linear.activation](p, row, rows, panel, sums);

@@ -116,10 +116,10 @@ class Program:
     ) -> None:
         """Begin an empty program over buffers of these names and widths, in elements of 4 bytes (fp32) or 2 (bf16).
 
-        The buffers in `wide` are in fp32. `variant` is one of native.supported_variants(element_bytes), whose
+        The buffers in `wide` are in fp32. `variant` is one of native.supported_variants(8 * element_bytes), whose
         instructions compute all but products and attention; None means the fastest.
         """
-        self._element_bytes, self._variant = element_bytes, variant or native.supported_variants(element_bytes)[-1]
+        self._element_bytes, self._variant = element_bytes, variant or native.supported_variants(8 * element_bytes)[-1]
         self._numbers = {name: number for number, name in enumerate(widths)}
         buffers = (_Buffer(None, width, element_bytes == 4 or name in wide) for name, width in widths.items())
         self._buffers = (_Buffer * len(widths))(*buffers)
@@ -129,7 +129,7 @@ class Program:
     def add(self, kind: Kind, source: str, target: str, data: Any = None, *, residual: str = "") -> None:
         """Append an operation; `data` is the ctypes object that program.h names for its kind, kept alive here."""
         buffers = [self._numbers[name] if name else -1 for name in (source, target, residual)]
-        reads_wide = kind in _READS_WIDE or (kind == "linear" and data.element_bytes == 1)
+        reads_wide = kind in _READS_WIDE or (kind == "linear" and data.element_bits < 16)
         assert self._element_bytes == 4 or reads_wide or not self._buffers[buffers[0]].wide, "it reads a wide buffer"
         assert self._element_bytes == 4 or kind in _WRITES_WIDE or not self._buffers[buffers[1]].wide
         address = None if data is None else addressof(data)
@@ -171,5 +171,5 @@ class Program:
         """The program as the library reads it; made by the first run, after the last `add`."""
         operations = (_Operation * len(self._operations))(*self._operations)
         self.keep(operations)
-        kind = native.VARIANTS[self._element_bytes].index(self._variant) + 1, self._element_bytes
+        kind = native.VARIANTS[8 * self._element_bytes].index(self._variant) + 1, self._element_bytes
         return _Program(addressof(operations), len(operations), addressof(self._buffers), *kind)

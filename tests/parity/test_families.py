@@ -196,7 +196,7 @@ def test_the_instructions_of_any_cpu_give_the_same_logits(
     """To the accuracy of fp32, which bf16 would miss by far."""
     prompts = ragged_prompts(5, 60, vocab_size=90)
     fastest = torch.cat(paged_logits(written(name), prompts, CpuAttention()))
-    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: ("generic",))
+    monkeypatch.setattr(native, "supported_variants", lambda element_bits: ("generic",))
     generic = torch.cat(paged_logits(written(name), prompts, CpuAttention("generic")))
     assert (generic - fastest).abs().max() < 1e-4
 

@@ -71,7 +71,7 @@ def test_what_is_computed_and_by_which_code_is_a_cause(tiny_gpt2: Path) -> None:
     }
     assert causes(tiny_gpt2, operations=Operations(build="triton 3"))["operations"] != before["operations"]
     if native.is_available():
-        assert before["products"].startswith(f"native {native.supported_variants(4)[-1]} ")
+        assert before["products"].startswith(f"native {native.supported_variants(32)[-1]} ")
     builds = {CpuAttention(name).build for name in CpuAttention.supported_instructions()}
     assert len(builds) == len(CpuAttention.supported_instructions())
     attention = {causes(tiny_gpt2, backend=CpuAttention(n))["attention"] for n in CpuAttention.supported_instructions()}

@@ -141,19 +141,19 @@ class Kind:
 
 
 @pytest.fixture(
-    params=[Kind(dtype, variant) for dtype in DTYPES for variant in native.VARIANTS[dtype.itemsize]],
+    params=[Kind(dtype, variant) for dtype in DTYPES for variant in native.VARIANTS[8 * dtype.itemsize]],
     ids=lambda kind: f"{kind.dtype} {kind.variant}",
 )
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     found: Kind = request.param
-    if found.variant not in native.supported_variants(found.dtype.itemsize):
+    if found.variant not in native.supported_variants(8 * found.dtype.itemsize):
         pytest.skip(f"{found.variant} is not built, or this CPU has none")
     yield found
     native.set_num_threads(1)
 
 
 needs_avx512 = pytest.mark.skipif(
-    "avx512" not in native.supported_variants(2), reason="no AVX-512 here, or the library is not built"
+    "avx512" not in native.supported_variants(16), reason="no AVX-512 here, or the library is not built"
 )
 
 ODD_SIZES = [(1, 1), (2, 3), (31, 16), (33, 17), (96, 32), (100, 33), (64, 95), (257, 300)]
@@ -293,9 +293,9 @@ def test_native_refuses_what_is_not_laid_out_as_it_reads(kind: Kind) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_fingerprint_knows_the_variant(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if len(supported := native.supported_variants(dtype.itemsize)) < 2:
+    if len(supported := native.supported_variants(8 * dtype.itemsize)) < 2:
         pytest.skip("this CPU has one variant")
     *_, other, fastest = supported
     assert build_of(product_of(CPU, dtype), dtype).startswith(f"native {fastest} ")
-    monkeypatch.setattr(native, "supported_variants", lambda element_bytes: (other,))
+    monkeypatch.setattr(native, "supported_variants", lambda element_bits: (other,))
     assert build_of(product_of(CPU, dtype), dtype).startswith(f"native {other} ")

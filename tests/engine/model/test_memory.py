@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.memory import (
     available_memory_bytes,
     cache_capacity,
     kv_bytes_per_token,
+    linear_bytes,
     parameter_counts,
     plan_cache,
-    quantization_of,
+    weight_bytes,
+    weight_type_of,
+    weight_types,
 )
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
@@ -49,16 +53,33 @@ def test_parameters_are_counted_by_part() -> None:
     assert counts["head"] == 0
 
 
-def test_the_first_layers_are_not_quantized() -> None:
+@pytest.mark.parametrize("first", ["int10", None])
+def test_the_first_layers_have_more_bits(first: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_fast_int10", lambda: first == "int10")
+
     def kept(num_layers: int) -> list[int]:
         names = [f"blocks.{layer}.ffn_down" for layer in range(num_layers)]
-        return [i for i, name in enumerate(names) if quantization_of(name, num_layers, "int8") is None]
+        return [i for i, name in enumerate(names) if weight_type_of(name, num_layers, "int8") == first]
 
     assert [kept(num_layers) for num_layers in (1, 4, 12, 48)] == [[], [0], [0, 1, 2], [0, 1, 2]]
-    assert quantization_of("head", 12, "int8") == "int8"
-    assert quantization_of("blocks.0.experts.1.ffn_up", 12, "int8") == "int8"
-    assert quantization_of("blocks.11.router", 12, "int8") is None
-    assert quantization_of("blocks.11.ffn_down", 12, None) is None
+    assert weight_type_of("head", 12, "int8") == "int8"
+    assert weight_type_of("blocks.0.experts.1.ffn_up", 12, "int8") == "int8"
+    assert weight_type_of("blocks.11.router", 12, "int8") is None
+    assert weight_type_of("blocks.11.ffn_down", 12, None) is None
+    assert set(weight_types("int8")) == {"int8", first, None}
+    assert weight_types(None) == (None,)
+
+
+def test_a_weight_in_int10_takes_ten_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = read(gpt2(768, 12, 12))
+    layer = 768 * 12 * 768
+    in_int10, in_bf16 = [], []
+    for sizes, is_fast in ((in_int10, True), (in_bf16, False)):
+        monkeypatch.setattr(native, "has_fast_int10", lambda is_fast=is_fast: is_fast)
+        sizes += [linear_bytes(model, "int8", 2), sum(weight_bytes(model, 2, "int8").values())]
+    assert in_int10[0] == 12 * layer + 50257 * 768 + 3 * layer // 4
+    assert in_bf16[0] - in_int10[0] == 3 * layer * 3 // 4
+    assert 0.9 < (in_bf16[1] - in_int10[1]) / (3 * layer * 3 // 4) < 1
 
 
 def test_untying_the_head_adds_one_embedding() -> None:

@@ -28,7 +28,7 @@ NAN, INF = torch.nan, torch.inf
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
-by_variant = pytest.mark.parametrize("variant", native.supported_variants(4))
+by_variant = pytest.mark.parametrize("variant", native.supported_variants(32))
 all_kinds = pytest.mark.parametrize(
     ("dtype", "int8"), [(dtype, int8) for dtype in DTYPES for int8 in (False, True)], ids=lambda value: str(value)
 )
@@ -63,7 +63,7 @@ class Mixture:
             bias = torch.randn(num_out, generator=generator).to(shape.dtype)
             if not shape.int8:
                 return NativeLinear(weight, bias, activation, variant=variant)  # type: ignore[arg-type]
-            int8_variant = variant if variant in native.supported_variants(1) else None
+            int8_variant = variant if variant in native.supported_variants(8) else None
             return NativeInt8Linear(weight, bias, activation, variant=int8_variant)  # type: ignore[arg-type]
 
         ups = FFN * 2 if shape.is_gated else FFN
@@ -145,7 +145,7 @@ SHAPES = st.builds(
 @settings(max_examples=50, deadline=None)
 @given(
     shape=SHAPES,
-    variant=st.sampled_from(native.supported_variants(4) or ("generic",)),
+    variant=st.sampled_from(native.supported_variants(32) or ("generic",)),
     num_rows=st.sampled_from([1, 2, 3, 17, 80]),
     has_residual=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -171,7 +171,7 @@ def test_mixtures_are_those_of_torch_and_bits_depend_on_a_row_alone(
 
 
 @all_kinds
-@pytest.mark.skipif("avx512" not in native.supported_variants(2), reason="this CPU has no AVX-512")
+@pytest.mark.skipif("avx512" not in native.supported_variants(16), reason="this CPU has no AVX-512")
 def test_avx2_and_avx512_compute_the_same_bits(dtype: torch.dtype, int8: bool) -> None:
     shape = Shape(19, 17, int8=int8, dtype=dtype)  # several vectors, the last ones not whole
     rows = random_rows(9, shape)
@@ -191,7 +191,7 @@ def test_a_sum_of_two_is_rounded_before_the_residual_as_in_torch(
         assert torch.equal(bits(mixture(x, scores, added)), bits(mixture.by_torch(x, scores, added)))
 
 
-@pytest.mark.parametrize("variant", native.supported_variants(4))
+@pytest.mark.parametrize("variant", native.supported_variants(32))
 def test_a_sum_for_a_wide_residual_is_not_rounded(variant: native.Variant) -> None:
     mixture = Mixture(Shape(dtype=torch.bfloat16), variant)
     x, scores, residual = random_rows(20, mixture.shape)

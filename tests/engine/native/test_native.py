@@ -263,27 +263,27 @@ assert os.waitpid(child, 0)[1] == 0
 def test_without_the_library_there_is_no_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find_spec", lambda module: None)
     assert native._load() is None
-    assert native.supported_variants.__wrapped__(2) == ()
+    assert native.supported_variants.__wrapped__(16) == ()
 
 
 def test_the_fastest_variant_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Intel's CPUs AVX512-BF16, which comes after plain AVX-512, is slower than it."""
     library = SimpleNamespace(
-        native_has_variant=lambda itemsize, variant: variant in (1, 2, 3, 4), native_fastest_variant=lambda itemsize: 3
+        native_has_variant=lambda bits, variant: variant in (1, 2, 3, 4), native_fastest_variant=lambda bits: 3
     )
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_variants.__wrapped__(2) == ("generic", "avx2", "avx512_bf16", "avx512")
-    library.native_fastest_variant = lambda itemsize: 4
-    assert native.supported_variants.__wrapped__(2) == ("generic", "avx2", "avx512", "avx512_bf16")
+    assert native.supported_variants.__wrapped__(16) == ("generic", "avx2", "avx512_bf16", "avx512")
+    library.native_fastest_variant = lambda bits: 4
+    assert native.supported_variants.__wrapped__(16) == ("generic", "avx2", "avx512", "avx512_bf16")
 
 
 def test_a_cpu_may_lack_a_variant_before_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """As AMD's Zen 4 has AVX512-VNNI but no AVX-VNNI."""
     library = SimpleNamespace(
-        native_has_variant=lambda itemsize, variant: variant in (1, 2, 4), native_fastest_variant=lambda itemsize: 4
+        native_has_variant=lambda bits, variant: variant in (1, 2, 4), native_fastest_variant=lambda bits: 4
     )
     monkeypatch.setattr(native, "_load", lambda: library)
-    assert native.supported_variants.__wrapped__(1) == ("generic", "avx2", "avx512_vnni")
+    assert native.supported_variants.__wrapped__(8) == ("generic", "avx2", "avx512_vnni")
 
 
 def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
@@ -296,7 +296,7 @@ def test_the_variants_in_int8_are_those_that_the_cpu_has() -> None:
         "avx512_vnni": "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni",
     }
     unlisted = {"amx"} if "avx_vnni" in flags else {"amx", "avx_vnni"}  # old kernels do not know that name
-    found = [variant for variant in native.supported_variants(1) if variant not in unlisted]
+    found = [variant for variant in native.supported_variants(8) if variant not in unlisted]
     assert found == [variant for variant, needed in needs.items() if flags >= set(needed.split())]
 
 

@@ -61,7 +61,7 @@ TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-6}
 
 by_variant = pytest.mark.parametrize(
     ("dtype", "variant"),
-    [(dtype, variant) for dtype in DTYPES for variant in native.supported_variants(dtype.itemsize)],
+    [(dtype, variant) for dtype in DTYPES for variant in native.supported_variants(8 * dtype.itemsize)],
 )
 
 OPERATIONS: dict[str, Add] = {
@@ -135,7 +135,9 @@ def computed(
     return tensors["out"][:ROWS]
 
 
-@pytest.mark.skipif("avx512" not in native.supported_variants(2), reason="the library is not built, or no AVX-512 here")
+@pytest.mark.skipif(
+    "avx512" not in native.supported_variants(16), reason="the library is not built, or no AVX-512 here"
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_avx2_and_avx512_compute_the_same_bits(name: str, dtype: torch.dtype) -> None:
@@ -144,7 +146,7 @@ def test_avx2_and_avx512_compute_the_same_bits(name: str, dtype: torch.dtype) ->
         assert torch.equal(by_avx2.view(torch.int16), by_avx512.view(torch.int16)), width
 
 
-@pytest.mark.skipif("avx2" not in native.supported_variants(2), reason="the library is not built, or no AVX2 here")
+@pytest.mark.skipif("avx2" not in native.supported_variants(16), reason="the library is not built, or no AVX2 here")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_instructions_of_any_cpu_compute_the_same_but_for_fused_sums(name: str, dtype: torch.dtype) -> None:
@@ -161,7 +163,7 @@ OF_THE_STREAM: dict[str, Add] = {
 }
 
 
-@pytest.mark.parametrize("variant", native.supported_variants(4))
+@pytest.mark.parametrize("variant", native.supported_variants(32))
 @pytest.mark.parametrize("name", OF_THE_STREAM)
 def test_wide_buffers_of_a_program_in_bf16_have_what_one_in_fp32_computes(name: str, variant: native.Variant) -> None:
     def found(width: int, dtype: torch.dtype, *wide: str, precision: torch.dtype = torch.bfloat16) -> Tensor:
@@ -182,4 +184,4 @@ def test_wide_buffers_of_a_program_in_bf16_have_what_one_in_fp32_computes(name: 
 def test_operations_that_cannot_read_wide_buffers_are_refused(kind: Kind) -> None:
     program = Program({"x": 32, "out": 32}, 2, wide=("x",))
     with pytest.raises(AssertionError, match="it reads a wide buffer"):
-        program.add(kind, "x", "out", native.PackedWeight(element_bytes=2))
+        program.add(kind, "x", "out", native.PackedWeight(element_bits=16))
