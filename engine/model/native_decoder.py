@@ -61,7 +61,7 @@ def native_decoder(
     assert isinstance(backend, CpuAttention)
     dtype = embedding.dtype
     widths = _widths(config, dtype)
-    wide = _wide(config, parts)
+    wide = _wide(parts)
     step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype, wide) for _ in range(2))
     step.embed(embedding, positions)
     for layer, table in enumerate(tables):
@@ -109,12 +109,12 @@ def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     return buffers
 
 
-def _wide(config: ModelConfig, parts: StreamedTensors) -> tuple[str, ...]:
+def _wide(parts: StreamedTensors) -> tuple[str, ...]:
     """Return the buffers that are in fp32."""
     weights = [linear.weight for linear in parts.linears.values() if isinstance(linear, NativeLinear)]
     if any(weight.element_bits >= 16 for weight in weights):  # such products read their own type
         return _WIDE
-    return *_WIDE, "h", "h2", *(() if config.gated_ffn else ("up",))
+    return *_WIDE, "h", "h2", "up", "gated"
 
 
 class NativeDecoder:

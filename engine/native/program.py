@@ -18,7 +18,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The index is the library's number."""
-_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "add", "copy")
+_READS_WIDE: tuple[Kind, ...] = ("take", "embed", "add_position", "norm", "gate", "add", "copy")
 _WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")
 
 
@@ -132,6 +132,7 @@ class Program:
         reads_wide = kind in _READS_WIDE or (kind == "linear" and data.element_bits < 16)
         assert self._element_bytes == 4 or reads_wide or not self._buffers[buffers[0]].wide, "it reads a wide buffer"
         assert self._element_bytes == 4 or kind in _WRITES_WIDE or not self._buffers[buffers[1]].wide
+        assert kind != "gate" or self._buffers[buffers[0]].wide == self._buffers[buffers[1]].wide, "it has one width"
         address = None if data is None else addressof(data)
         self._operations.append(_Operation(KINDS.index(kind), *buffers, address))
         self.keep(data)

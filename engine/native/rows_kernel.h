@@ -155,13 +155,18 @@ static void gate_row(const T* in, T* out, int64_t width, float limit) {
 }
 
 template <class T>
-static void gate(const Operation& op, const Program& program, const Step&, int64_t row) {
+static void gate_typed_row(const Operation& op, const Program& program, int64_t row) {
     static constexpr decltype(&gate_row<T, IDENTITY>) ROWS[NUM_ACTIVATIONS] = {
         gate_row<T, IDENTITY>, gate_row<T, GELU>,  gate_row<T, GELU_TANH>, gate_row<T, GELU_SIGMOID>,
         gate_row<T, RELU>,     gate_row<T, RELU2>, gate_row<T, SILU>,      gate_row<T, TANH>};
     const Gate& gate = *(const Gate*)op.data;
     ROWS[gate.activation](row_of<T>(program, op.in, row), row_of<T>(program, op.out, row), program.buffers[op.out].width,
                                gate.limit);
+}
+
+template <class T>
+static void gate(const Operation& op, const Program& program, const Step&, int64_t row) {
+    (program.buffers[op.in].wide ? gate_typed_row<float> : gate_typed_row<T>)(op, program, row);
 }
 
 static inline bool ranks_above(float a, float b) { return a > b || (a != a && b == b); }

@@ -80,9 +80,11 @@ OPERATIONS: dict[str, Add] = {
 }
 
 
-def gated_by_program(x: Tensor, gate: Gate, variant: native.Variant) -> Tensor:
+def gated_by_program(x: Tensor, gate: Gate, variant: native.Variant, *, in_bf16: bool = False) -> Tensor:
+    """Return the gate of x; with `in_bf16` a program of bf16 computes it, x being fp32."""
     out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype)
-    program = Program({"x": x.shape[1], "out": out.shape[1]}, x.itemsize, variant)
+    wide = ("x", "out") if in_bf16 else ()
+    program = Program({"x": x.shape[1], "out": out.shape[1]}, 2 if in_bf16 else x.itemsize, variant, wide)
     program.add("gate", "x", "out", gate)
     program.place("x", x.data_ptr())
     program.place("out", out.data_ptr())
@@ -102,6 +104,22 @@ def test_a_gate_is_what_torch_computes(limit: float | None, dtype: torch.dtype, 
             x[0, -1], x[1, 0], x[2, :2], x[3, -1] = torch.nan, torch.nan, torch.inf, -torch.inf
             found, expected = gated_by_program(x, gate, variant), gated(x, activation, limit)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("variant", native.supported_variants(32))
+@pytest.mark.parametrize("limit", [0.0, 2.0])
+def test_a_wide_gate_of_a_program_in_bf16_is_that_of_one_in_fp32(limit: float, variant: native.Variant) -> None:
+    gate = Gate(limit, native.ACTIVATIONS.index("silu"))
+    for width in WIDTHS:
+        x = torch.randn(ROWS, 2 * width)
+        assert torch.equal(gated_by_program(x, gate, variant, in_bf16=True), gated_by_program(x, gate, variant))
+
+
+def test_a_gate_has_wide_buffers_on_both_sides_or_on_none() -> None:
+    for wide in ("x", "out"):
+        program = Program({"x": 64, "out": 32}, 2, wide=(wide,))
+        with pytest.raises(AssertionError, match="it has one width"):
+            program.add("gate", "x", "out", Gate(0.0, 0))
 
 
 def computed(
@@ -180,7 +198,7 @@ def test_wide_buffers_of_a_program_in_bf16_have_what_one_in_fp32_computes(name: 
             assert torch.equal(found(width, torch.bfloat16, *wide), exact.bfloat16())
 
 
-@pytest.mark.parametrize("kind", ["clamp", "rotate", "gate", "linear", "experts", "attend"])
+@pytest.mark.parametrize("kind", ["clamp", "rotate", "linear", "experts", "attend"])
 def test_operations_that_cannot_read_wide_buffers_are_refused(kind: Kind) -> None:
     program = Program({"x": 32, "out": 32}, 2, wide=("x",))
     with pytest.raises(AssertionError, match="it reads a wide buffer"):
