@@ -25,8 +25,7 @@ def step_bytes(
 ) -> int:
     """Return the bytes that a step of so many sequences reads at this context.
 
-    In int8 the first layers have more bits. There scales, biases, norms and what stays exact are left out, which
-    `bench/step_parts.py` counts.
+    For int8 scales, biases, norms and what is not quantized are left out, which `bench/step_parts.py` counts.
     """
     if quantization is None:
         counts = parameter_counts(model)

@@ -60,8 +60,8 @@ class Decoder:
     """A decoder-only transformer on one device.
 
     `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
-    `quantization` is that of all weights of products but those that memory.py keeps; an embedding keeps its dtype. With
-    a group this is the first rank, and the other ranks compute with it.
+    `quantization` is that of weights of products; memory.py says what becomes of each. An embedding keeps its dtype.
+    With a group this is the first rank, and the other ranks compute with it.
     Call `set_max_model_len` before computing tokens.
     """
 

@@ -19,6 +19,7 @@ from gptserve.engine.attention import AttentionBackend
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.batch_invariance import Products
 from gptserve.engine.model.linear import build_of, product_of
+from gptserve.engine.model.memory import weight_types
 from gptserve.engine.model.operations import Operations
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
@@ -54,9 +55,12 @@ def numeric_causes(
         "attention": f"{backend.name} {backend.build}",
         "operations": operations.build,
         "products": build_of(product_of(device, dtype), dtype),
-        "quantized products": "none"
-        if quantization is None
-        else build_of(product_of(device, dtype, quantization), dtype),
+        "quantized products": ", ".join(
+            build_of(product_of(device, dtype, weight_type), dtype)
+            for weight_type in weight_types(quantization)
+            if weight_type is not None
+        )
+        or "none",
         "rows of products": repr(products),
         "ranks": str(num_ranks),
         "rows of decoding steps": "padded for graphs" if has_graphs else "as many as needed",

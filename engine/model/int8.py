@@ -2,8 +2,8 @@
 
 The weights of an output are whole multiples, -127 to 127, of its scale; so are most elements of a row of x. Products
 are sums of integers, exact in any order. engine/native/int8.cpp computes the same, bit for bit up to the activation.
-linear.py builds that where the compiled library is there. It alone multiplies in int10, which is for the weights whose
-errors count most; int8.cpp says how.
+linear.py builds that where the compiled library is there. It alone multiplies in int10, for the weights whose errors
+count most: their multiples are -511 to 511, and int8.cpp says the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from gptserve.engine.model.memory import EXACT_SHARE, linear_shapes
 from gptserve.weights.config import Activation, ModelConfig
 
 logger = logging.getLogger(__name__)
-
 
 _STEP = 127
 """The largest multiple of a scale."""

@@ -76,9 +76,7 @@ def build_of(product: Product, dtype: torch.dtype) -> str:
     match product:
         case "native":
             return f"native {native.supported_variants(8 * dtype.itemsize)[-1]} {native.digest()}"
-        case (
-            "native_int8" | "native_int10"
-        ):  # whose variants give the same bits but for activations, which are those of "native"
+        case "native_int8" | "native_int10":  # activations are those of "native", all else the same by all variants
             return f"{product} {native.digest()}"
         case _:
             return product

@@ -1,7 +1,7 @@
 """How much memory a model and its KV cache need, how much there is, and how many blocks fit.
 
-Torch-free: it knows a model's shape and allocates nothing. ModelRunner calls `plan_cache` once; `gptserve inspect`
-prints sizes before any weight is read.
+Torch-free: it knows a model's shape and which types of weights this CPU multiplies fast, and allocates nothing.
+ModelRunner calls `plan_cache` once; `gptserve inspect` prints sizes before any weight is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The decoder as a program of engine/native, which computes a step in one call, from token ids to logits.
 
 It computes what decoder.py and layers.py define, with the same weights, without Python between the operations. In bf16
-it rounds where they do, but keeps the residual stream in fp32, and what norms and activations give to products, if the
-weights of all are integers, for these round it anyway. Where no program can compute a model, `native_decoder` returns
-None, and those two files compute it.
+it rounds where they do, but keeps the residual stream in fp32. If all weights are integers, it also keeps in fp32 what
+norms and activations return: products of integers quantize it anyway. Where no program can compute a model,
+`native_decoder` returns None, and those two files compute it.
 Decoder and program_steps.py call it. Shape letters as in engine/attention/__init__.py.
 """
 
@@ -112,9 +112,9 @@ def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
 def _wide(parts: StreamedTensors) -> tuple[str, ...]:
     """Return the buffers that are in fp32."""
     weights = [linear.weight for linear in parts.linears.values() if isinstance(linear, NativeLinear)]
-    if any(weight.element_bits >= 16 for weight in weights):  # such products read their own type
+    if any(weight.element_bits >= 16 for weight in weights):  # they read their own type; so does each mixture's router
         return _WIDE
-    return *_WIDE, "h", "h2", "up", "gated"
+    return *_WIDE, "embedded", "h", "h2", "up", "gated"
 
 
 class NativeDecoder:

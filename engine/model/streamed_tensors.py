@@ -24,10 +24,10 @@ from gptserve.weights.huge_pages import HugePages
 class StreamedTensors:
     """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
 
-    `quantization` is what becomes of the weights of linears once they are taken, but for those that memory.py keeps and
-    the columns of `large_channels`, int64, in those that take the residual stream. `group` has the ranks, if there are
-    several: then attention and feed-forwards are terms of sums. `operations` computes what is no product. Weights are
-    packed into `memory`.
+    `quantization` is for the weights of linears once they are taken: memory.py says what becomes of each. The columns
+    of `large_channels`, int64, are not quantized in those that take the residual stream. `group` has the ranks, if any:
+    then attention and feed-forwards are terms of sums. `operations` computes what is no product. Weights are packed
+    into `memory`.
     """
 
     def __init__(

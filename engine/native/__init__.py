@@ -101,7 +101,7 @@ def is_available() -> bool:
 
 
 def has_fast_int10() -> bool:
-    """Return whether products in int10 take no longer than those in bf16 here: AMX multiplies bf16 far faster."""
+    """Return whether products in int10 take about as long as those in bf16 here: AMX multiplies bf16 far faster."""
     return is_available() and supported_variants(8)[-1] not in ("generic", "amx")
 
 

@@ -2,23 +2,23 @@
 //
 // int8.cpp includes this file for each set of instructions, where these stand before:
 //   Words, Vector                      a register of 32-bit integers, and of floats
-//   add_wide_pairs(sum, x, weights)    sum plus the products of two pairs of 16 bits
-// Integers of SEGMENT elements of a row are summed at once, so that 32 bits suffice: 511 times 1023 for each element, and
-// 511 times 2^15 for up to MAX_FAR of them.
+//   add_signed_pairs(sum, x, weights)  sum plus the products of two pairs of 16 bits
+// The products of SEGMENT elements are summed as integers, and so 32 bits suffice: each is at most 511 times 1023, and
+// those of up to MAX_OUTLIERS_10 outliers at most 511 times 2^15.
 
 typedef int16_t Shorts __attribute__((vector_size(sizeof(Words))));
 typedef uint16_t UnsignedShorts __attribute__((vector_size(sizeof(Words))));
 
-// Return pair i, 0 or 1, of the weights of some outputs, of whose words the upper 8 bits are given, and the others from
-// bit `shift` on.
-static inline Words wide_pairs(int i, Words high, Words low, int shift) {
+// Return pair i, 0 or 1, of the weights of a word. `high` has the upper 8 bits of each; the lower 2 lie in `low` from bit
+// `shift` on.
+static inline Words pairs_10(int i, Words high, Words low, int shift) {
     const Shorts upper = (i == 0 ? (Shorts)high << 8 : (Shorts)high) >> 6;
     return (Words)((upper & (int16_t)~3) | ((Shorts)((UnsignedShorts)low >> shift) & 3));
 }
 
 // Sum R rows of x times vectors [V, V + N) of a panel.
 template <bool PREFETCHES, int R, int V, int N>
-static void sum_wide_outputs(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
+static void sum_outputs_10(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
     Vector total[R][N];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) total[r][n] = Vector{};
     for (int64_t start = 0; start < row_bytes; start += 2 * SEGMENT) {
@@ -36,13 +36,13 @@ static void sum_wide_outputs(const uint8_t* x, int64_t row_bytes, const uint8_t*
                 UNROLL for (int i = 0; i < 2; i++) {
                     Words weights[N];
                     UNROLL for (int n = 0; n < N; n++)
-                        weights[n] = wide_pairs(i, words_at(at + n * sizeof(Words)), low[n], 4 * word + 2 * i);
+                        weights[n] = pairs_10(i, words_at(at + n * sizeof(Words)), low[n], 4 * word + 2 * i);
                     UNROLL for (int r = 0; r < R; r++) {
                         int32_t pair;
                         __builtin_memcpy(&pair, x + r * row_bytes + k + word * 8 + i * 4, sizeof pair);
                         const Words all = Words{} + pair;
                         UNROLL for (int n = 0; n < N; n++) {
-                            sum[r][n] = add_wide_pairs(sum[r][n], all, weights[n]);
+                            sum[r][n] = add_signed_pairs(sum[r][n], all, weights[n]);
                             KEEP_IN_REGISTER(sum[r][n]);
                         }
                     }
@@ -58,17 +58,17 @@ static void sum_wide_outputs(const uint8_t* x, int64_t row_bytes, const uint8_t*
 }
 
 template <bool HAS_PREFETCHES, int R, int V = 0>
-static void sum_wide_words(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
+static void sum_words_10(const uint8_t* x, int64_t row_bytes, const uint8_t* panel, const uint8_t* end, uint8_t* sums) {
     constexpr int VECTORS_OF_PANEL = WORDS / sizeof(Words), N = min_of(VECTORS_OF_PANEL, R <= 2 ? 4 : 2);
     constexpr bool PREFETCHES = V == 0 && (HAS_PREFETCHES || N < VECTORS_OF_PANEL);
-    sum_wide_outputs<PREFETCHES, R, V, N>(x, row_bytes, panel, end, sums);
-    if constexpr (V + N < VECTORS_OF_PANEL) sum_wide_words<HAS_PREFETCHES, R, V + N>(x, row_bytes, panel, end, sums);
+    sum_outputs_10<PREFETCHES, R, V, N>(x, row_bytes, panel, end, sums);
+    if constexpr (V + N < VECTORS_OF_PANEL) sum_words_10<HAS_PREFETCHES, R, V + N>(x, row_bytes, panel, end, sums);
 }
 
 template <int ROWS, bool HAS_PREFETCHES>
 struct Int10 {
     static constexpr int MAX_ROWS = ROWS;
     template <int R>
-    static constexpr auto sum = sum_wide_words<HAS_PREFETCHES, R>;
+    static constexpr auto sum = sum_words_10<HAS_PREFETCHES, R>;
     static constexpr auto finish_sums = finish_int10;
 };

@@ -6,17 +6,20 @@
 // elements that have a far part are multiplied once more. Few outputs, those with by far the largest weights, are
 // products of numbers that are not quantized, and so are few elements of all rows with their weights.
 //
-// Integer sums are exact, so that all variants and engine/model/int8.py, which says the same in torch, give the same bits:
+// Integer sums are exact, so all variants and engine/model/int8.py, which says the same in torch, give the same bits:
 //   y = (near + 128 far) * row scale * output scale, near and far being sums converted to fp32; then the products with
 //   elements that are not quantized are added, one after the other; the rest, with its activations, as in bf16.
 // Products that are not quantized have the same bits everywhere, too: exact_product sums in one order.
-// In int10 weights are multiples of -511 to 511. Most elements of a row are multiples of -1023 to 1023, and the outliers,
-// at most MAX_FAR and one in 128, of -2^15 to 2^15, so there are no far parts. The products of each SEGMENT elements are
-// summed as integers, and these sums in fp32, in ascending order: y = sum * row scale * output scale, and so on.
 //
-// The instructions of VNNI and AMX multiply signed with unsigned bytes, so packed weights have 128 added, which is
-// subtracted with the sums of the rows. A row with an element that is not finite gives NaN. int8_kernel.h has all but the
-// sums; tests/engine/model/int10.py says in torch what int10 is.
+// The instructions of VNNI and AMX multiply signed with unsigned bytes, so packed weights in int8 have 128 added, which
+// is subtracted with the sums of the rows.
+//
+// In int10 weights are multiples of -511 to 511. Most elements of a row are multiples of -1023 to 1023; the outliers, at
+// most MAX_OUTLIERS_10 and one in 128, have 16 bits, so there are no far parts. The products of SEGMENT elements are
+// summed as integers, and these sums in fp32, in ascending order. That is multiplied by the scales, and so on.
+//
+// A row with an element that is not finite gives NaN. int8_kernel.h has all but the sums; tests/engine/model/int10.py
+// says in torch what int10 is.
 
 #include "linear.h"
 #include "scratch.h"

@@ -20,8 +20,8 @@ static int near_level(const uint16_t* keys, int64_t size, int highest, int64_t m
     return low;
 }
 
-// Set the scale of a row of `size` elements, a multiple of 32: that of `most` multiples, beyond which at most `max_far`
-// elements lie, by at most `levels`. Return what elements are multiplied by.
+// Set the scale of a row of `size` elements, a multiple of 32. Its bound is `most` times the scale: at most `max_far`
+// elements exceed it, none by more than `levels`. Return what elements are multiplied by.
 template <bool WIDE>
 static float choose_scale(const void* x, const float* factors, int64_t size, int64_t max_far, int levels, int most,
                           QuantizedRow& row) {
@@ -78,7 +78,7 @@ static void quantize(const void* x, const float* factors, int64_t size, int64_t 
 template <bool WIDE>
 static void quantize_10(const void* x, const float* factors, int64_t size, int64_t max_far, int16_t* multiples,
                         QuantizedRow& row) {
-    const float factor = choose_scale<WIDE>(x, factors, size, min_of(MAX_FAR, max_far), LEVELS_10, 1023, row);
+    const float factor = choose_scale<WIDE>(x, factors, size, min_of(MAX_OUTLIERS_10, max_far), LEVELS_10, 1023, row);
     if (row.scale != row.scale) {
         __builtin_memset(multiples, 0, size * 2);
         return;
@@ -126,7 +126,7 @@ static inline Floats whole_sums(const Product& p, const QuantizedRow& q, int64_t
     return floats_of(near) + floats_of(far) * broadcast(128.f);
 }
 
-// Return the products of a row with 16 outputs, from `column` of a panel on, of whose multiples `sum` are the sums.
+// Return the products of a row with 16 outputs, from `column` of a panel on. `sum` has the sums of their multiples.
 static inline Floats scaled(const Product& p, const QuantizedRow& q, int64_t panel, int column, Floats sum) {
     const Linear& linear = p.linear;
     Floats y = sum * broadcast(q.scale) * load(linear.scales + panel * COLUMNS + column, 16);

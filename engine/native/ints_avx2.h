@@ -109,4 +109,4 @@ static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
     return sum;
 }
 
-static constexpr auto add_wide_pairs = add_pairs;
+static constexpr auto add_signed_pairs = add_pairs;

@@ -41,6 +41,6 @@ typedef Floats Vector;
 
 static inline Words words_at(const void* p) { return load_ints(p); }
 
-static inline Words add_wide_pairs(Words sum, Words x, Words weights) {
+static inline Words add_signed_pairs(Words sum, Words x, Words weights) {
     return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, (__m512i)weights);
 }

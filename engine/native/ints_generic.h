@@ -115,6 +115,6 @@ static inline Ints add_products(Ints sum, int32_t x, const uint8_t* weights) {
 }
 
 // Return sum plus the products of two pairs of signed 16 bits, of 32 bits each.
-static inline FourInts add_wide_pairs(FourInts sum, FourInts x, FourInts weights) {
+static inline FourInts add_signed_pairs(FourInts sum, FourInts x, FourInts weights) {
     return sum + (x << 16 >> 16) * (weights << 16 >> 16) + (x >> 16) * (weights >> 16);
 }

@@ -17,8 +17,10 @@ static void compute_chunk(void* job, int64_t i) {
     const int64_t from = start + of_pass % p.row_chunks * p.rows_a_chunk;
     const int64_t to = min_of(from + p.rows_a_chunk, min_of(start + p.rows_a_pass, p.rows));
     const int64_t panel = of_pass / p.row_chunks * p.panels_a_chunk;
-    const int64_t bits = p.linear.element_bits;
-    (bits == 8 ? compute_int8 : bits == 10 ? compute_int10 : compute_floats)(p, from, to, panel, min_of(panel + p.panels_a_chunk, p.panels));
+    const int64_t last = min_of(panel + p.panels_a_chunk, p.panels);
+    const int bits = p.linear.element_bits;
+    const auto compute = bits == 8 ? compute_int8 : bits == 10 ? compute_int10 : compute_floats;
+    compute(p, from, to, panel, last);
 }
 
 static bool uses_tiles(const Product& p) { return p.linear.variant == (p.quantized ? (int)INT8_AMX : (int)AMX); }
@@ -41,14 +43,16 @@ static int64_t cut(Product& p) {
     return quotient(p.rows, p.rows_a_pass) * p.chunks_a_pass;
 }
 
-// Bytes of a row of x as it is multiplied: with int10 its elements have 16 bits.
+// Bytes of a row of x as it is multiplied: with weights in int10 its elements have 16 bits.
 static int64_t row_bytes_of(int64_t num_in, int64_t element_bits) {
-    if (element_bits == 10) return padded(num_in, LINE) * 2;
-    return padded(padded(num_in, ROW_MULTIPLE) * element_bits / 8, LINE);
+    return padded(padded(num_in, ROW_MULTIPLE) * (element_bits == 10 ? 16 : element_bits) / 8, LINE);
 }
+
 static int64_t panel_bytes_of(int64_t num_in, int64_t element_bits) {
-    return element_bits == 10 ? padded(num_in, LINE) / 16 * STEP_10 : row_bytes_of(num_in, element_bits) * COLUMNS;
+    if (element_bits == 10) return padded(num_in, ROW_MULTIPLE) / 16 * STEP_10;
+    return row_bytes_of(num_in, element_bits) * COLUMNS;
 }
+
 static int64_t panels_of(int64_t num_out) { return quotient(num_out, COLUMNS); }
 
 struct Packing {
@@ -152,9 +156,9 @@ EXPORT void native_populate_first(uint8_t* memory, int64_t num_arrays, int64_t s
 
 // The weight is [num_out][num_in], in int10 as int16.
 EXPORT void native_pack(const uint8_t* weight, int64_t num_in, int64_t num_out, int64_t element_bits, uint8_t* packed) {
-    const int64_t panel_bytes = COLUMNS * num_in * (element_bits == 10 ? 2 : element_bits / 8);
+    const int64_t unpacked_bytes = COLUMNS * num_in * (element_bits == 10 ? 16 : element_bits) / 8;
     for (int64_t panel = 0; panel < panels_of(num_out); panel += MAX_CHUNKS) {
-        Packing p = {weight + panel * panel_bytes, packed + panel * panel_bytes_of(num_in, element_bits), num_in,
+        Packing p = {weight + panel * unpacked_bytes, packed + panel * panel_bytes_of(num_in, element_bits), num_in,
                      num_out - panel * COLUMNS, element_bits};
         const int64_t num_panels = min_of(MAX_CHUNKS, panels_of(p.num_out));
         run_chunks(element_bits == 10 ? pack_panel_10 : pack_panel, &p, num_panels, num_threads());

@@ -25,7 +25,7 @@ constexpr int WORDS = COLUMNS * 4;        // bytes of a panel for a word of a ro
 constexpr int STEP = 16 * WORDS;           // and for LINE bytes of it
 constexpr int STEP_10 = 5 * WORDS;         // and for 16 elements in int10: their lower bits, then 4 words
 constexpr int SEGMENT = 2048;              // int10: elements of a row whose products are summed as integers
-constexpr int MAX_FAR = 64;                // and the most outliers of a row
+constexpr int MAX_OUTLIERS_10 = 64;        // and the most outliers of a row
 constexpr int MAX_INT8_DEPTH = 65536;     // 127 * 255 times as much is a sum in int32
 
 // In fp32 there are only the first three.
@@ -34,9 +34,9 @@ enum Int8Variant { INT8_GENERIC = 1, INT8_AVX2 = 2, INT8_AVX_VNNI = 3, INT8_VNNI
 
 enum Activation { IDENTITY, GELU, GELU_TANH, GELU_SIGMOID, RELU, RELU2, SILU, TANH, NUM_ACTIVATIONS };
 
-// A packed weight with what belongs to it; mirrored by __init__.py. What is said of int8 holds for int10, too.
+// A packed weight with what belongs to it; mirrored by __init__.py. Other members that are of int8 are of int10, too.
 struct Linear {
-    const uint8_t* weight;  // packed; in int8, 128 is added to each
+    const uint8_t* weight;  // packed; in int8, but not in int10, 128 is added to each
     const float* bias;      // [outputs, padded to whole panels], or null
     const float* scales;    // int8: what each output is multiplied by, padded alike
     const float* factors;   // int8: what each element of a row is multiplied by first, padded with 1; null for ones
@@ -49,7 +49,8 @@ struct Linear {
     int32_t activation, variant, element_bits;
 };
 
-// A row of x in int8: scale * (near + 128 * far), where few elements are far from 0. In int10 there are no far parts.
+// A row of x in int8: scale * (near + 128 * far), where few elements are far from 0. In int10 only `scale`, `exact` and
+// `inputs` are set.
 struct QuantizedRow {
     float scale;               // NaN if an element is not finite
     int32_t near_sum, far_sum;

@@ -1,7 +1,7 @@
 // The operations of a program that compute row by row: embedding, norms, rotary, gates, sums, the rows that are taken,
 // and parts of mixtures.
 //
-// Each computes in fp32. In bf16 it rounds where engine/model/layers.py does, but not what it writes to a wide buffer.
+// Each computes in fp32. In bf16 it rounds where engine/model/layers.py does, but not on the way to a wide buffer.
 // Else the two differ only by the order of sums: here lane j of 16 sums every 16th element in ascending order, and the
 // lanes are folded in halves. A row has the same bits by AVX2 and by AVX-512; by the instructions of any CPU they may
 // differ.

@@ -1,5 +1,5 @@
 // The operations of rows.cpp in 16 lanes, for one set of instructions: rows.cpp includes this file after its Floats.
-// T is the type of a program's elements, bf16 or float. What may be wide is a Row.
+// T is the type of a program's elements, bf16 or float. What may be wide is a Row, but for gates.
 
 // Call visit(i, count) for each 16 elements of a vector; count says how many there are of them.
 template <class Visit>

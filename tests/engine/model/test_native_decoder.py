@@ -106,6 +106,37 @@ def test_programs_give_the_same_bits_by_avx2_as_by_others(
     assert told("avx2", "avx2") == told("avx512", other)
 
 
+@pytest.mark.parametrize(
+    ("shape", "quantization", "has_int10", "is_wide"),
+    [
+        ("GPT-2", "int8", True, True),
+        ("Llama", "int8", True, True),
+        ("OPT 350M's layout", "int8", True, True),
+        ("Llama", None, True, False),
+        ("Gemma 2, past its window", "int8", False, False),
+        ("Gemma 2, past its window", "int8", True, True),
+        (WITH_EXPERTS, "int8", True, False),
+    ],
+)
+def test_what_products_read_is_in_fp32_if_all_weights_are_integers(
+    shape: str,
+    quantization: str | None,
+    has_int10: bool,
+    is_wide: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not where a first layer keeps bf16, nor in a mixture, whose router does."""
+    monkeypatch.setattr(native, "has_fast_int10", lambda: has_int10)
+    write_model(tmp_path, *SHAPES[shape])
+    assert obstacle(tmp_path, caplog, dtype="bfloat16", quantization=quantization) is None
+    made = make_engine(tmp_path, dtype="bfloat16", quantization=quantization)._runner._decoder._native
+    assert made is not None
+    wide = {name for name, dtype in made._dtypes.items() if dtype is torch.float32}
+    assert wide == {"x", "taken"} | ({"embedded", "h", "h2", "up", "gated"} if is_wide else set())
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-4), ("bfloat16", 0.05)])
 def test_a_program_mixes_experts_as_torch_does(
