@@ -9,7 +9,7 @@
 #include "team.h"
 
 constexpr int64_t ROW_BYTES = 3 << 18; // of x that go with one pass over the weights: they stay in a CPU's own cache
-constexpr int64_t CHUNK_NS = 20000, MAX_CHUNK_NS = 90000;
+constexpr int64_t CHUNK_NS = 40000, MAX_CHUNK_NS = 90000;
 
 static void compute_chunk(void* job, int64_t i) {
     const Product& p = *(const Product*)job;
