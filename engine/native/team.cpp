@@ -1,7 +1,9 @@
 // The team of team.h: its threads, how they share a job's chunks, and how they wait.
 //
-// A job is published as one word, the ticket: generation, number of chunks, next chunk. Who swaps it for the same with
-// the next chunk counted up has taken a chunk. A thread that wakes late holds an old ticket and takes nothing. The job
+// A job's chunks lie in as many ranges as threads compute it, up to MAX_RANGES. A range is published as one word, its
+// ticket: generation, end, next chunk. Who swaps it for the same with the next chunk counted up, or the end counted down,
+// has taken a chunk. A thread takes the chunks of its own range in order, as CPUs fetch memory ahead where it is read on
+// and on; then it takes the last ones of others. A thread that wakes late holds old tickets and takes nothing. The job
 // itself is read only by holders of a chunk, and stays valid as long as there is one: the caller waits for them. It
 // never waits for a thread that holds none, so a thread that other processes keep from running delays nobody.
 //
@@ -33,7 +35,7 @@ namespace {
 constexpr int64_t WORKER_SPIN_NS = 50000;  // longer than the pauses between the jobs of a step
 constexpr int64_t CALLER_SPIN_NS = 100000;  // most chunks end sooner, or their thread does not run
 constexpr int64_t STEP_ASIDE_NS = 1000000;  // at most so often
-constexpr int MAX_WORKERS = 255;
+constexpr int MAX_WORKERS = 255, MAX_RANGES = 16;
 
 typedef void (*Chunk)(void*, int64_t);
 typedef std::atomic<uint32_t> Word;
@@ -48,12 +50,18 @@ struct alignas(64) Worker {
     pthread_t thread{};
 };
 
+struct alignas(64) Range {
+    std::atomic<uint64_t> ticket{0};  // generation << 32 | end << 16 | next chunk
+};
+
 struct Team {
-    alignas(64) std::atomic<uint64_t> ticket{0};  // generation << 32 | number of chunks << 16 | next chunk
+    Range ranges[MAX_RANGES];
     alignas(64) Word done{0};                     // chunks of the job that have returned
     Word caller_asleep{0};
     alignas(64) Chunk chunk = nullptr;            // the job: written while no chunk is under way
     void* job = nullptr;
+    uint32_t num_chunks = 0;
+    std::atomic<int> num_ranges{0};
     std::atomic<int> num_helpers{0};              // workers that may take chunks
     std::atomic<int> caller_cpu{-1};
     std::atomic<bool> stopping{false};
@@ -148,21 +156,37 @@ bool spin(int64_t limit_ns, Ready ready) {
 
 bool has_chunk(uint64_t ticket) { return (ticket & 0xffff) < (ticket >> 16 & 0xffff); }
 
+// Take a chunk, the next one of range `own` or the last one of another. Return -1 if there is none.
+int64_t take_chunk(int own) {
+    const int num_ranges = team.num_ranges.load();
+    for (int i = 0; i < num_ranges; i++) {
+        std::atomic<uint64_t>& range = team.ranges[(own + i) % num_ranges].ticket;
+        uint64_t ticket = range.load();
+        while (has_chunk(ticket)) {
+            if (i == 0 && range.compare_exchange_weak(ticket, ticket + 1)) return ticket & 0xffff;
+            if (i > 0 && range.compare_exchange_weak(ticket, ticket - 0x10000)) return (ticket >> 16 & 0xffff) - 1;
+        }
+    }
+    return -1;
+}
+
 // Take chunks and compute them until none is left. `in_chunk` is 1 during each.
-void compute_chunks(Word& in_chunk) {
-    uint64_t ticket = team.ticket.load();
-    while (has_chunk(ticket)) {
-        if (!team.ticket.compare_exchange_weak(ticket, ticket + 1)) continue;
+void compute_chunks(int own, Word& in_chunk) {
+    for (int64_t i; (i = take_chunk(own)) >= 0;) {
         in_chunk.store(1, std::memory_order_relaxed);
-        team.chunk(team.job, ticket & 0xffff);
+        team.chunk(team.job, i);
         in_chunk.store(0, std::memory_order_relaxed);
-        const uint32_t num_chunks = ticket >> 16 & 0xffff;
+        const uint32_t num_chunks = team.num_chunks;
         if (team.done.fetch_add(1) + 1 == num_chunks && team.caller_asleep.load()) wake(team.done);
-        ticket = team.ticket.load();
     }
 }
 
-bool may_help(const Worker& me) { return has_chunk(team.ticket.load()) && me.index < team.num_helpers.load(); }
+bool may_help(const Worker& me) {
+    if (me.index >= team.num_helpers.load()) return false;
+    for (int i = 0; i < team.num_ranges.load(); i++)
+        if (has_chunk(team.ranges[i].ticket.load())) return true;
+    return false;
+}
 
 // Leave the caller's CPU, if this is it and there are others.
 void step_aside(Worker& me) {
@@ -182,7 +206,7 @@ void* work(void* self) {
     while (!team.stopping.load()) {
         if (may_help(me)) {
             step_aside(me);
-            compute_chunks(me.in_chunk);
+            compute_chunks(me.index + 1, me.in_chunk);
         } else if (me.was_pulled.exchange(0) || !spin(WORKER_SPIN_NS, called)) {
             me.asleep.store(1);  // before the last look: who calls looks for sleepers after the call
             while (!called() && me.asleep.load()) wait_while(me.asleep, 1);
@@ -200,7 +224,7 @@ void wake_workers(int num) {
 // Another process after a fork: the threads stayed behind, in whatever they were doing.
 void forget_workers() {
     team.num_workers = 0;
-    team.ticket.store(0);
+    for (Range& range : team.ranges) range.ticket.store(0);
     for (Worker& worker : team.workers) worker.asleep.store(0);
     team.owned.store(false);
 }
@@ -254,11 +278,18 @@ void run_chunks(Chunk chunk, void* job, int64_t num_chunks, int64_t num_threads)
     team.job = job;
     team.caller_cpu.store(current_cpu());
     team.done.store(0);
+    team.num_chunks = num_chunks;
     team.num_helpers.store(num_helpers);
-    team.ticket.store(((team.ticket.load() >> 32) + 1) << 32 | (uint64_t)num_chunks << 16);
+    const int num_ranges = num_helpers + 1 < MAX_RANGES ? num_helpers + 1 : MAX_RANGES;
+    team.num_ranges.store(num_ranges);
+    for (int64_t i = 0; i < num_ranges; i++) {
+        std::atomic<uint64_t>& range = team.ranges[i].ticket;
+        const uint64_t next = i * num_chunks / num_ranges, end = (i + 1) * num_chunks / num_ranges;
+        range.store(((range.load() >> 32) + 1) << 32 | end << 16 | next);
+    }
     wake_workers(num_helpers < team.num_workers ? num_helpers : team.num_workers);
     Word in_chunk{0};
-    compute_chunks(in_chunk);
+    compute_chunks(0, in_chunk);
     if (!spin(CALLER_SPIN_NS, [&] { return team.done.load() == num_chunks; })) sleep_until_done(num_chunks, num_helpers);
     team.owned.store(false);
 }
