@@ -18,7 +18,6 @@ all sequences decode and none was preempted. Prints a table and one JSON line.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import signal
 import statistics
@@ -39,6 +38,7 @@ from bench.models import SHAPES, served_model
 from bench.peers import PEERS, Compute, Work, started
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.engine.process.imports import look_seldom
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
 
@@ -88,7 +88,7 @@ def main() -> None:
             }
             if not args.alone:
                 others["transformers"] = partial(time_transformers, load_reference(folder, device, args.dtype))
-            gc.freeze()  # as the engine's process does: else Python looks for garbage among all modules, in some steps
+            look_seldom()  # as the engine's process does: else Python looks among all modules, in some steps
             turns = Turns(engines, others, model, args)
             rows = measure_all(turns, args.batch, args.kinds, Lengths(args.prompt_len, args.max_tokens))
             if args.prefill:

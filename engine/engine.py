@@ -158,7 +158,7 @@ class Engine:
         sampling = [item.sequence for item in batch.items if item.needs_sampling]
         sampled = dict(zip(sampling, result.sampled, strict=True))
         progressed = self._scheduler.update(batch, [its.token_ids for its in result.sampled])
-        self._scheduler.stats.num_generated_tokens += sum(len(progress.token_ids) for progress in progressed)
+        self._scheduler.stats.num_generated_tokens += sum([len(progress.token_ids) for progress in progressed])
         return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
 
     def _score_prompt(self, sequence: SequenceState, entries: Iterable[tuple[int, TokenLogprobs]]) -> list[TokenOutput]:

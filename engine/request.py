@@ -25,6 +25,7 @@ MAX_BAD_WORDS = 128  # these are gone through for every token
 MASKS = ("allowed_token_ids", "bad_words", "grammar", "min_tokens")  # the fields of SamplingParams that rule tokens out
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
+_MIN_TEMPERATURE = 1e-6
 SEED_LIMIT = 2**63  # seeds fit a signed 64-bit integer, as the OpenAI client sends them, and are not negative
 RANGES: Mapping[str, tuple[float, float | None]] = {
     "max_tokens": (1, None),
@@ -105,6 +106,16 @@ class SamplingParams:
             raise InvalidRequestError("bad_words must each have a token, got one without", param="bad_words")
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0, param="logit_bias")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is argmax of the adjusted logits, without a draw."""
+        return self.temperature < _MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's score depends on the tokens before it."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def num_before_end(self) -> int:

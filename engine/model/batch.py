@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -65,28 +66,29 @@ def build_arrays(batch: ScheduledBatch, block_size: int) -> tuple[Array, ...]:
 
 def lay_out(batch: ScheduledBatch, block_size: int) -> StepArrays:
     """Return the integers of a step. All scheduled tokens must have blocks."""
-    token_ids, positions, rows, slots = array("q"), array("q"), array("q"), array("q")
-    starts, kv_lens, tables = array("i", [0]), array("i"), array("i")
+    token_ids, positions, rows, slots, tables = array("q"), array("q"), array("q"), array("q"), array("i")
+    starts = array("i", accumulate([item.num_tokens for item in batch.items], initial=0))
+    kv_lens = array("i", [item.sequence.num_computed + item.num_tokens for item in batch.items])
     num_blocks = max([len(item.sequence.block_ids) for item in batch.items])
+    padding = array("i", bytes(4 * num_blocks))
     for item in batch.items:
-        sequence, first, draft = item.sequence, item.sequence.num_computed, item.draft
-        end = first + item.num_tokens
+        sequence, first, block_ids = item.sequence, item.sequence.num_computed, item.sequence.block_ids
+        tables.extend(block_ids)
+        tables.extend(padding[len(block_ids) :])
         if item.num_tokens == 1:
             token_ids.append(sequence.token_ids[first])
             positions.append(first)
-            slots.append(sequence.block_ids[first // block_size] * block_size + first % block_size)
-        else:
-            token_ids.extend(sequence.token_ids[first:end])
-            token_ids.extend(draft)
-            positions.extend(range(first, end))
-            slots.extend(_slots(sequence.block_ids, first, end, block_size))
-        starts.append(len(token_ids))
-        kv_lens.append(end)
+            slots.append(block_ids[first // block_size] * block_size + first % block_size)
+            if item.needs_sampling:
+                rows.append(len(token_ids) - 1)
+            continue
+        end = first + item.num_tokens
+        token_ids.extend(sequence.token_ids[first:end])
+        token_ids.extend(item.draft)
+        positions.extend(range(first, end))
+        slots.extend(_slots(block_ids, first, end, block_size))
         if item.needs_sampling:
-            rows.extend(range(starts[-1] - 1 - len(draft), starts[-1]))
-        tables.extend(sequence.block_ids)
-        if len(sequence.block_ids) < num_blocks:
-            tables.extend([0] * (num_blocks - len(sequence.block_ids)))
+            rows.extend(range(len(token_ids) - 1 - len(item.draft), len(token_ids)))
     return StepArrays(token_ids, positions, rows, starts, kv_lens, tables, slots)
 
 

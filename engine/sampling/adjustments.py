@@ -47,12 +47,15 @@ class SequenceAdjustments:
     """What the parameters of a request do to the logits of its sequence; a sequence keeps its own.
 
     allowed is the mask of allowed_token_ids, None if all are. Unless it may_change logits, `at` gives None everywhere.
+    filters are top_p, temperature, min_p and top_k of Choice, None where the token is argmax.
     """
 
     def __init__(self, params: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> None:
         self.allowed = None if params.allowed_token_ids is None else _packed(params.allowed_token_ids, vocab_size)
+        filters = params.top_p, params.temperature, params.min_p, params.top_k
+        self.filters = None if params.is_greedy else filters
         self._penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self._has_penalties = self._penalties != (1.0, 0.0, 0.0)
+        self._has_penalties = params.has_penalties
         self.may_change = self._has_penalties or bool(params.logit_bias or params.min_tokens or params.bad_words)
         self._counts = TokenCounts(num_prompt_tokens)
         self._biased, self._bias = array("q", params.logit_bias), array("f", params.logit_bias.values())

@@ -6,8 +6,10 @@ process is the same. Torch-free; engine/sampling/sampler.py calls it.
 
 from __future__ import annotations
 
-import hashlib
-import struct
+from hashlib import blake2b
+from struct import Struct
+
+_ARGUMENTS, _NUMBER = Struct("<3Q"), Struct("<Q")
 
 
 def uniform(seed: int, choice_index: int, position: int) -> float:
@@ -16,5 +18,5 @@ def uniform(seed: int, choice_index: int, position: int) -> float:
     It is the top 53 bits of the first 8 bytes (little-endian) of BLAKE2b (RFC 7693, 8-byte digest) over the three
     arguments as little-endian 64-bit integers. `position` is the sampled token's index in prompt and completion.
     """
-    digest = hashlib.blake2b(struct.pack("<QQQ", seed, choice_index, position), digest_size=8).digest()
-    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    digest = blake2b(_ARGUMENTS.pack(seed, choice_index, position), digest_size=8).digest()
+    return float(_NUMBER.unpack(digest)[0] >> 11) * 2.0**-53

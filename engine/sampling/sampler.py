@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptserve.engine import native
 from gptserve.engine.grammar.matcher import Mask, Masks
-from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.request import Request, TokenLogprobs
 from gptserve.engine.sampling import native_draw
 from gptserve.engine.sampling.adjustments import SequenceAdjustments
 from gptserve.engine.sampling.logprobs import read_tokens_with_logprobs, reported_logprobs, tokens_with_logprobs
@@ -31,8 +31,6 @@ from gptserve.engine.sampling.noise import uniform
 from gptserve.engine.sampling.torch_draw import choose_by_torch
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from gptserve.engine.staging import to_host
-
-_MIN_TEMPERATURE = 1e-6
 
 
 class SamplingPosition(NamedTuple):
@@ -66,7 +64,10 @@ def sampling_positions(batch: ScheduledBatch, masks: Masks) -> tuple[list[Sampli
         if item.needs_sampling:
             sizes.append(size := 1 + len(item.draft))
             allowed: Sequence[Mask | None] = masks.get(item.sequence) or (None,) * size
-            positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
+            if size == 1:
+                positions.append(SamplingPosition(item.sequence, (), allowed[0]))
+            else:
+                positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
     return positions, sizes
 
 
@@ -78,10 +79,10 @@ class SampledTokens(NamedTuple):
 
     def split(self, sizes: Iterable[int]) -> Iterator[SampledTokens]:
         """Yield the first sizes[0] rows, then the next sizes[1], and so on."""
-        start = 0
+        end = 0
         for size in sizes:
-            rows, start = slice(start, start + size), start + size
-            yield SampledTokens(self.token_ids[rows], self.logprobs[rows])
+            start, end = end, end + size
+            yield SampledTokens(self.token_ids[start:end], self.logprobs[start:end])
 
 
 Choose = Callable[[Tensor, Sequence[Choice]], Tensor]
@@ -126,20 +127,14 @@ def sampled_tokens(ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None])
 
 def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:
     """Return how to choose the token at a position, and keep in its sequence what the next position asks for again."""
-    sequence, _, allowed = position
+    sequence, draft, allowed = position
     request, adjustments = sequence.request, sequence.adjustments
-    params = request.params
     if adjustments is None:
-        sequence.adjustments = adjustments = SequenceAdjustments(params, sequence.num_prompt_tokens, vocab_size)
+        adjustments = sequence.adjustments = SequenceAdjustments(request.params, sequence.num_prompt_tokens, vocab_size)
     if adjustments.allowed is not None:
         allowed = adjustments.allowed if allowed is None else allowed & adjustments.allowed
     adjustment = adjustments.at(position, eos_token_ids) if adjustments.may_change else None
-    if is_greedy(params):
+    if adjustments.filters is None:
         return Choice(allowed=allowed, adjustment=adjustment)
-    noise = uniform(request.seed, request.choice_index, position.num_before)
-    return Choice(noise, params.top_p, params.temperature, params.min_p, params.top_k, allowed, adjustment)
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    """Whether the token is argmax of the adjusted logits, without a draw."""
-    return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
+    noise = uniform(request.seed, request.choice_index, len(sequence.token_ids) + len(draft))
+    return Choice(noise, *adjustments.filters, allowed, adjustment)

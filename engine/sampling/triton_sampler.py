@@ -81,9 +81,10 @@ class TritonSampler:
         if num_rows > self.max_rows:  # of drafts that are longer than the engine's own
             return choose_by_torch(logits, choices)
         assert logits.dtype is torch.float32 and logits.stride(1) == 1
+        columns = list(zip(*choices, strict=True))[:_SOURCE]
         table = np.zeros((num_rows, _COLUMNS))
         table[len(choices) :, _SOURCE] = -1
-        table[: len(choices), :_SOURCE] = np.array([choice[:_SOURCE] for choice in choices], np.float64)
+        table.T[:_SOURCE, : len(choices)] = columns
         penalized = self._stage(logits, choices, table)
         token_ids = (draw or self.draw)(logits[:num_rows], kind_of(choices))[: len(choices)].clone()
         if penalized is not None:
@@ -160,9 +161,10 @@ _NO_SEATS = list[int](), News(np.zeros(0, np.int64), np.zeros(0, np.int64), np.z
 
 def kind_of(choices: Sequence[Choice]) -> Kind:
     """Return the first kind that has all filters of the choices."""
-    if any(choice.top_k for choice in choices):
+    _, top_p, _, min_p, top_k, *_ = zip(*choices, strict=True)
+    if any(top_k):
         return "all"
-    return "top_p" if any(choice.top_p < 1.0 or choice.min_p for choice in choices) else "plain"
+    return "top_p" if min(top_p) < 1.0 or any(min_p) else "plain"
 
 
 def _adjustment_arrays(

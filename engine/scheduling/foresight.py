@@ -13,6 +13,13 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequenc
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 
+def is_foreseeable(sequence: SequenceState, drafter: Drafter | None) -> bool:
+    """Whether `must_be_known` never holds for a sequence, as its request and the drafter are."""
+    params, is_drafted = sequence.request.params, drafter is not None and drafter.may_draft(sequence)
+    is_read = params.has_penalties or params.bad_words or params.grammar is not None
+    return not (is_read or is_drafted or params.prompt_logprobs is not None)
+
+
 def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
     """Whether the host needs what a step gives a sequence before the next step begins.
 
@@ -31,8 +38,7 @@ def must_be_known(item: ScheduledSequence, drafter: Drafter | None, *, host_coun
         return False
     if params.bad_words or params.grammar is not None or (drafter is not None and drafter.may_draft(sequence)):
         return True
-    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    return host_counts and penalties != (1.0, 0.0, 0.0)
+    return host_counts and params.has_penalties
 
 
 def num_missing_blocks(running: Iterable[SequenceState], blocks: SequenceBlocks) -> int:
@@ -49,7 +55,7 @@ def foresee(batch: ScheduledBatch) -> None:
     count_computed(batch)
     sampling = [item.sequence for item in batch.items if item.needs_sampling]
     for row, sequence in enumerate(sampling):
-        if sequence.is_running and len(sequence.token_ids) + 1 < sequence.max_len:
+        if sequence.block_ids and len(sequence.token_ids) + 1 < sequence.max_len:  # is_running, sooner
             sequence.token_ids.append(~row)
 
 

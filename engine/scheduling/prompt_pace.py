@@ -101,7 +101,7 @@ class PromptPace(Pace):
         return max(_MIN_CHUNK_TOKENS, int(seconds * self._chunk_tokens / self._chunk_seconds))
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
-        num_chunk_tokens = sum(item.num_tokens for item in batch.items if _is_chunk(item))
+        num_chunk_tokens = sum([item.num_tokens for item in batch.items if _is_chunk(item)])
         if num_chunk_tokens == 0:
             self._observe_decoding(len(batch.items), seconds)
             self._num_steps_with_chunks = 0
@@ -129,7 +129,7 @@ class PromptPace(Pace):
 
 
 def _is_chunk(item: ScheduledSequence) -> bool:
-    return not item.needs_sampling or item.num_tokens - len(item.draft) > 1
+    return item.num_tokens - len(item.draft) > 1 or not item.needs_sampling
 
 
 def _average(average: float | None, newest: float, weight: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, eq
 
 from gptserve.engine.request import FinishReason, Request
@@ -112,6 +112,7 @@ class Scheduler:
             num_scored=request.num_scored_tokens,
             blame=request.blame,
         )
+        sequence.is_foreseeable = foresight.is_foreseeable(sequence, self._drafter)
         self._num_arrivals += 1
         if sequence.blame.is_suspect:
             self._suspects.add(sequence)
@@ -158,7 +159,8 @@ class Scheduler:
         step is void.
         """
         is_short_of_blocks = foresight.num_missing_blocks(self._running, self._blocks) > self._pool.num_free
-        is_needed = any(foresight.must_be_known(item, self._drafter, host_counts=host_counts) for item in batch.items)
+        asked = [item for item in batch.items if not item.sequence.is_foreseeable]
+        is_needed = any(foresight.must_be_known(item, self._drafter, host_counts=host_counts) for item in asked)
         if self._suspects or is_short_of_blocks or is_needed:
             return False
         foresight.foresee(batch)
@@ -221,7 +223,7 @@ class Scheduler:
         return None
 
     def _new_budget(self) -> Budget:
-        uncomputed = [sequence.num_uncomputed for sequence in self._running]
+        uncomputed = [len(sequence.token_ids) - sequence.num_computed for sequence in self._running]
         num_decoding, num_ending = uncomputed.count(1), uncomputed.count(0)  # 0: their last token is on its way
         num_slots = min(self._max_num_seqs, len(self._running) + len(self._waiting)) - num_ending
         return self._pace.budget(self._max_num_batched_tokens, num_decoding, num_slots - num_decoding)
@@ -229,7 +231,7 @@ class Scheduler:
     def _schedule_running(self, items: list[ScheduledSequence], budget: Budget) -> None:
         for sequence in self._running:  # preemption may shorten the list meanwhile, only at its end
             if budget.has_room_for(sequence.num_uncomputed):
-                if not self._make_room(sequence):
+                if not (self._blocks.grow(sequence) or self._make_room(sequence)):
                     break
                 self._schedule_tokens(sequence, items, budget)
 
@@ -303,16 +305,17 @@ class Scheduler:
             if max_tokens <= 0:
                 continue
             draft = drafter.draft(sequence, max_tokens)
-            draft = draft[: self._blocks.reserve(sequence, len(draft))]
-            if draft:
+            if draft and (draft := draft[: self._blocks.reserve(sequence, len(draft))]):
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
                 room -= len(draft)
 
     def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
-        sequence, draft = item.sequence, item.draft
-        foresight.drop_foreseen(sequence)
-        if sampled[0] is None:
+        sequence, draft, token_ids = item.sequence, item.draft, item.sequence.token_ids
+        if token_ids[-1] < 0:  # foreseen
+            token_ids.pop()
+        newest = sampled[0]
+        if newest is None:
             self._pool.forget(sequence.block_ids)
             self._end(sequence, FinishReason.ERROR)
             return Progress(sequence, (), FinishReason.ERROR)
@@ -320,24 +323,23 @@ class Scheduler:
             sequence.blame = sequence.blame.step_gave_token()
             if not sequence.blame.is_suspect:
                 self._suspects.discard(sequence)
-        accepted: list[int] = []
-        reason = None
         assert len(sampled) == 1 + len(draft)
-        for i, token_id in enumerate(sampled):
-            if token_id is None:
-                break  # the next step computes it again, as its first token
-            sequence.token_ids.append(token_id)
-            accepted.append(token_id)
-            reason = self._finish_reason(sequence)
-            if reason is not None or i == len(draft) or token_id != draft[i]:
-                break
+        token_ids.append(newest)
+        accepted: tuple[int, ...] = (newest,)
+        reason = self._finish_reason(sequence)
         if draft:
+            for guess, following in zip(draft, sampled[1:], strict=True):
+                if reason is not None or newest != guess or following is None:
+                    break  # None: the next step computes it again, as its first token
+                newest = following
+                token_ids.append(newest)
+                accepted, reason = (*accepted, newest), self._finish_reason(sequence)
             self._rollback(item, accepted)
         if reason is not None:
             self._end(sequence, reason)
-        return Progress(sequence, tuple(accepted), reason, accepted[-1] if reason is FinishReason.STOP else None)
+        return Progress(sequence, accepted, reason, newest if reason is FinishReason.STOP else None)
 
-    def _rollback(self, item: ScheduledSequence, accepted: list[int]) -> None:
+    def _rollback(self, item: ScheduledSequence, accepted: Sequence[int]) -> None:
         """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
         self.stats.num_draft_tokens += len(item.draft)

@@ -32,6 +32,7 @@ class SequenceState:
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
     matcher follows the request's grammar, if it has one. The sampler keeps what it has counted in adjustments.
+    is_foreseeable: the host never needs its newest token to plan a step (foresight.py); Scheduler sets it.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class SequenceState:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     blame: Blame = NO_BLAME
+    is_foreseeable: bool = False
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
     adjustments: SequenceAdjustments | None = None
@@ -81,7 +83,7 @@ class SequenceState:
         return self.request.priority, self.arrival
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class ScheduledSequence:
     """Compute positions [num_computed, num_computed + num_tokens); the last len(draft) are draft tokens.
 
@@ -91,12 +93,13 @@ class ScheduledSequence:
 
     sequence: SequenceState
     num_tokens: int
-    draft: tuple[int, ...] = ()
-    needs_sampling: bool = field(init=False)
+    draft: tuple[int, ...]
+    needs_sampling: bool
     """Whether the newest known token is computed, so that its logits give the next one."""
 
-    def __post_init__(self) -> None:
-        self.needs_sampling = self.num_tokens == self.sequence.num_uncomputed + len(self.draft)
+    def __init__(self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> None:
+        self.sequence, self.num_tokens, self.draft = sequence, num_tokens, draft
+        self.needs_sampling = num_tokens == len(sequence.token_ids) - sequence.num_computed + len(draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         """How many tokens are computed."""
-        return sum(item.num_tokens for item in self.items)
+        return sum([item.num_tokens for item in self.items])
 
 
 class Progress(NamedTuple):

@@ -44,10 +44,9 @@ class SequenceBlocks:
 
     def grow(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks; False, and nothing changes, if too few are free."""
-        num_missing = self.num_needed(sequence) - len(sequence.block_ids)
-        if num_missing <= 0:
+        if len(sequence.token_ids) <= len(sequence.block_ids) * self.block_size:
             return True
-        new = self._pool.allocate(num_missing)
+        new = self._pool.allocate(self.num_needed(sequence) - len(sequence.block_ids))
         sequence.block_ids.extend(new or ())
         return new is not None
 
@@ -75,11 +74,13 @@ class SequenceBlocks:
 
         If the last of them is foreseen, `register_known` does it.
         """
-        completed = range(start // self.block_size, end // self.block_size)
-        if completed and sequence.is_foreseen:
+        first, end_index = start // self.block_size, end // self.block_size
+        if first == end_index:
+            return
+        if sequence.is_foreseen:
             self._unknown.append((sequence, start, end))
             return
-        for index in completed:
+        for index in range(first, end_index):
             if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
                 self._unfilled.append(sequence.block_ids[index])
 

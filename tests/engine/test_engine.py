@@ -330,6 +330,9 @@ class Oracle:
     def __init__(self, truths: dict[str, list[int]], mood: str) -> None:
         self._truths, self._mood = truths, mood
 
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return True
+
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         start = sequence.num_generated
         truth = self._truths[sequence.request.request_id][start:]

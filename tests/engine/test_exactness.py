@@ -29,7 +29,6 @@ from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import Request, TokenLogprobs
-from gptserve.engine.sampling.sampler import is_greedy
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine import onednn
@@ -148,7 +147,7 @@ def num_compared(axis: str, dtype: str) -> int:
 
 def reseeded(num: int) -> tuple[Request, ...]:
     """Return those of the first requests that are drawn, each with another seed; what is greedy would not change."""
-    return tuple(replace(r, seed=r.seed + 1000) for r in requests()[:num] if not is_greedy(r.params))
+    return tuple(replace(r, seed=r.seed + 1000) for r in requests()[:num] if not r.params.is_greedy)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,9 @@ class NoDrafts:
 
     max_step_tokens = 0
 
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return False
+
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         return ()
 

@@ -201,6 +201,10 @@ def _is_never_needed(item: ScheduledSequence, drafter: object, *, host_counts: b
     return False
 
 
+def _asks_for_none(sequence: SequenceState, drafter: object) -> bool:
+    return True
+
+
 def _takes_the_device_to_count(item: ScheduledSequence, drafter: Drafter | None, *, host_counts: bool) -> bool:
     return must_be_known(item, drafter, host_counts=False)
 
@@ -249,6 +253,7 @@ must_be_known, reserve, seat, update = (
     [
         (foresight, "num_missing_blocks", _none_is_missing),
         (foresight, "must_be_known", _is_never_needed),
+        (foresight, "is_foreseeable", _asks_for_none),
         (foresight, "must_be_known", _takes_the_device_to_count),
         (foresight, "must_be_known", _reads_no_drafts),
         (foresight, "drop_foreseen", _stays),

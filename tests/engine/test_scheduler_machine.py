@@ -78,6 +78,9 @@ class FickleDrafter:
         self._mood = mood
         self._max_model_len = max_model_len
 
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return True
+
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         token_ids = sequence.token_ids
         truth = complete_alone(sequence.request, self._max_model_len)[0][len(token_ids) :]

@@ -15,7 +15,7 @@ from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.logprobs import top_logprobs
-from gptserve.engine.sampling.sampler import SamplingPosition, is_greedy, sample
+from gptserve.engine.sampling.sampler import SamplingPosition, sample
 from gptserve.engine.scheduling.sequence import SequenceState
 
 VOCAB = 8
@@ -294,9 +294,9 @@ def test_behind_a_draft_a_token_is_sampled_as_if_the_draft_were_known(params: di
 
 
 def test_greedy_is_told_apart() -> None:
-    assert is_greedy(SamplingParams(temperature=0.0))
-    assert is_greedy(SamplingParams(top_k=1))
-    assert not is_greedy(SamplingParams(temperature=0.01))
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(top_k=1).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy
 
 
 def bits(*token_ids: int) -> Mask:
