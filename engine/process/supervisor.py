@@ -194,7 +194,7 @@ class Supervisor(EngineClient):
         while self._num_restarts_in_a_row < self._max_restarts:
             self._num_restarts_in_a_row += 1
             self._restarts[death.kind] += 1
-            logger.error("%s; restarting it for %d live requests", death, len(self._live))
+            logger.error("%s; restarting it; live requests: %d", death, len(self._live))
             if self._num_restarts_in_a_row > 1:
                 await asyncio.sleep(_delay_s(self._num_restarts_in_a_row - 2))
             try:
@@ -209,7 +209,7 @@ class Supervisor(EngineClient):
             self._info = replace(self.info, process_id=self._client.info.process_id)
             self._client.enqueue([self._resume(live) for live in self._live.values()], self)
             loading_s = clock() - died_at
-            logger.warning("the engine is ready again after %.1f s; %d requests continue", loading_s, len(self._live))
+            logger.warning("the engine is ready again after %.1f s; live requests: %d", loading_s, len(self._live))
             return
         tried = f"; {self._max_restarts} restarts in a row failed" if self._max_restarts else ""
         raise EngineDiedError(f"{death}{tried}", death.kind)

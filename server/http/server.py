@@ -83,8 +83,9 @@ class HttpServer(uvicorn.Server):
     def hang_up(self, why: str) -> None:
         """Drop every connection; their requests end as if the clients had hung up, and then uvicorn ends."""
         connections = list(self.server_state.connections)
-        plural = "" if len(connections) == 1 else "s"
-        logger.warning("hanging up on %d client%s: %s", len(connections), plural, why)
+        if connections:
+            plural = "" if len(connections) == 1 else "s"
+            logger.warning("hanging up on %d client%s: %s", len(connections), plural, why)
         for connection in connections:
             connection.transport.abort()
 
