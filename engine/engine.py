@@ -32,7 +32,7 @@ from gptserve.engine.request import (
 from gptserve.engine.scheduling.block_map import BlockMap, draw_block_map
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
-from gptserve.engine.scheduling.prompt_pace import Pace, PromptPace
+from gptserve.engine.scheduling.prompt_pace import GPU_MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS, Pace, PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, SequenceState
 from gptserve.engine.stats import EngineStats
@@ -76,7 +76,7 @@ class Engine:
             max_model_len=self.info.max_model_len,
             eos_token_ids=self.info.eos_token_ids,
             drafter=drafter,
-            pace=pace or PromptPace(),
+            pace=pace or PromptPace(MIN_CHUNK_TOKENS if self.info.device == "cpu" else GPU_MIN_CHUNK_TOKENS),
             max_queue_time_s=config.max_queue_time_s,
         )
         self._never_admitted = f"the request was not admitted within {config.max_queue_time_s} s"

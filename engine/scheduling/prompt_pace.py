@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence
 
-_MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
+MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
+GPU_MIN_CHUNK_TOKENS = 256
+"""A GPU computes so many tokens in about the time in which it reads the weights. Besides, a step with chunks is no CUDA
+graph, so it takes longer whatever their size. In small chunks a prompt, and all streams beside it, would take many such
+steps."""
 _CHUNK_SHARE = 0.75
 """Chunks may add this share of the time of decoding. It is below 1, as steps vary: of a hundred at most one is to take
 more than twice as long as a step that only decodes."""
@@ -72,10 +76,12 @@ class PromptPace(Pace):
     """Keeps a step with chunks from taking twice as long as one without: chunks get 3/4 of the time of decoding.
 
     Where more than a few sequences wait for their first token, chunks get 4 x waiting / decoding times that time. So a
-    burst of prompts is not computed in small pieces, which take longer, for the sake of a few streams.
+    burst of prompts is not computed in small pieces, which take longer, for the sake of a few streams. A step has at
+    least min_chunk_tokens of chunks, or none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> None:
+        self._min_chunk_tokens = min_chunk_tokens
         self._decode_seconds: float | None = None
         self._last_decode_seconds = 0.0  # of the last step without chunks
         self._num_decoding = 0  # in that step
@@ -98,7 +104,7 @@ class PromptPace(Pace):
         if self._decode_seconds is None or not self._chunk_seconds or self._chunk_tokens is None:
             return _UNLIMITED
         seconds = self._decode_seconds * max(_CHUNK_SHARE, _WAITING_COUNTS * num_others / num_decoding)
-        return max(_MIN_CHUNK_TOKENS, int(seconds * self._chunk_tokens / self._chunk_seconds))
+        return max(self._min_chunk_tokens, int(seconds * self._chunk_tokens / self._chunk_seconds))
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         num_chunk_tokens = sum([item.num_tokens for item in batch.items if _is_chunk(item)])

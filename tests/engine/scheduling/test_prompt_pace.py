@@ -10,7 +10,7 @@ import pytest
 
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.prompt_pace import Pace, PromptPace
+from gptserve.engine.scheduling.prompt_pace import GPU_MIN_CHUNK_TOKENS, Pace, PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch
 
@@ -182,6 +182,25 @@ def test_prompts_go_on_however_slow_their_tokens_are() -> None:
     machine.learn(num_decoding=4)
     machine.add(40)
     assert [machine.step() for _ in range(4)] == [(16, 4), (16, 4), (8, 4), (0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("pace", "num_steps"), [(PromptPace(GPU_MIN_CHUNK_TOKENS), {2, 3}), (PromptPace(), set(range(20, 40)))]
+)
+def test_a_prompt_takes_few_steps_of_a_gpu_which_take_longer_whatever_their_chunks(
+    pace: Pace, num_steps: set[int]
+) -> None:
+    """The second pace is a negative control: it makes chunks so small that only their fixed time is left."""
+    machine = Machine(decode_s=0.0005, token_s=1e-6, chunks_s=0.002, max_num_seqs=64, pace=pace)
+    machine.learn(num_decoding=60)
+    for _ in range(10):
+        machine.add(512)
+        count, name = 0, str(machine.num_requests - 1)
+        while machine.scheduler._live[name].num_generated == 0:
+            machine.step()
+            count += 1
+        machine.scheduler.abort(name)
+    assert count in num_steps
 
 
 def test_it_follows_the_time_of_decoding_although_prompts_never_pause() -> None:
