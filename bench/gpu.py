@@ -24,8 +24,8 @@ PREFILL = ("--prefill", "1000")
 BENCHMARKS: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {
         "gpt2": (*DECODE, *BATCHES, *PREFILL),
-        "gpt2-batch-invariant": (*DECODE, *BATCHES, *PREFILL, "--batch-invariant"),
-        "gpt2-enforce-eager": (*DECODE, "--batch", "1", "8", "32", "--enforce-eager"),
+        "gpt2-batch-invariant": (*DECODE, "--batch", "1", "32", "256", *PREFILL, "--batch-invariant"),
+        "gpt2-enforce-eager": (*DECODE, "--batch", "1", "32", "--enforce-eager"),
         "gpt2-idle": ("bench.idle",),
         "gpt2-http": ("bench.serving", "--streams", "64"),
     },

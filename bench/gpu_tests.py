@@ -2,9 +2,9 @@
 
     python -m bench.gpu_tests [--output bench/results/gpu-tests.json] [-k NAME ...]
 
-Other arguments are pytest's. Tests share the device but for those that need all of its memory, which come last, one
-after the other. The file is written anew after each test, so it is there, unfinished, if the run is cut off. Exits with
-status 1 unless tests have passed and none has failed.
+Other arguments are pytest's; without a path among them FILES are run. Tests share the device but for those that need
+all of its memory, which come last, one after the other. The file is written anew after each test, so it is there,
+unfinished, if the run is cut off. Exits with status 1 unless tests have passed and none has failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
+import sysconfig
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,14 @@ import pytest
 
 from bench.machine import ROOT, versions
 
+FILES = (
+    "tests/engine/test_cuda.py",
+    "tests/engine/attention/test_triton_paged.py",
+    "tests/engine/model/test_triton_operations.py",
+    "tests/engine/sampling/test_triton_sampler.py",
+    "tests/weights/test_pinned_ring.py",
+)
+"""All that need a GPU. Others would import packages that no GPU needs."""
 MAX_PROCESSES = 12  # each holds a context on the device, about half a GB, and its tensors
 PROCESS_BYTES = 4 * 2**30
 """What a process may take of the machine's memory, with the libraries of CUDA."""
@@ -44,8 +54,8 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid
         self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
-        if report.failed:
-            self.failed[name] = report.longreprtext[-MAX_ERROR:]
+        if report.failed:  # if twice, then because its process ended
+            self.failed.setdefault(name, report.longreprtext[-MAX_ERROR:])
         elif report.skipped:
             self.skipped.append(name)
         if report.when == "teardown" or report.failed:
@@ -72,13 +82,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gpu-tests.json")
     args, others = parser.parse_known_args()
+    if missing := missing_for_triton():
+        print(f"Triton cannot compile its kernels: {missing}", file=sys.stderr)
+        return 1
+    files = () if any(Path(argument.partition("::")[0]).exists() for argument in others) else FILES
     outcomes, statuses = Outcomes(args.output, machine()), []
     room = psutil.virtual_memory().available // PROCESS_BYTES
     for marks, most in GROUPS.items():
         num_processes = max(1, min(most, room, os.cpu_count() or 1))
         processes = ("--numprocesses", str(num_processes), "--dist", "worksteal")
-        options = ("-m", marks, *processes, "--durations", "20", "--durations-min", "5", "-p", "no:cacheprovider")
-        statuses.append(pytest.main([*options, *others], plugins=[outcomes]))
+        plugins = ("-p", "no:cacheprovider", "-p", "bench.gpu_context")
+        options = ("-m", marks, *processes, *plugins, "--durations", "20", "--durations-min", "5")
+        statuses.append(pytest.main([*options, *others, *files], plugins=[outcomes]))
     outcomes.has_finished = True
     outcomes.write()
     print(
@@ -86,6 +101,14 @@ def main() -> int:
     )
     has_failed = bool(outcomes.failed) or not {*statuses} <= {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
     return int(has_failed or not outcomes.num_passed)
+
+
+def missing_for_triton() -> str | None:
+    """Return what Triton lacks to compile a kernel's launcher, None if nothing."""
+    if shutil.which(os.environ.get("CC") or "gcc") is None and shutil.which("clang") is None:
+        return "there is no C compiler, gcc or clang, and CC names none"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return None if header.exists() else f"Python's headers are missing, such as {header}"
 
 
 def machine() -> dict[str, object]:

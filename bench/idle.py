@@ -1,9 +1,10 @@
-"""The share of the time of decoding in which the GPU computes nothing, but waits for the host.
+"""The share of the time of decoding in which the GPU computes nothing, and that in which it waits for the host.
 
     python -m bench.idle [--shape gpt2] [--batch 1 32 128] [--steps 200] [--no-overlap]
 
 torch's profiler records when each kernel and each copy began and ended. What lies between the first begin and the last
-end and is covered by none is idle. Profiling takes time of the host, so without it the share is hardly larger. Needs a
+end and is covered by none is idle. A pause of more than GRAPH_PAUSE_US is one for the host, as the kernels of a CUDA
+graph follow each other sooner. Profiling takes time of the host, so without it the shares are hardly larger. Needs a
 CUDA device. Prints a table and one JSON line.
 """
 
@@ -24,6 +25,8 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.weights.families import load_config
 
+GRAPH_PAUSE_US = 5.0
+"""Between two kernels of a graph it is some 1 us."""
 PROMPT_LEN = 128
 FIRST_STEPS = 20  # after the prompts: what is made at the first steps of a batch size is made then
 MAX_TOKENS = 850  # none ends, and the longest fits into GPT-2's context
@@ -43,13 +46,15 @@ def main() -> None:
             overlap=not args.no_overlap,
         )
         engine = Engine(config)
-        print(f"{'batch':>5} {'step ms':>8} {'idle':>6}")
+        print(f"{'batch':>5} {'step ms':>8} {'idle':>6} {'waiting':>8}")
         for batch in args.batch:
             intervals = profiled(engine, batch, args.steps, vocab_size)
             span = max(end for _, end in intervals) - min(begin for begin, _ in intervals)
-            row = {"batch": batch, "step_ms": span / 1e3 / args.steps, "idle": 1 - covered(intervals) / span}
+            found = pauses(intervals)
+            idle, waiting = sum(found), sum(pause for pause in found if pause > GRAPH_PAUSE_US)
+            row = {"batch": batch, "step_ms": span / 1e3 / args.steps, "idle": idle / span, "waiting": waiting / span}
             rows.append(row)
-            print(f"{batch:>5} {row['step_ms']:>8.3f} {row['idle']:>6.3f}", flush=True)
+            print(f"{batch:>5} {row['step_ms']:>8.3f} {row['idle']:>6.3f} {row['waiting']:>8.3f}", flush=True)
     options = {name: value for name, value in vars(args).items() if name not in ("models", "output")}
     tell({"benchmark": "idle", **options, **versions("cuda"), "rows": rows}, args.output)
 
@@ -87,13 +92,14 @@ def profiled(engine: Engine, batch: int, num_steps: int, vocab_size: int) -> lis
     return [(event.time_range.start, event.time_range.end) for event in events]
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return how long at least one of these intervals lasts."""
-    total, until = 0.0, float("-inf")
+def pauses(intervals: Iterable[tuple[float, float]]) -> list[float]:
+    """Return how long each pause lasts that none of these intervals covers, between the first and the last."""
+    found, until = list[float](), float("inf")
     for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
+        if begin > until:
+            found.append(begin - until)
+        until = end if until == float("inf") else max(until, end)
+    return found
 
 
 if __name__ == "__main__":

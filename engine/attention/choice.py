@@ -38,8 +38,11 @@ def choose_backend(
     fast: AttentionBackendName = "cpu" if device.type == "cpu" else "triton"
     if name not in ("auto", fast):
         raise InvalidConfigurationError(f"attention_backend '{name}' cannot be used: the device is {device}")
-    sizes = config.block_size, config.max_model_len or max_position
-    found = _on_cpu(dtype, specs[0].head_size) if fast == "cpu" else _on_gpu(device, dtype, specs, *sizes)
+    if fast == "cpu":
+        found = _on_cpu(dtype, specs[0].head_size)
+    else:
+        max_model_len = config.max_model_len or max_position
+        found = _on_gpu(device, dtype, specs, config.block_size, max_model_len, exact=config.batch_invariant)
     if not isinstance(found, str):
         return found
     if name == fast:
@@ -60,9 +63,18 @@ def _on_cpu(dtype: torch.dtype, head_size: int) -> AttentionBackend | str:
 
 
 def _on_gpu(
-    device: torch.device, dtype: torch.dtype, specs: Sequence[AttentionSpec], block_size: int, max_model_len: int
+    device: torch.device,
+    dtype: torch.dtype,
+    specs: Sequence[AttentionSpec],
+    block_size: int,
+    max_model_len: int,
+    *,
+    exact: bool,
 ) -> AttentionBackend | str:
-    """Return the Triton kernel if it computes these layers as the reference does, or why it cannot be used."""
+    """Return the Triton kernel if it computes these layers as the reference does, or why it cannot be used.
+
+    If `exact`, the bits of a row must not depend on its step, either.
+    """
     from gptserve.engine.attention.check import disagreement
     from gptserve.engine.attention.triton_paged import TritonAttention
 
@@ -70,7 +82,7 @@ def _on_gpu(
         return "Triton is not installed"
     try:
         backend = TritonAttention()
-        found = disagreement(backend, specs, device, dtype, block_size, max_model_len)
+        found = disagreement(backend, specs, device, dtype, block_size, max_model_len, exact=exact)
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: the reference needs none
         end_if_lost("attention's Triton kernel", error, "attention_backend 'reference'")
         return f"it failed with {type(error).__name__}: {error}"

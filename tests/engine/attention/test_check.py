@@ -50,7 +50,32 @@ class Forgetting(ReferenceAttention):
     ],
 )
 def test_a_backend_that_differs_is_found(backend: ReferenceAttention, found: str | None) -> None:
-    assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16, max_model_len=1024) == found
+    assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16, max_model_len=1024, exact=True) == found
+
+
+class AddingAlone(ReferenceAttention):
+    """Adds a number to what it computes for a row alone."""
+
+    def __init__(self, number: float) -> None:
+        self._number = number
+
+    def attend(
+        self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        return super().attend(query_THD, cache_2NGBD, metadata, spec) + self._number * (len(metadata.kv_lens) == 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "exact", "found"),
+    [
+        (1e-5, False, None),
+        (1e-5, True, "a row has other bits alone than in its step, for decoding with a window of None"),
+        (2e-2, False, "a row alone differs from 'reference' by 1.9e-02 for decoding with a window of None"),
+    ],
+)
+def test_the_bits_of_a_row_alone_count_where_they_are_promised(number: float, exact: bool, found: str | None) -> None:
+    backend = AddingAlone(number)
+    assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16, max_model_len=1024, exact=exact) == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -68,9 +93,9 @@ def test_every_feature_takes_part(dtype: torch.dtype) -> None:
         ) -> Tensor:
             return super().attend(query_THD, cache_2NGBD, metadata, replace(spec, **{self._feature: None}))
 
-    assert disagreement(ReferenceAttention(), [spec], CPU, dtype, block_size=3, max_model_len=1024) is None
+    assert disagreement(ReferenceAttention(), [spec], CPU, dtype, block_size=3, max_model_len=1024, exact=True) is None
     for feature in ("alibi_slopes", "sinks", "softcap"):
-        found = disagreement(Without(feature), [spec], CPU, dtype, block_size=3, max_model_len=1024)
+        found = disagreement(Without(feature), [spec], CPU, dtype, block_size=3, max_model_len=1024, exact=True)
         assert found is not None
         assert found.startswith("it differs from 'reference' by ")
 
@@ -94,7 +119,7 @@ def test_a_window_that_hides_nothing_is_seen_where_a_context_exceeds_it(
             return super().attend(query_THD, cache_2NGBD, metadata, replace(spec, window=None))
 
     spec = AttentionSpec(2, 1, 8, 0.3, window=window)
-    found = disagreement(Unbounded(), [spec], CPU, torch.float32, 16, max_model_len)
+    found = disagreement(Unbounded(), [spec], CPU, torch.float32, 16, max_model_len, exact=True)
     assert (found is not None) == is_seen
     assert longest == (min(window + 300, max_model_len) if is_seen else 700)
-    assert disagreement(ReferenceAttention(), [spec], CPU, torch.float32, 16, max_model_len) is None
+    assert disagreement(ReferenceAttention(), [spec], CPU, torch.float32, 16, max_model_len, exact=True) is None

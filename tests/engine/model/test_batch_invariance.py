@@ -27,6 +27,7 @@ from gptserve.engine.model.batch_invariance import (
     check_model,
     choose_products,
     first_difference,
+    gpu_counts,
     set_up_device,
 )
 from gptserve.engine.model.linear import DenseLinear, Linear, make_linear
@@ -141,7 +142,9 @@ def test_independent_products_of_a_gpu_are_called_with_the_rows_there_are(
 ) -> None:
     calls = Calls(monkeypatch, exact)
     assert chosen_on_gpu(tiny_gpt2, max_num_batched_tokens=300) == Products(are_invariant=True)
-    assert calls.rows == {1, 2, 3, 4, 8, 9, 24, 33, 64, 65, 160, 256, 300}
+    near = {1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512}
+    assert calls.rows == near | {160}
+    assert gpu_counts(256, 8192)[-9:] == [1025, 1536, 2048, 2049, 3072, 4096, 4097, 6144, 8192]
     assert chosen_on_gpu(tiny_gpt2, tensor_parallel_size=2) == Products(are_invariant=True)
 
 

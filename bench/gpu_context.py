@@ -1,0 +1,36 @@
+"""A plugin of pytest for tests on a GPU: a test that breaks the context of its process fails, and ends that process.
+
+CUDA tells of a wrong address at some later call, and from then on every call fails. Without this the tests after it
+would fail, too, each with the same error. bench/gpu_tests.py has each of its processes load it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Context())
+
+
+class _Context:
+    is_lost = False
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        """Wait for all that the test has started on the device; raise what it raises."""
+        if torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+            except torch.AcceleratorError:
+                self.is_lost = True
+                raise
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        """After the test's reports: its process has no use any more, and pytest starts another one."""
+        if self.is_lost:
+            os._exit(1)
