@@ -40,6 +40,8 @@ def open_gpu() -> None:
         x = torch.ones(2, 2).pin_memory().cuda()
         with torch.cuda.stream(torch.cuda.Stream()):
             (x @ x).cpu()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x + x
 
 
 def wait_until_gone(before: set[str]) -> list[str]:

@@ -81,7 +81,7 @@ def _on_gpu(
     if not TritonAttention.is_available():
         return "Triton is not installed"
     try:
-        backend = TritonAttention()
+        backend = TritonAttention(exact=exact)
         found = disagreement(backend, specs, device, dtype, block_size, max_model_len, exact=exact)
     except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: the reference needs none
         end_if_lost("attention's Triton kernel", error, "attention_backend 'reference'")

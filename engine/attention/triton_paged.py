@@ -32,13 +32,21 @@ _MIN_TILE = 16
 class TritonAttention:
     """The AttentionBackend for CUDA.
 
-    The tiles depend on dtype and head size alone, and pieces of keys are merged in their order (triton_kernels.py). So
-    the bits of a row depend only on its own tokens, as AttentionBackend requires of a CPU.
+    If `exact`, the tiles depend on dtype and head size alone, and pieces of keys are merged in their order
+    (triton_kernels.py). So the bits of a row depend only on its own tokens, as AttentionBackend requires of a CPU. Else
+    steps that only decode have tiles of as few rows as they need, of which more fit into a multiprocessor.
     """
 
     name = "triton"
 
-    def __init__(self, piece: int = PIECE, max_split_rows: int = MAX_SPLIT_ROWS, programs: int = PROGRAMS) -> None:
+    def __init__(
+        self,
+        piece: int = PIECE,
+        max_split_rows: int = MAX_SPLIT_ROWS,
+        programs: int = PROGRAMS,
+        *,
+        exact: bool = True,
+    ) -> None:
         """Load the kernels; they are compiled when they are first called. Raises ImportError without Triton.
 
         `piece` is a power of two from 64 on, and another one gives other bits. The bits do not depend on the others.
@@ -48,7 +56,7 @@ class TritonAttention:
         from gptserve.engine.attention import triton_kernels
 
         self._kernels, self._piece = triton_kernels, piece
-        self._max_split_rows, self._programs = max_split_rows, programs
+        self._max_split_rows, self._programs, self._exact = max_split_rows, programs, exact
         self.build: str = triton.__version__
 
     @staticmethod
@@ -91,6 +99,8 @@ class TritonAttention:
         shape = (num_pieces if is_split else 0, num_rows, spec.num_heads)
         pieces = [query_THD.new_empty(size, dtype=torch.float32) for size in ((*shape, head_size), shape, shape)]
         rows, keys, padded = _tiles(query_THD.dtype, head_size)
+        if not self._exact and metadata.query_starts[-1] == num_seqs:  # each has one token
+            rows = min(rows, max(_MIN_TILE, power_of_two(group)))
         shared: dict[str, Any] = {
             **{"HEAD_SIZE": head_size, "PADDED": padded, "WINDOW": spec.window or 0, "PIECE": self._piece},
             # Fused multiply-adds could give the pieces that the one kernel merges other bits than those of the other.

@@ -488,7 +488,7 @@ def test_what_is_recorded_neither_waits_nor_reads_the_host(
     write_model(tmp_path, *SHAPES[name])
     model, launches = load_config(tmp_path), Launches()
     backend = object.__new__(TritonAttention)
-    vars(backend).update(_kernels=launches, _piece=64, _max_split_rows=64, _programs=256, build="")
+    vars(backend).update(_kernels=launches, _piece=64, _max_split_rows=64, _programs=256, _exact=True, build="")
     tensors = Checkpoint(tmp_path, model).stream(dtype=torch.bfloat16, device="cpu")
     kernels = object.__new__(TritonOperations)
     vars(kernels).update(_kernels=launches, build="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ CUDA = torch.device("cuda")
 needs_kernel = pytest.mark.skipif(not CpuAttention.is_available(), reason="installed without a compiler")
 
 
-def choose(name: AttentionBackendName, device: torch.device, dtype: torch.dtype, head_size: int) -> AttentionBackend:
+def choose(
+    name: AttentionBackendName, device: torch.device, dtype: torch.dtype, head_size: int, **options: Any
+) -> AttentionBackend:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=head_size, scale=0.25)
-    return choose_backend(EngineConfig(Path(), attention_backend=name), device, dtype, [spec], 64)
+    return choose_backend(EngineConfig(Path(), attention_backend=name, **options), device, dtype, [spec], 64)
 
 
 @needs_kernel
@@ -102,7 +105,10 @@ def test_on_a_gpu_a_kernel_that_agrees_is_taken_without_a_word(
     name: AttentionBackendName, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put_triton(monkeypatch, is_installed=True)
-    assert choose(name, CUDA, torch.bfloat16, 64).name == "triton"
+    for exact in (True, False):
+        backend = choose(name, CUDA, torch.bfloat16, 64, batch_invariant=exact)
+        assert backend.name == "triton"
+        assert vars(backend) == {"exact": exact, "is_compared_exactly": exact}
     assert not caplog.records
 
 
@@ -118,9 +124,14 @@ def put_triton(
         def is_available() -> bool:
             return is_installed
 
-        def __init__(self) -> None:
+        def __init__(self, *, exact: bool) -> None:
             if error is not None:
                 raise error
+            self.exact = exact
+
+    def compare(backend: FakeTriton, *_: object, exact: bool) -> str | None:
+        vars(backend).update(is_compared_exactly=exact)
+        return difference
 
     monkeypatch.setattr(triton_paged, "TritonAttention", FakeTriton)
-    monkeypatch.setattr(attention_check, "disagreement", lambda *_, exact: difference)
+    monkeypatch.setattr(attention_check, "disagreement", compare)

@@ -164,6 +164,35 @@ def test_any_heads_and_windows_equal_the_reference(
 
 @interpreted
 @slow
+@by_dtype
+@pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(2, 2, 16), (17, 1, 32), (70, 1, 64)])
+def test_steps_that_decode_have_small_tiles_unless_bits_are_promised(
+    heads: int, kv_heads: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = Cached([130, 9, 20], make_spec(heads, kv_heads, 16, window=100), dtype)
+    small, usual = TritonAttention(PIECE, exact=False), TritonAttention(PIECE)
+    launched = list[int]()
+    attend = small._kernels.attend
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **constants: (
+                launched.append(constants["ROWS"]),
+                attend[grid](*arguments, **constants),
+            )
+
+    monkeypatch.setattr(small._kernels, "attend", Launches())
+    decoding, chunk = [(0, 1, 130), (1, 1, 9), (2, 1, 20)], [(0, 1, 130), (1, 2, 9), (2, 1, 20)]
+    for step, backend in ((decoding, small), (chunk, small), (decoding, usual)):
+        expected, tolerance = cached.attend(ReferenceAttention(), step), TOLERANCES[dtype]
+        for out, wanted in zip(cached.attend(backend, step, pad=1), expected, strict=True):
+            torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
+    least = 16 if dtype is torch.float32 else 64
+    assert launched == [min(rows, least), least, least]
+
+
+@interpreted
+@slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_ragged_steps_equal_the_reference(seed: int) -> None:
     rng = random.Random(seed)
