@@ -35,7 +35,7 @@ class FakeTriton:
 
     is_available = staticmethod(lambda: True)
 
-    def __init__(self) -> None:
+    def __init__(self, **options: object) -> None:
         fail()
 
 
