@@ -159,8 +159,8 @@ PIECE = 64
 
 
 class SmallPieces(TritonAttention):
-    def __init__(self) -> None:
-        super().__init__(PIECE)
+    def __init__(self, *, exact: bool) -> None:
+        super().__init__(PIECE, exact=exact)
 
 
 def decoded(folder: Path, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
