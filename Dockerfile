@@ -30,7 +30,7 @@ RUN cd /opt/gptserve/lib/python3*/site-packages \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
     && find . -name '*.a' -delete \
     && find . -type d -name tests -prune -exec rm -rf {} + \
-    && find torch/lib/libtorch_*.so -exec strip --strip-unneeded {} + \
+    && strip --strip-unneeded torch/lib/libtorch_*.so \
     && find . -name libtriton.so -exec strip --strip-unneeded {} +
 
 RUN /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file /opt/gptserve/sbom.cdx.json \

@@ -38,7 +38,7 @@ from bench.models import SHAPES, served_model
 from bench.peers import PEERS, Compute, Work, started
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.process.imports import look_seldom
+from gptserve.engine.process.garbage import collect_seldom
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import load_config
 
@@ -88,7 +88,7 @@ def main() -> None:
             }
             if not args.alone:
                 others["transformers"] = partial(time_transformers, load_reference(folder, device, args.dtype))
-            look_seldom()  # as the engine's process does: else Python looks among all modules, in some steps
+            collect_seldom()  # as the engine's process does: else some steps look for garbage among all modules
             turns = Turns(engines, others, model, args)
             rows = measure_all(turns, args.batch, args.kinds, Lengths(args.prompt_len, args.max_tokens))
             if args.prefill:

@@ -1,7 +1,7 @@
 """A plugin of pytest for tests on a GPU: a test that breaks the context of its process fails, and ends that process.
 
-CUDA tells of a wrong address at some later call, and from then on every call fails. Without this the tests after it
-would fail, too, each with the same error. bench/gpu_tests.py has each of its processes load it.
+CUDA tells of a wrong address at some later call, and from then on every call of the process fails: the tests that
+follow in it would fail, too. bench/gpu_tests.py has each of its processes load this plugin.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ class _Context:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:
-        """After the test's reports: its process has no use any more, and pytest starts another one."""
+        """End the process after the test's reports; pytest-xdist starts another one."""
         if self.is_lost:
             os._exit(1)

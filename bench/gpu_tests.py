@@ -30,7 +30,7 @@ FILES = (
     "tests/engine/sampling/test_triton_sampler.py",
     "tests/weights/test_pinned_ring.py",
 )
-"""All that need a GPU. Others would import packages that no GPU needs."""
+"""All files with tests that need a GPU. Others import more packages, such as those of the server."""
 MAX_PROCESSES = 12  # each holds a context on the device, about half a GB, and its tensors
 PROCESS_BYTES = 4 * 2**30
 """What a process may take of the machine's memory, with the libraries of CUDA."""
@@ -54,7 +54,7 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid
         self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
-        if report.failed:  # if twice, then because its process ended
+        if report.failed:  # the first failure is kept: a second one may say only that the process ended
             self.failed.setdefault(name, report.longreprtext[-MAX_ERROR:])
         elif report.skipped:
             self.skipped.append(name)
@@ -85,7 +85,7 @@ def main() -> int:
     if missing := missing_for_triton():
         print(f"Triton cannot compile its kernels: {missing}", file=sys.stderr)
         return 1
-    files = () if any(Path(argument.partition("::")[0]).exists() for argument in others) else FILES
+    has_path = any("/" in argument or ".py" in argument for argument in others)
     outcomes, statuses = Outcomes(args.output, machine()), []
     room = psutil.virtual_memory().available // PROCESS_BYTES
     for marks, most in GROUPS.items():
@@ -93,7 +93,7 @@ def main() -> int:
         processes = ("--numprocesses", str(num_processes), "--dist", "worksteal")
         plugins = ("-p", "no:cacheprovider", "-p", "bench.gpu_context")
         options = ("-m", marks, *processes, *plugins, "--durations", "20", "--durations-min", "5")
-        statuses.append(pytest.main([*options, *others, *files], plugins=[outcomes]))
+        statuses.append(pytest.main([*options, *others, *(() if has_path else FILES)], plugins=[outcomes]))
     outcomes.has_finished = True
     outcomes.write()
     print(
@@ -105,9 +105,12 @@ def main() -> int:
 
 def missing_for_triton() -> str | None:
     """Return what Triton lacks to compile a kernel's launcher, None if nothing."""
-    if shutil.which(os.environ.get("CC") or "gcc") is None and shutil.which("clang") is None:
-        return "there is no C compiler, gcc or clang, and CC names none"
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        return f"CC names no compiler: {named}" if named else "there is no C compiler, gcc or clang"
+    # Debian's scheme of its own, posix_local, names a folder without headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     return None if header.exists() else f"Python's headers are missing, such as {header}"
 
 

@@ -36,7 +36,7 @@ from gptserve.engine.grammar.matcher import MaskThread
 from gptserve.engine.model import runner
 from gptserve.engine.model.runner import Collect, ModelRunner
 from gptserve.engine.model.step_memory import max_sampled_rows
-from gptserve.engine.process.imports import look_seldom
+from gptserve.engine.process.garbage import collect_seldom
 from gptserve.engine.process.loop import Stepped
 from gptserve.engine.recorded_steps import RecordedStep, Replay
 from gptserve.engine.request import EngineInfo, Request, SamplingParams
@@ -165,7 +165,7 @@ class Operations(TorchDispatchMode):
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
-    look_seldom()  # as the engine's process does
+    collect_seldom()  # as the engine's process does
     print(f"{'context':>7} {'batch':>5} {'step us':>8}" + "".join(f"{name:>9}" for name in COLUMNS) + "  operations")
     rows = []
     ours, theirs = multiprocessing.Pipe()

@@ -26,7 +26,7 @@ from gptserve.engine.request import Request, SamplingParams
 from gptserve.weights.families import load_config
 
 GRAPH_PAUSE_US = 5.0
-"""Between two kernels of a graph it is some 1 us."""
+"""Kernels of a graph follow each other after some 1 us."""
 PROMPT_LEN = 128
 FIRST_STEPS = 20  # after the prompts: what is made at the first steps of a batch size is made then
 MAX_TOKENS = 850  # none ends, and the longest fits into GPT-2's context

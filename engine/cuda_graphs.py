@@ -67,7 +67,7 @@ class DecodeGraphs:
         return found or self.agree(None if self._sampler is None else self._record_draws(self._sampler, capture))
 
     def disagreement(self, vocab_size: int) -> str | None:
-        """Return in which size a graph gives other bits or tokens than its kernels started one by one, or None.
+        """Return in which size a graph gives other numbers or tokens than a step without it, or None.
 
         Call it before any sequence owns a block.
         """

@@ -114,7 +114,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's score depends on the tokens before it."""
+        """Whether any of the three penalties is on."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property

@@ -23,7 +23,7 @@ import uvloop
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.process.client import EngineClient
-from gptserve.engine.process.imports import without_collections
+from gptserve.engine.process.garbage import without_collections
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient

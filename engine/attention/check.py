@@ -102,9 +102,9 @@ def _disagreement_in(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float | None:
-    """Return by how much of 1 plus the size of a number the two differ, None if by no more than rounding."""
+    """Return the largest difference, as a share of 1 plus the size of the number; None if rounding explains it."""
     difference: float = ((found.float() - expected.float()).abs() / (1 + expected.float().abs())).max().item()
-    return None if difference <= _TOLERANCES[expected.dtype] else difference  # NaN is no less
+    return None if difference <= _TOLERANCES[expected.dtype] else difference  # false where it is NaN
 
 
 def _metadata(

@@ -49,7 +49,8 @@ class TritonAttention:
     ) -> None:
         """Load the kernels; they are compiled when they are first called. Raises ImportError without Triton.
 
-        `piece` is a power of two from 64 on, and another one gives other bits. The bits do not depend on the others.
+        `piece` is a power of two from 64 on, and another one gives other bits. The bits do not depend on max_split_rows
+        and programs.
         """
         import triton
 

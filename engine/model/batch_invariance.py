@@ -133,7 +133,8 @@ def _on_gpu(
 def gpu_counts(max_num_seqs: int, max_num_tokens: int) -> list[int]:
     """Return the row counts that are compared on a GPU, ascending: near each power of two up to the largest step.
 
-    cuBLAS chooses its tiles by the number of rows. Small steps have the same counts, and so the same products.
+    cuBLAS chooses its tiles by the number of rows. At least 512 rows are compared, so that engines with smaller steps
+    choose the same products.
     """
     most = max(max_num_tokens, _LEAST_OF_GPU)
     powers = [2**i for i in range(most.bit_length())]
@@ -162,7 +163,8 @@ def first_difference(
         return torch.randn(num_rows, num_columns, generator=generator, dtype=dtype, device=device)
 
     def depends(linear: Linear, x: Tensor, whole: Tensor, num_rows: int) -> bool:
-        # The last, as these get other places, too; at an address like that of any step's rows.
+        # The last rows, so that each gets another place. They are copied, as cuBLAS chooses by the address, too, and a
+        # step's rows have an even one.
         return not torch.equal(linear(x[-num_rows:].clone()), whole[-num_rows:])
 
     try:

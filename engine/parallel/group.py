@@ -24,7 +24,8 @@ SumOrder = Literal["ranks", "library"]
 
 
 _MEETING_LIMIT = timedelta(hours=2)
-"""Some ranks load for longer than others; torch would wait 5 minutes. One that dies ends the others anyway."""
+"""NCCL's ranks wait so long for the one that loads longest; torch's default is 5 minutes. A rank that dies ends the
+others anyway. Gloo has a limit of its own, 30 minutes."""
 
 
 class RankLostError(EngineError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.memory_ahead import populate_ahead, take_populated
-from gptserve.engine.process.imports import without_collections
+from gptserve.engine.process.garbage import without_collections
 from gptserve.engine.process.loop import Report, StepEngine
 
 

@@ -81,7 +81,7 @@ class TritonSampler:
         if num_rows > self.max_rows:  # of drafts that are longer than the engine's own
             return choose_by_torch(logits, choices)
         assert logits.dtype is torch.float32 and logits.stride(1) == 1
-        columns = list(zip(*choices, strict=True))[:_SOURCE]
+        columns = list(zip(*choices))[:_SOURCE]  # noqa: B905 - all are as long
         table = np.zeros((num_rows, _COLUMNS))
         table[len(choices) :, _SOURCE] = -1
         table.T[:_SOURCE, : len(choices)] = columns
@@ -161,10 +161,9 @@ _NO_SEATS = list[int](), News(np.zeros(0, np.int64), np.zeros(0, np.int64), np.z
 
 def kind_of(choices: Sequence[Choice]) -> Kind:
     """Return the first kind that has all filters of the choices."""
-    _, top_p, _, min_p, top_k, *_ = zip(*choices, strict=True)
-    if any(top_k):
+    if any(choice.top_k for choice in choices):
         return "all"
-    return "top_p" if min(top_p) < 1.0 or any(min_p) else "plain"
+    return "top_p" if any(choice.top_p < 1.0 or choice.min_p for choice in choices) else "plain"
 
 
 def _adjustment_arrays(

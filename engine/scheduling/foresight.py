@@ -13,8 +13,8 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequenc
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 
 
-def is_foreseeable(sequence: SequenceState, drafter: Drafter | None) -> bool:
-    """Whether `must_be_known` never holds for a sequence, as its request and the drafter are."""
+def is_always_foreseeable(sequence: SequenceState, drafter: Drafter | None) -> bool:
+    """Whether `must_be_known` can never hold: neither the request nor the drafter reads the newest token."""
     params, is_drafted = sequence.request.params, drafter is not None and drafter.may_draft(sequence)
     is_read = params.has_penalties or params.bad_words or params.grammar is not None
     return not (is_read or is_drafted or params.prompt_logprobs is not None)
@@ -55,7 +55,7 @@ def foresee(batch: ScheduledBatch) -> None:
     count_computed(batch)
     sampling = [item.sequence for item in batch.items if item.needs_sampling]
     for row, sequence in enumerate(sampling):
-        if sequence.block_ids and len(sequence.token_ids) + 1 < sequence.max_len:  # is_running, sooner
+        if sequence.block_ids and len(sequence.token_ids) + 1 < sequence.max_len:  # faster than is_running
             sequence.token_ids.append(~row)
 
 

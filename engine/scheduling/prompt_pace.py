@@ -13,9 +13,9 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequenc
 
 MIN_CHUNK_TOKENS = 16  # so that prompts go on, however slow their tokens are
 GPU_MIN_CHUNK_TOKENS = 256
-"""A GPU computes so many tokens in about the time in which it reads the weights. Besides, a step with chunks is no CUDA
-graph, so it takes longer whatever their size. In small chunks a prompt, and all streams beside it, would take many such
-steps."""
+"""An H100 computes so many tokens in bf16 in about the time in which it reads the weights. Besides, a step with chunks
+is no CUDA graph, so it takes longer whatever their size. In small chunks a prompt, and all streams beside it, would
+take many such steps."""
 _CHUNK_SHARE = 0.75
 """Chunks may add this share of the time of decoding. It is below 1, as steps vary: of a hundred at most one is to take
 more than twice as long as a step that only decodes."""
@@ -76,8 +76,8 @@ class PromptPace(Pace):
     """Keeps a step with chunks from taking twice as long as one without: chunks get 3/4 of the time of decoding.
 
     Where more than a few sequences wait for their first token, chunks get 4 x waiting / decoding times that time. So a
-    burst of prompts is not computed in small pieces, which take longer, for the sake of a few streams. A step has at
-    least min_chunk_tokens of chunks, or none.
+    burst of prompts is not computed in small pieces, which take longer, for the sake of a few streams. A step with
+    chunks may have min_chunk_tokens of them, even if it then takes longer than twice the time.
     """
 
     def __init__(self, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> None:

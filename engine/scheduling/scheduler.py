@@ -112,7 +112,7 @@ class Scheduler:
             num_scored=request.num_scored_tokens,
             blame=request.blame,
         )
-        sequence.is_foreseeable = foresight.is_foreseeable(sequence, self._drafter)
+        sequence.is_always_foreseeable = foresight.is_always_foreseeable(sequence, self._drafter)
         self._num_arrivals += 1
         if sequence.blame.is_suspect:
             self._suspects.add(sequence)
@@ -159,7 +159,7 @@ class Scheduler:
         step is void.
         """
         is_short_of_blocks = foresight.num_missing_blocks(self._running, self._blocks) > self._pool.num_free
-        asked = [item for item in batch.items if not item.sequence.is_foreseeable]
+        asked = [item for item in batch.items if not item.sequence.is_always_foreseeable]
         is_needed = any(foresight.must_be_known(item, self._drafter, host_counts=host_counts) for item in asked)
         if self._suspects or is_short_of_blocks or is_needed:
             return False

@@ -32,7 +32,7 @@ class SequenceState:
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
     matcher follows the request's grammar, if it has one. The sampler keeps what it has counted in adjustments.
-    is_foreseeable: the host never needs its newest token to plan a step (foresight.py); Scheduler sets it.
+    is_always_foreseeable: the host never needs its newest token to plan a step (foresight.py); Scheduler sets it.
     """
 
     request: Request
@@ -49,7 +49,7 @@ class SequenceState:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     blame: Blame = NO_BLAME
-    is_foreseeable: bool = False
+    is_always_foreseeable: bool = False
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
     adjustments: SequenceAdjustments | None = None

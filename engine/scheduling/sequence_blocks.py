@@ -74,13 +74,13 @@ class SequenceBlocks:
 
         If the last of them is foreseen, `register_known` does it.
         """
-        first, end_index = start // self.block_size, end // self.block_size
-        if first == end_index:
+        first, last = start // self.block_size, end // self.block_size
+        if first == last:
             return
         if sequence.is_foreseen:
             self._unknown.append((sequence, start, end))
             return
-        for index in range(first, end_index):
+        for index in range(first, last):
             if self._pool.register(sequence.block_ids, index, sequence.token_ids, sequence.request.cache_salt):
                 self._unfilled.append(sequence.block_ids[index])
 

@@ -59,7 +59,8 @@ def found_of(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run the tests there; return the status and what the file has."""
     (folder / "test_some.py").write_text(TESTS)
     output = folder / "new" / "found.json"
-    command = [sys.executable, "-m", "bench.gpu_tests", "--output", output, "--rootdir", folder, folder, *arguments]
+    options = ("--output", output, "--rootdir", folder, "--numprocesses", "1")  # so that tests follow each other in it
+    command = [sys.executable, "-m", "bench.gpu_tests", *options, folder, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     print(done.stdout, done.stderr)  # noqa: T201 - pytest shows it if the test fails
@@ -95,9 +96,14 @@ def test_all_files_are_named_that_have_tests_for_a_gpu() -> None:
 
 
 def test_what_triton_lacks_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_for_triton() is None or "Python's headers" in str(missing_for_triton())
-    monkeypatch.setattr(gpu_tests.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert missing_for_triton() == f"Python's headers are missing, such as {tmp_path / 'Python.h'}"
+    compiler, header = tmp_path / "clang", tmp_path / "Python.h"
+    monkeypatch.setattr(gpu_tests.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert missing_for_triton() == "there is no C compiler, gcc or clang, and CC names none"
+    assert missing_for_triton() == "there is no C compiler, gcc or clang"
+    compiler.touch(0o755)
+    assert missing_for_triton() == f"Python's headers are missing, such as {header}"
+    header.touch()
+    assert missing_for_triton() is None
+    monkeypatch.setenv("CC", "icx")
+    assert missing_for_triton() == "CC names no compiler: icx"

@@ -39,6 +39,7 @@ from gptserve.engine.sampling.triton_sampler import KINDS, Kind, TritonSampler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
+from tests.conftest import MakeGPT2
 from tests.engine.host_copies import DEVICE, Copies, Lists
 from tests.engine.runs import make_config, make_engine, run, token_ids
 from tests.engine.test_grammars import ragged
@@ -378,9 +379,10 @@ def test_a_graph_that_stores_no_keys_is_seen(tiny_gpt2: Path) -> None:
     assert capture_for(engine, forget) is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrong", ["the length", "the blocks", "the scale"])
 def test_a_graph_that_attends_to_other_keys_than_a_step_is_seen(
-    wrong: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, dtype: str, make_gpt2: MakeGPT2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though its kernels, started one by one, do the same with what was recorded. A block has 16 tokens."""
     attend, num_wrong = CpuAttention.attend, 0
@@ -400,16 +402,18 @@ def test_a_graph_that_attends_to_other_keys_than_a_step_is_seen(
                 spec = replace(spec, scale=2 * spec.scale)
         return attend(self, query, cache, metadata, spec)
 
-    engine = make_engine(tiny_gpt2, max_model_len=64)
+    # Large weights, so that attention is not lost among the rounding of the rest.
+    engine = make_engine(make_gpt2(initializer_range=0.5), max_model_len=64, dtype=dtype)
     assert capture_for(engine, Rerun()) is not None
     monkeypatch.setattr(CpuAttention, "attend", attend_wrongly)
     assert capture_for(engine, Rerun()) is None
     assert num_wrong > 0
 
 
+@pytest.mark.parametrize(("dtype", "by"), [("float32", 1e-6), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("exact", [False, True])
 def test_kernels_of_a_graph_may_round_otherwise_unless_bits_are_promised(
-    exact: bool, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
+    exact: bool, dtype: str, by: float, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attend = CpuAttention.attend
 
@@ -417,9 +421,9 @@ def test_kernels_of_a_graph_may_round_otherwise_unless_bits_are_promised(
         self: CpuAttention, query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         is_recorded = metadata.kv_lens == (64,) * len(metadata.kv_lens)
-        return attend(self, query, cache, metadata, spec) * (1 + 1e-6 * is_recorded)
+        return attend(self, query, cache, metadata, spec) * (1 + by * is_recorded)
 
-    engine = make_engine(tiny_gpt2, max_model_len=64)
+    engine = make_engine(tiny_gpt2, max_model_len=64, dtype=dtype)
     monkeypatch.setattr(CpuAttention, "attend", attend_otherwise)
     assert (capture_for(engine, Rerun(), batch_invariant=exact) is None) == exact
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
+from gptserve.engine.grammar.drafter import GrammarDrafter
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.runner import Collect, ModelRunner, StepResult
 from gptserve.engine.overlap import Steps
@@ -33,7 +34,7 @@ from gptserve.engine.sampling.device_counts import DeviceCounts
 from gptserve.engine.sampling.sampler import SampledTokens
 from gptserve.engine.sampling.token_counts import TokensBefore
 from gptserve.engine.scheduling import foresight
-from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter, PromptLookup
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.scheduling.sequence_blocks import SequenceBlocks
 from tests.engine.runs import EvenPace, make_config, make_engine, make_request, ragged_prompts, run, token_ids
@@ -253,7 +254,7 @@ must_be_known, reserve, seat, update = (
     [
         (foresight, "num_missing_blocks", _none_is_missing),
         (foresight, "must_be_known", _is_never_needed),
-        (foresight, "is_foreseeable", _asks_for_none),
+        (foresight, "is_always_foreseeable", _asks_for_none),
         (foresight, "must_be_known", _takes_the_device_to_count),
         (foresight, "must_be_known", _reads_no_drafts),
         (foresight, "drop_foreseen", _stays),
@@ -270,6 +271,26 @@ def test_random_service_catches_a_plan_that_was_made_too_early(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises((Violation, AssertionError, IndexError, ValueError)):
         serve_often(200, Counter())
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0, "logprobs": 2, "logit_bias": {1: 2.0}, "min_tokens": 1, "allowed_token_ids": (1, 2)},
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.1},
+    {"frequency_penalty": 0.1},
+    {"bad_words": ((1,),)},
+    {"prompt_logprobs": 0},
+]
+
+
+@pytest.mark.parametrize("params", ASKED, ids=str)
+@pytest.mark.parametrize("drafter", [None, GrammarDrafter(None), PromptLookup(2)], ids=repr)
+def test_only_what_need_never_be_known_is_never_asked_for(params: dict[str, Any], drafter: Drafter | None) -> None:
+    request = Request("r", (1, 2), SamplingParams(**params), seed=0)
+    sequence = SequenceState(request, 0, [1, 2], block_ids=[0])
+    needed = must_be_known(ScheduledSequence(sequence, 2), drafter, host_counts=True)
+    assert foresight.is_always_foreseeable(sequence, drafter) == (not needed)
 
 
 def test_a_step_that_fails_takes_the_next_one_along_without_blame() -> None:
@@ -536,7 +557,10 @@ def test_steps_overlap_on_a_gpu_unless_that_is_not_wanted(tiny_gpt2: Path, caplo
     config, runner = make_config(tiny_gpt2), like_a_gpu(tiny_gpt2)
     assert may_overlap(config, runner)
     assert may_overlap(replace(config, tensor_parallel_size=2), runner)
-    assert Engine(config, runner=runner)._steps.overlap
+    engine = Engine(config, runner=runner)
+    assert engine._steps.overlap
+    assert vars(engine._scheduler._pace)["_min_chunk_tokens"] == 256
+    assert vars(Engine(config)._scheduler._pace)["_min_chunk_tokens"] == 16
     assert not may_overlap(replace(config, overlap=False), runner)
     assert not may_overlap(config, runner.runner)
     assert not caplog.records

@@ -187,8 +187,8 @@ def test_steps_that_decode_have_small_tiles_unless_bits_are_promised(
         expected, tolerance = cached.attend(ReferenceAttention(), step), TOLERANCES[dtype]
         for out, wanted in zip(cached.attend(backend, step, pad=1), expected, strict=True):
             torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
-    least = 16 if dtype is torch.float32 else 64
-    assert launched == [min(rows, least), least, least]
+    usual_rows = 16 if dtype is torch.float32 else 64
+    assert launched == [min(rows, usual_rows), usual_rows, usual_rows]
 
 
 @interpreted

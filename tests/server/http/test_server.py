@@ -187,3 +187,10 @@ def test_uvicorn_still_has_what_the_server_builds_upon() -> None:
     server = uvicorn.Server(uvicorn.Config(lambda: None))
     assert {"server_state", "started", "should_exit"} <= set(vars(server))
     assert server.server_state.connections == set()
+
+
+def test_it_says_nothing_where_it_hangs_up_on_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    server = object.__new__(HttpServer)
+    server.server_state = uvicorn.server.ServerState()
+    server.hang_up("told to stop again")
+    assert not caplog.records
