@@ -285,7 +285,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("params", ASKED, ids=str)
-@pytest.mark.parametrize("drafter", [None, GrammarDrafter(None), PromptLookup(2)], ids=repr)
+@pytest.mark.parametrize("drafter", [None, GrammarDrafter(None), PromptLookup(2)], ids=["none", "grammars", "n-grams"])
 def test_only_what_need_never_be_known_is_never_asked_for(params: dict[str, Any], drafter: Drafter | None) -> None:
     request = Request("r", (1, 2), SamplingParams(**params), seed=0)
     sequence = SequenceState(request, 0, [1, 2], block_ids=[0])
