@@ -163,8 +163,8 @@ def first_difference(
         return torch.randn(num_rows, num_columns, generator=generator, dtype=dtype, device=device)
 
     def depends(linear: Linear, x: Tensor, whole: Tensor, num_rows: int) -> bool:
-        # The last rows, so that each gets another place. They are copied, as cuBLAS chooses by the address, too, and a
-        # step's rows have an even one.
+        # The last rows, so that each gets another place. They are copied, as cuBLAS chooses by the alignment, too, and
+        # tensors of their own are aligned, as those of a step are.
         return not torch.equal(linear(x[-num_rows:].clone()), whole[-num_rows:])
 
     try:
