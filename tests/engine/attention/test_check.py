@@ -17,16 +17,22 @@ SPECS = [AttentionSpec(4, 2, 8, 0.3), AttentionSpec(4, 2, 8, 0.3, window=50)]
 
 
 class Adding(ReferenceAttention):
-    """Adds a number to what it computes for layers with this window; `per_row` times the number of rows, too."""
+    """Adds a number to what it computes for layers with this window; `per_row` times the number of rows, too.
 
-    def __init__(self, number: float = 0.0, window: int | None = None, per_row: float = 0.0) -> None:
-        self._number, self._window, self._per_row = number, window, per_row
+    To a step of one sequence it adds `alone`, besides.
+    """
+
+    def __init__(
+        self, number: float = 0.0, window: int | None = None, per_row: float = 0.0, alone: float = 0.0
+    ) -> None:
+        self._number, self._window, self._per_row, self._alone = number, window, per_row, alone
 
     def attend(
         self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         out_THD = super().attend(query_THD, cache_2NGBD, metadata, spec)
-        return out_THD + (self._number + self._per_row * len(out_THD) if spec.window == self._window else 0)
+        number = self._number + self._alone * (len(metadata.kv_lens) == 1)
+        return out_THD + (number + self._per_row * len(out_THD) if spec.window == self._window else 0)
 
 
 class Forgetting(ReferenceAttention):
@@ -53,18 +59,6 @@ def test_a_backend_that_differs_is_found(backend: ReferenceAttention, found: str
     assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16, max_model_len=1024, exact=True) == found
 
 
-class AddingAlone(ReferenceAttention):
-    """Adds a number to what it computes for a row alone."""
-
-    def __init__(self, number: float) -> None:
-        self._number = number
-
-    def attend(
-        self, query_THD: Tensor, cache_2NGBD: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
-    ) -> Tensor:
-        return super().attend(query_THD, cache_2NGBD, metadata, spec) + self._number * (len(metadata.kv_lens) == 1)
-
-
 @pytest.mark.parametrize(
     ("number", "exact", "found"),
     [
@@ -74,7 +68,7 @@ class AddingAlone(ReferenceAttention):
     ],
 )
 def test_the_bits_of_a_row_alone_count_where_they_are_promised(number: float, exact: bool, found: str | None) -> None:
-    backend = AddingAlone(number)
+    backend = Adding(alone=number)
     assert disagreement(backend, SPECS, CPU, torch.float32, block_size=16, max_model_len=1024, exact=exact) == found
 
 
