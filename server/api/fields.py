@@ -19,7 +19,16 @@ from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.chat_schemas import Message, TextPart
 from gptserve.server.api.grammar_schemas import NamedSchema, ResponseFormat, StructuredOutputs
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest, StreamOptions
-from gptserve.server.api.tool_schemas import Function, FunctionCall, FunctionName, NamedTool, Tool, ToolCall
+from gptserve.server.api.tool_schemas import (
+    AllowedChoice,
+    AllowedTools,
+    Function,
+    FunctionCall,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolCall,
+)
 from gptserve.server.errors import show
 
 MAX_IGNORED = 64  # each costs a search for similar names; no client sends as many
@@ -137,6 +146,12 @@ class FieldReader:
                 self._ignore(where + name, value, (*fields, *unread))
         return taken
 
+    def leave_out(self, name: str, message: str) -> None:
+        """Name what is left out of the prompt; if strict, refuse it with the message. Raises InvalidRequestError."""
+        if self.strict:
+            raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        self.ignored[name] = None
+
     def _ignore(self, name: str, value: object, known: Iterable[str]) -> None:
         if name in self.ignored:
             return
@@ -173,7 +188,7 @@ def take_fields(
     if isinstance(tools := taken.get("tools"), list):
         taken["tools"] = [_take_function(tool, (Tool, Function), {}, "tools.", reader) for tool in tools]
     if isinstance(choice := taken.get("tool_choice"), dict):
-        taken["tool_choice"] = _take_function(choice, (NamedTool, FunctionName), {}, "tool_choice.", reader)
+        taken["tool_choice"] = _take_choice(choice, reader)
     if isinstance(messages, list):
         taken["messages"] = [_take_message(message, reader) for message in messages]
     return taken, list(reader.ignored)
@@ -209,6 +224,19 @@ def _take_message(message: Any, reader: FieldReader) -> Any:
         taken["tool_calls"] = [
             _take_function(call, models, _OF_CALLS, "messages.tool_calls.", reader) for call in calls
         ]
+    return taken
+
+
+def _take_choice(given: dict[str, Any], reader: FieldReader) -> Any:
+    where, models = "tool_choice.", (NamedTool, FunctionName)
+    if given.get("type") != "allowed_tools":
+        return _take_function(given, models, {}, where, reader)
+    taken = reader.take(given, AllowedChoice, {}, where)
+    if isinstance(allowed := taken.get("allowed_tools"), dict):
+        taken["allowed_tools"] = allowed = reader.take(allowed, AllowedTools, {}, f"{where}allowed_tools.")
+        if isinstance(tools := allowed.get("tools"), list):
+            where = f"{where}allowed_tools.tools."
+            allowed["tools"] = [_take_function(tool, models, {}, where, reader) for tool in tools]
     return taken
 
 

@@ -13,13 +13,14 @@ from pydantic import BaseModel
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.fields import FieldReader, Unread
 from gptserve.server.api.response_schemas import ITEMS, InputItem, ReasoningOptions, TextFormat, TextOptions
-from gptserve.server.api.response_tool_schemas import FunctionTool, InputPart, NamedFunction
+from gptserve.server.api.response_tool_fields import take_choice, take_tools
+from gptserve.server.api.response_tool_schemas import CallOutputItem, InputPart
 from gptserve.server.errors import show
 
 _HINT = Unread()
 
 UNREAD: dict[str, Unread] = {
-    **dict.fromkeys(("service_tier", "safety_identifier", "stream_options"), _HINT),
+    **dict.fromkeys(("service_tier", "safety_identifier", "stream_options", "client_metadata"), _HINT),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"), _HINT),
     "conversation": Unread((), "a conversation object (previous_response_id is another way) is"),
     "prompt": Unread((), "a prompt template is"),
@@ -31,7 +32,8 @@ UNREAD: dict[str, Unread] = {
 
 _SUMMARY = Unread(("auto",), "a summary of the reasoning (the reasoning itself comes) is")
 _OF_REASONING = {"summary": _SUMMARY, "generate_summary": _SUMMARY}
-_OF_ITEMS = dict.fromkeys(("id", "status", "phase", "summary", "encrypted_content"), _HINT)
+_OF_ITEMS = dict.fromkeys(("id", "status", "phase", "summary", "encrypted_content", "caller", "async"), _HINT)
+_OF_RESULTS = {**_OF_ITEMS, **dict.fromkeys(("name", "namespace"), _HINT)}  # the call with its call_id has them
 _OF_PARTS = dict.fromkeys(("annotations", "logprobs", "prompt_cache_breakpoint"), _HINT)
 _PART_TYPES = ("input_text", "output_text", "reasoning_text")
 
@@ -54,9 +56,9 @@ def take_response_fields(
     if isinstance(options := taken.get("reasoning"), dict):
         taken["reasoning"] = reader.take(options, ReasoningOptions, _OF_REASONING, "reasoning.")
     if isinstance(tools := taken.get("tools"), list):
-        taken["tools"] = [_take_tool(f"tools[{i}]", tool, reader) for i, tool in enumerate(tools)]
+        taken["tools"] = take_tools(tools, reader)
     if isinstance(choice := taken.get("tool_choice"), dict):
-        taken["tool_choice"] = reader.take(choice, NamedFunction, {}, "tool_choice.")
+        taken["tool_choice"] = take_choice(choice, reader)
     return taken, list(reader.ignored)
 
 
@@ -65,20 +67,14 @@ def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
     if not isinstance(item, dict):
         return item
     kind = _check_type(where, item, ITEMS, "an item")
-    taken = reader.take(item, ITEMS.get(kind, InputItem), _OF_ITEMS, "input.")
+    model = ITEMS.get(kind, InputItem)
+    taken = reader.take(item, model, _OF_RESULTS if model is CallOutputItem else _OF_ITEMS, "input.")
     if taken.get("type") == "reasoning":
         taken = {"content": [], **taken, "role": "assistant"}
     for name in ("content", "output"):
         if isinstance(parts := taken.get(name), list):
             taken[name] = [_take_part(f"{where}.{name}[{i}]", part, reader) for i, part in enumerate(parts)]
     return taken
-
-
-def _take_tool(where: str, tool: Any, reader: FieldReader) -> Any:
-    if not isinstance(tool, dict):
-        return tool
-    _check_type(where, tool, ("function",), "a tool")
-    return reader.take(tool, FunctionTool, {}, "tools.")
 
 
 def _take_part(where: str, part: Any, reader: FieldReader) -> Any:

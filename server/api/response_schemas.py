@@ -16,8 +16,9 @@ from gptserve.server.api.response_tool_schemas import (
     CallItem,
     CallOutputItem,
     Content,
-    FunctionTool,
-    NamedFunction,
+    CustomCallItem,
+    OfferedTool,
+    OutputCustomCall,
     OutputFunctionCall,
     ToolChoice,
 )
@@ -43,19 +44,24 @@ ITEMS: dict[object, type[_RequestModel]] = {
     "reasoning": InputItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
 }
 """The types of items."""
 
 
 def _kind_of_item(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"[{kind}]" if kind in ("function_call", "function_call_output") else "[message]"
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return "[call_output]"
+    return f"[{kind}]" if kind in ("function_call", "custom_tool_call") else "[message]"
 
 
 Item = Annotated[
     Annotated[InputItem, Tag("[message]")]
     | Annotated[CallItem, Tag("[function_call]")]
-    | Annotated[CallOutputItem, Tag("[function_call_output]")],
+    | Annotated[CustomCallItem, Tag("[custom_tool_call]")]
+    | Annotated[CallOutputItem, Tag("[call_output]")],
     Discriminator(_kind_of_item),
 ]
 
@@ -106,8 +112,8 @@ class ResponsesRequest(SharedFields):
     """default what the context leaves"""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    """the functions that the model may call"""
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
+    """the tools that the model may call"""
     tool_choice: ToolChoice | None = None
     """default auto with tools"""
     parallel_tool_calls: bool | None = None
@@ -128,10 +134,9 @@ class ResponsesRequest(SharedFields):
         return LOGPROBS in (self.include or ())
 
     def to_chat(self, messages: list[Json]) -> Json:
-        """Return the fields of the chat that answers these messages."""
+        """Return the fields of the chat that answers these messages, but for its tools and the choice of one."""
         fields = {name: getattr(self, name) for name in SharedFields.model_fields}
         options = self.text or TextOptions()
-        choice = self.tool_choice
         logprobs = {"logprobs": True, "top_logprobs": self.top_logprobs} if self.includes_logprobs else {}
         return {
             **fields,
@@ -141,8 +146,6 @@ class ResponsesRequest(SharedFields):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "verbosity": options.verbosity,
             "response_format": _response_format(options.format),
-            "tools": None if self.tools is None else [tool.to_chat() for tool in self.tools],
-            "tool_choice": choice.to_chat() if isinstance(choice, NamedFunction) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "return_token_ids": True,  # reasoning tokens are counted
         }
@@ -263,7 +266,7 @@ class ResponseObject(_Model):
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
-    output: list[OutputMessage | OutputReasoning | OutputFunctionCall]
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
     usage: ResponseUsage | None
     model: str
     system_fingerprint: str
@@ -282,7 +285,7 @@ class ResponseObject(_Model):
     background: bool
     parallel_tool_calls: bool
     tool_choice: ToolChoice
-    tools: list[FunctionTool]
+    tools: list[OfferedTool]
     truncation: Literal["disabled"]
     user: str | None
 
@@ -310,7 +313,7 @@ class OutputOfCall(_Model):
     """The result of a call."""
 
     id: str
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     status: Literal["completed"]
     call_id: str
     output: str | list[InputText]
@@ -320,7 +323,7 @@ class InputItemList(_Model):
     """A page of the items that a response was made of."""
 
     object: Literal["list"]
-    data: list[InputMessage | OutputMessage | OutputReasoning | OutputFunctionCall | OutputOfCall]
+    data: list[InputMessage | OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall | OutputOfCall]
     first_id: str | None
     """null on an empty page"""
     last_id: str | None

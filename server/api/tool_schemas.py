@@ -28,7 +28,10 @@ def _check_arguments(text: str) -> str:
 
 
 def _kind_of_choice(value: Any) -> str | None:
-    return "function" if isinstance(value, dict) else "word" if value in ("none", "auto", "required") else None
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind is not None or isinstance(value, dict):
+        return "allowed_tools" if kind == "allowed_tools" else "function"
+    return "word" if value in ("none", "auto", "required") else None
 
 
 class Function(_RequestModel):
@@ -62,8 +65,24 @@ class NamedTool(_RequestModel):
     function: FunctionName
 
 
+class AllowedTools(_RequestModel):
+    """The tools that the model may call, or must call one of. It sees the others, too."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)]
+
+
+class AllowedChoice(_RequestModel):
+    """Which tools the model may call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("function")],
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedChoice, Tag("allowed_tools")],
     Discriminator(_kind_of_choice, custom_error_type="tool_choice", custom_error_message=TOOL_CHOICE_RULE),
 ]
 

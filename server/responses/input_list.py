@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptserve.server.api.response_schemas import InputItem, Item, StoredRequest
-from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, InputPart
+from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem, InputPart
 from gptserve.server.completions.shapes import Json
 from gptserve.server.errors import ServiceError, show
 from gptserve.server.responses.plan import input_items
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_PREFIXES = {
+    **{"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"},
+    **{"custom_tool_call": "ctc", "custom_tool_call_output": "ctco"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,10 @@ def list_items(response_id: str, asked: StoredRequest, page: PageAsked) -> Json:
 
 def _to_json(item_id: str, item: Item) -> Json:
     head: Json = {"id": item_id, "type": item.type or "message", "status": "completed"}
-    if isinstance(item, CallItem):
-        return {**head, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    if isinstance(item, CallItem | CustomCallItem):
+        namespace = {} if item.namespace is None else {"namespace": item.namespace}
+        own = {"arguments": item.arguments} if isinstance(item, CallItem) else {"input": item.input}
+        return {**head, "call_id": item.call_id, **namespace, "name": item.name, **own}
     if isinstance(item, CallOutputItem):
         output = item.output if isinstance(item.output, str) else _parts(item.output, "input_text")
         return {**head, "call_id": item.call_id, "output": output}

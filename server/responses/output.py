@@ -11,25 +11,29 @@ from typing import Literal
 
 from gptserve.server.completions.output import Delta, EndReason, TokenScore
 from gptserve.server.completions.shapes import Json, token_with_top
+from gptserve.server.responses.custom_input import InputReader
+from gptserve.server.responses.tools import ResponseTools
 from gptserve.server.tools.calls import CallDelta
 
-Kind = Literal["message", "reasoning", "function_call"]
+Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 @dataclass(slots=True)
 class _Item:
-    """An item with its only part; `call` is the beginning of a call, which has none.
+    """An item with its only part; `call` has the id and the names of a call, which has none.
 
     The lists of logprobs in its JSON are iterators, each to be used once.
     """
 
     item_id: str
     kind: Kind
-    call: CallDelta | None = None
+    call: Json | None = None
+    reader: InputReader | None = None
     status: ItemStatus = "in_progress"
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
@@ -41,7 +45,7 @@ class _Item:
     def to_json(self, status: ItemStatus, *, is_new: bool = False) -> Json:
         head: Json = {"id": self.item_id, "type": self.kind, "status": status}
         if self.call is not None:
-            return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            return {**head, **self.call, _OF_CALLS[self.kind]: self.text}
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return {**head, **own, "content": [] if is_new else [self.part()]}
 
@@ -61,10 +65,11 @@ class ResponseOutput:
     end.
     """
 
-    def __init__(self, response_id: str, *, marks_reasoning: bool) -> None:
+    def __init__(self, response_id: str, tools: ResponseTools, *, marks_reasoning: bool) -> None:
         self.finish_reason: EndReason | None = None
         self.num_reasoning_tokens = 0
         self._suffix = response_id.partition("_")[2]
+        self._tools = tools
         self._marks_reasoning = marks_reasoning
         self._items: list[_Item] = []
 
@@ -101,8 +106,11 @@ class ResponseOutput:
         item = self._items[-1]
         item.status = status
         if item.call is not None:
-            call = {"name": item.call.name, "arguments": item.text}
-            yield self._event("function_call_arguments.done", item_id=item.item_id, **call)
+            named = {"name": item.call["name"]} if item.kind == "function_call" else {}
+            field_name = _OF_CALLS[item.kind]
+            yield self._event(
+                f"{item.kind}_{field_name}.done", item_id=item.item_id, **named, **{field_name: item.text}
+            )
         else:
             text = {"text": item.text, **item.scored(item.logprobs)}
             yield self._event(f"{_TEXTS[item.kind]}.done", item_id=item.item_id, content_index=0, **text)
@@ -124,16 +132,19 @@ class ResponseOutput:
 
     def _add_call(self, call: CallDelta) -> Iterator[Json]:
         if call.name is not None:
-            yield from self._begin("function_call", call)
-        if call.arguments:
-            item = self._items[-1]
-            item.pieces.append(call.arguments)
-            yield self._event("function_call_arguments.delta", item_id=item.item_id, delta=call.arguments)
+            kind, names = self._tools.called(call.name)
+            yield from self._begin(kind, {"call_id": call.id, **names})
+        item = self._items[-1]
+        added = call.arguments if item.reader is None else item.reader.read(call.arguments)
+        if added:
+            item.pieces.append(added)
+            yield self._event(f"{item.kind}_{_OF_CALLS[item.kind]}.delta", item_id=item.item_id, delta=added)
 
-    def _begin(self, kind: Kind, call: CallDelta | None = None) -> Iterator[Json]:
+    def _begin(self, kind: Kind, call: Json | None = None) -> Iterator[Json]:
         if self._items:
             yield from self.end("completed")
-        item = _Item(f"{_ID_PREFIXES[kind]}_{self._suffix}_{len(self._items)}", kind, call)
+        reader = InputReader() if kind == "custom_tool_call" else None
+        item = _Item(f"{_ID_PREFIXES[kind]}_{self._suffix}_{len(self._items)}", kind, call, reader)
         self._items.append(item)
         yield self._event("output_item.added", item=item.to_json("in_progress", is_new=True))
         if call is None:

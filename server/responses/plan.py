@@ -5,15 +5,16 @@ Knows no HTTP; `api/responses.py` calls it, and the store to restore what it kee
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.response_schemas import InputItem, Item, StoredRequest
-from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, InputPart, NamedFunction
+from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem, HostedTool, InputPart
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.chat import plan_chat
@@ -23,6 +24,7 @@ from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
 from gptserve.server.errors import ServiceError, show
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
+from gptserve.server.responses.tools import ResponseTools
 from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
@@ -44,8 +46,9 @@ _NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
     "].function.": "].",
-    "tool_choice.function.": "tool_choice.",
+    "tool_choice.allowed_tools.": "tool_choice.",
 }
+_PLACE = re.compile(r"\btools\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class ResponsePlan(CompletionPlan):
 
     def new_output(self) -> ResponseOutput:
         """Return the output before the first token."""
-        return ResponseOutput(self.identity.completion_id, marks_reasoning=self.reading is not None)
+        tools = ResponseTools(self.asked.tools)
+        return ResponseOutput(self.identity.completion_id, tools, marks_reasoning=self.reading is not None)
 
     def whole(self, choices: Sequence[Sequence[Delta]], usage: Mapping[str, object]) -> Json:
         """Return the response that has ended well, from the deltas of its only choice."""
@@ -105,8 +109,8 @@ def _echo(asked: StoredRequest) -> Json:
         "store": asked.store is not False,
         "background": bool(asked.background),
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
-        "tools": [tool.model_dump() for tool in asked.tools or ()],
+        "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
+        "tools": [tool.model_dump() for tool in asked.tools or () if not isinstance(tool, HostedTool)],
         "truncation": "disabled",
     }
 
@@ -135,7 +139,8 @@ async def plan_response(
     dialect: Dialect,
 ) -> ResponsePlan:
     """Plan the chat. `background` is the request for it if it is kept. Raises what `plan_chat` raises."""
-    chat = ChatRequest.model_validate(asked.to_chat(_to_messages(asked)))
+    tools = ResponseTools(asked.tools)
+    chat = ChatRequest.model_validate({**asked.to_chat(_to_messages(asked)), **tools.to_chat(asked.tool_choice)})
     if background is not None:
         chat = background.seeded(chat)
     try:
@@ -146,6 +151,7 @@ async def plan_response(
         param, message = error.param, str(error)
         for name, own in _NAMES.items():
             message = message.replace(name, own)
+        message = _PLACE.sub(lambda found: tools.place(int(found[1])), message)
         raise InvalidRequestError(message, param=_NAMES.get(param or "", param), code=error.code) from error
     in_force = {name: getattr(plan.requests[0].params, name) for name in SAMPLING_DEFAULTS}
     return _of_chat(plan, asked.model_copy(update=in_force))
@@ -162,7 +168,7 @@ def restore_response(
 ) -> ResponsePlan:
     """Rebuild the plan of a response from its body and the tokens of its prompt, as `restore_plan` does."""
     asked = StoredRequest.model_validate(stored)
-    chat = asked.to_chat([{"role": "user", "content": ""}])
+    chat = asked.to_chat([{"role": "user", "content": ""}]) | ResponseTools(asked.tools).to_chat(asked.tool_choice)
     plan = restore_plan(
         chat,
         prompts,
@@ -193,6 +199,8 @@ def output_items(response: Mapping[str, Any]) -> list[Item]:
     for item in response["output"]:
         if item["type"] == "function_call":
             items.append(_call_item(response["id"], item))
+        elif item["type"] == "custom_tool_call":
+            items.append(CustomCallItem.model_validate(_without_status(item)))
         else:
             parts = [InputPart(type=part["type"], text=part["text"]) for part in item["content"]]
             items.append(InputItem(type=item["type"], role="assistant", content=parts))
@@ -201,13 +209,17 @@ def output_items(response: Mapping[str, Any]) -> list[Item]:
 
 def _call_item(response_id: str, item: Mapping[str, str]) -> CallItem:
     try:
-        return CallItem.model_validate({name: item[name] for name in CallItem.model_fields})
+        return CallItem.model_validate(_without_status(item))
     except ValidationError as error:
         message = (
             f"previous_response_id must be of a response whose calls have JSON objects as arguments; {response_id!r} "
             f"has one with {show(item['arguments'])}"
         )
         raise ServiceError("invalid_value", message, param="previous_response_id") from error
+
+
+def _without_status(item: Mapping[str, Any]) -> Json:
+    return {name: value for name, value in item.items() if name not in ("id", "status")}
 
 
 def _to_messages(asked: StoredRequest) -> list[dict[str, Any]]:
@@ -242,7 +254,7 @@ def _to_messages(asked: StoredRequest) -> list[dict[str, Any]]:
 
 def _to_message(item: Item) -> dict[str, Any]:
     """Return the message that an item is by itself; its lists are new."""
-    if isinstance(item, CallItem):
+    if isinstance(item, CallItem | CustomCallItem):
         return {"role": "assistant", "content": [], "tool_calls": [item.to_chat()]}
     content = item.output if isinstance(item, CallOutputItem) else item.content
     texts = [content] if isinstance(content, str) else [part.text for part in content]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.schemas import ChatRequest
-from gptserve.server.api.tool_schemas import Function, NamedTool
+from gptserve.server.api.tool_schemas import AllowedChoice, Function, NamedTool
 from gptserve.server.errors import show
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -16,16 +17,21 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 @dataclass(frozen=True, slots=True)
 class AskedTools:
-    """Functions that an answer may call. With `must_call` it is made of calls; with `is_single` it has one at most."""
+    """Functions that an answer may call. With `must_call` it is made of calls; with `is_single` it has one at most.
+
+    If they `are_some`, the model sees others, too.
+    """
 
     functions: tuple[Function, ...]
     must_call: bool
     is_single: bool
+    are_some: bool = False
 
     @property
     def needs_grammar(self) -> bool:
         """Whether a grammar sees to the calls."""
-        return self.must_call or self.is_single or any(function.strict for function in self.functions)
+        is_limited = self.must_call or self.is_single or self.are_some
+        return is_limited or any(function.strict for function in self.functions)
 
     def schema_of(self, function: Function) -> dict[str, Any]:
         """Return the JSON Schema that the arguments of a call match."""
@@ -51,13 +57,29 @@ def asked_tools(body: ChatRequest) -> AskedTools | None:
         raise _error("tool_choice", "tool_choice must be none or auto without tools")
     if not functions or choice == "none":
         return None
+    must_call = choice not in (None, "auto")
     if isinstance(choice, NamedTool):
-        name = choice.function.name
-        if name not in names:
-            raise _error("tool_choice", f"tool_choice.function.name must be that of a tool, got {show(name)}")
-        functions = [functions[names.index(name)]]
+        functions = _named(functions, [choice], ("tool_choice",))
+    if isinstance(choice, AllowedChoice):
+        must_call, named = choice.allowed_tools.mode == "required", choice.allowed_tools.tools
+        places = [f"tool_choice.allowed_tools.tools[{i}]" for i in range(len(named))]
+        functions = _named(functions, named, places)
+        if not functions and must_call:
+            raise _error("tool_choice", "tool_choice.allowed_tools.tools must name a tool with the mode required")
+        if not functions:
+            return None
     is_single = isinstance(choice, NamedTool) or body.parallel_tool_calls is False
-    return AskedTools(tuple(functions), choice not in (None, "auto"), is_single)
+    return AskedTools(tuple(functions), must_call, is_single, are_some=len(functions) < len(names))
+
+
+def _named(functions: Sequence[Function], named: Sequence[NamedTool], places: Sequence[str]) -> list[Function]:
+    """Return the functions that have one of these names, in their order. Raises InvalidRequestError."""
+    names = [tool.function.name for tool in named]
+    known = {function.name for function in functions}
+    for place, name in zip(places, names, strict=True):
+        if name not in known:
+            raise _error("tool_choice", f"{place}.function.name must be that of a tool, got {show(name)}")
+    return [function for function in functions if function.name in names]
 
 
 def _error(param: str, message: str) -> InvalidRequestError:

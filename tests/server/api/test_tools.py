@@ -320,6 +320,38 @@ def of_call(arguments: object) -> dict[str, Any]:
 
 
 CHOICES = 'input should be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama", "harmony"])
+def test_only_allowed_tools_are_called_and_all_are_seen(make_api: MakeApi, kind: str) -> None:
+    api = api_of(make_api, kind)
+    for body in ({"tools": TOOLS}, allowed("auto", "get_time"), allowed("auto", "get_time", "get_weather")):
+        assert api.chat(**body).status_code == 200
+    for body in (allowed("required", "get_time"), {"tools": TOOLS, "tool_choice": "required"}):
+        assert api.chat(**body).status_code == 200
+    assert len({request.prompt_token_ids for request in api.engine.submitted}) == 1
+    _, some, all_, forced, any_ = [request.params.grammar for request in api.engine.submitted]
+
+    assert all_ is None, "it asks for nothing"
+    assert some is not None
+    assert forced is not None
+    assert any_ is not None
+    assert ["get_weather" in grammar.text for grammar in (some, forced, any_)] == [False, False, True]
+    assert ["get_time" in grammar.text for grammar in (some, forced, any_)] == [True] * 3
+    assert some != forced, "text may come instead"
+
+
+def test_where_no_tool_is_allowed_none_is_called(make_api: MakeApi) -> None:
+    api = api_of(make_api, "hermes")
+    [choice] = api.chat(**allowed("auto")).json()["choices"]
+    assert choice["message"]["content"] == ANSWERS["hermes"]
+
+
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tools": {}}, "invalid_type", "tools", "tools: input should be an array, got {}"),
     ({"tools": ["f"]}, "invalid_type", "tools", "tools[0]: input should be an object, got 'f'"),
@@ -339,8 +371,18 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "tools[1].function.name must differ from the others, got 'get_weather' twice"),
     ({"tools": TOOLS, "tool_choice": "any"}, "invalid_value", "tool_choice", f"tool_choice: {CHOICES}, got 'any'"),
     ({"tools": TOOLS, "tool_choice": []}, "invalid_value", "tool_choice", f"tool_choice: {CHOICES}, got []"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "invalid_value", "tool_choice",
-     "tool_choice.type: input should be 'function', got 'allowed_tools'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "invalid_value", "tool_choice",
+     "tool_choice.type: input should be 'function', got 'custom'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "missing_required_parameter",
+     "tool_choice.allowed_tools", "tool_choice.allowed_tools is required"),
+    (allowed("any", "get_time"), "invalid_value", "tool_choice",
+     "tool_choice.allowed_tools.mode: input should be 'auto' or 'required', got 'any'"),
+    (allowed("auto", "get_time", "g"), "invalid_value", "tool_choice",
+     "tool_choice.allowed_tools.tools[1].function.name must be that of a tool, got 'g'"),
+    (allowed("required"), "invalid_value", "tool_choice",
+     "tool_choice.allowed_tools.tools must name a tool with the mode required"),
+    ({**allowed("auto"), "tools": None}, "invalid_value", "tool_choice",
+     "tool_choice must be none or auto without tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "invalid_value", "tool_choice",
      "tool_choice.function.name must be that of a tool, got 'g'"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice", "tool_choice must be none or auto without tools"),

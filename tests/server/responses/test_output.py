@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gptserve.server.completions.output import Delta, TokenScore
 from gptserve.server.responses.output import ResponseOutput
+from gptserve.server.responses.tools import ResponseTools
 
 SCORE = TokenScore(b"x", 0, -1.0, ((b"y", -0.5),))
 DELTAS = st.lists(
@@ -27,7 +28,7 @@ def as_json(value: Any) -> Any:
 
 @given(DELTAS, st.booleans(), st.sampled_from(["completed", "incomplete"]))
 def test_the_events_tell_of_every_item_and_leave_none_open(deltas: list[Delta], marks: bool, status: Any) -> None:
-    output = ResponseOutput("resp_1", marks_reasoning=marks)
+    output = ResponseOutput("resp_1", ResponseTools(None), marks_reasoning=marks)
     events = []
     for delta in (*deltas, Delta("", finish_reason="stop")):
         events += [as_json(event) for event in output.add(delta)]
@@ -65,7 +66,7 @@ def test_the_events_tell_of_every_item_and_leave_none_open(deltas: list[Delta], 
 
 
 def test_a_token_of_the_reasoning_has_no_logprobs() -> None:
-    output = ResponseOutput("resp_1", marks_reasoning=True)
+    output = ResponseOutput("resp_1", ResponseTools(None), marks_reasoning=True)
     for delta in (Delta("", [SCORE]), Delta("", [SCORE], reasoning="r"), Delta("", [SCORE]), Delta("t", [SCORE])):
         list(output.add(delta))
 
