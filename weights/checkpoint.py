@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePath
 
@@ -31,6 +30,8 @@ from gptserve.weights.mxfp4_shapes import GROUP, SUFFIXES, held_shapes, packed_s
 from gptserve.weights.pinned_ring import copier
 from gptserve.weights.sharding import WHOLE, Share
 from gptserve.weights.source import require_safetensors
+from gptserve.weights.stored_tensor import StoredTensor
+from gptserve.weights.tied_head import resolve_head
 
 ACCEPTED_DTYPES = ("BF16", "F16", "F32")
 PACKED_DTYPES = ("U8",)
@@ -46,29 +47,18 @@ SAMPLES = 8  # evenly spread over a tensor, its two ends included
 SAMPLE_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of a file; `start` and `end` are byte offsets in it."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
 class Checkpoint:
     """The weights of a model folder. Opening it checks every name, shape and dtype and reads no tensor.
 
-    It streams the tensors of `share`. num_bytes is the size of the stored tensors that these are made of. Raises a
+    It streams the tensors of `share`. num_bytes is the size of the stored tensors that these are made of. `config` is
+    the whole model's; it differs from the one given where the files have a head of their own (tied_head.py). Raises a
     WeightsError naming the file, the rule and what was found.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, share: Share = WHOLE) -> None:
         family = find_family(config.model_type)
-        sources = family.sources(config)
         self._stored = _find_tensors(folder, family)
+        self.config, sources = resolve_head(family, config, self._stored)
         _check_tensors(folder, family, sources, self._stored)
         self._sources = share.of_sources(config, sources)
         self.num_bytes = sum(map(self._num_bytes, self._sources.values()))
@@ -200,9 +190,9 @@ def _copy_rows(
             copy(tensor[run[0] : run[-1] + 1], values[order[run] - row])
 
 
-def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]]:
+def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[StoredTensor, ...]]:
     """Return the tensors of all files, named without the family's prefixes; a packed one is blocks and scales."""
-    found: dict[str, _Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in _find_files(folder):
         for stored in _read_header(path):
             prefix = next((prefix for prefix in family.prefixes if stored.name.startswith(prefix)), "")
@@ -214,7 +204,7 @@ def _find_tensors(folder: Path, family: Family) -> dict[str, tuple[_Stored, ...]
             found[name] = stored
         if len(found) > MAX_TENSORS:
             raise InvalidCheckpointError(f"{folder} must hold at most {MAX_TENSORS} tensors, got {len(found)} or more")
-    tensors: dict[str, tuple[_Stored, ...]] = {name: (stored,) for name, stored in found.items()}
+    tensors: dict[str, tuple[StoredTensor, ...]] = {name: (stored,) for name, stored in found.items()}
     blocks, scales = SUFFIXES
     for name in [name.removesuffix(blocks) for name in found if name.endswith(blocks)]:
         if name not in found and name + scales in found:
@@ -255,7 +245,7 @@ def _find_shards(index_path: Path) -> list[Path]:
     return paths
 
 
-def _read_header(path: Path) -> list[_Stored]:
+def _read_header(path: Path) -> list[StoredTensor]:
     """Return the tensors of a safetensors file, with offsets, sizes and types checked."""
     try:
         with path.open("rb") as file:
@@ -275,7 +265,9 @@ def _read_header(path: Path) -> list[_Stored]:
     except ValueError as fault:
         raise InvalidCheckpointError(f"{path} is not a safetensors file: {fault}") from fault
     return [
-        _Stored(path, name, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
+        StoredTensor(
+            path, name, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"])
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     ]
@@ -302,7 +294,7 @@ def _opened(path: Path) -> Iterator[safe_open]:
 
 
 def _check_tensors(
-    folder: Path, family: Family, sources: Mapping[str, Source], found: Mapping[str, tuple[_Stored, ...]]
+    folder: Path, family: Family, sources: Mapping[str, Source], found: Mapping[str, tuple[StoredTensor, ...]]
 ) -> None:
     """Raise InvalidCheckpointError unless the files hold exactly the expected tensors, in readable dtypes."""
     expected = {name: shape for source in sources.values() for name, shape in source.parts}

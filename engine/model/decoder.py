@@ -17,7 +17,6 @@ from gptserve.engine.model.activation import activate
 from gptserve.engine.model.int8 import large_channels
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.layers import Block
-from gptserve.engine.model.linear import make_linear
 from gptserve.engine.model.memory_ahead import take_populated
 from gptserve.engine.model.native_decoder import NativeDecoder, native_decoder
 from gptserve.engine.model.operations import TORCH, Operations
@@ -91,11 +90,8 @@ class Decoder:
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
-        if config.tied_head:
-            options = quantization, operations.call_rows, source.large_channels, source.memory
-            self._head = source.linears["head"] = make_linear(self._embedding, None, None, torch.float32, *options)
-        else:
-            self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32)
+        tied = self._embedding if config.tied_head else None
+        self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32, weight=tied)
         source.end()
 
     def set_max_model_len(self, max_model_len: int) -> None:

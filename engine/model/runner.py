@@ -88,6 +88,8 @@ class ModelRunner:
         self._model = share.of_config(whole)
         backend = choose_backend(config, self.device, dtype, layer_specs(self._model, self.device), whole.max_position)
         checkpoint = Checkpoint(config.model_dir, whole, share)
+        whole = checkpoint.config
+        self._model = share.of_config(whole)
         # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
         operations = choose_operations(self._model, self.device, dtype)
         products = choose_products(config, self._model, self.device, dtype, backend)

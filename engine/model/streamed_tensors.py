@@ -81,9 +81,10 @@ def take_linear(
     bias: bool,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
+    weight: Tensor | None = None,
 ) -> Linear:
-    """Return the linear of this name."""
-    weight = source.take(f"{name}.weight")
+    """Return the linear of this name. `weight`, if given, is its weight, which the source then does not have."""
+    weight = source.take(f"{name}.weight") if weight is None else weight
     its_bias = source.take(f"{name}.bias") if bias else None
     exact_inputs = source.large_channels if name.rpartition(".")[2] in OF_STREAM else None
     options = source.weight_type_of(name), source.operations.call_rows, exact_inputs, source.memory

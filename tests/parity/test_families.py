@@ -70,8 +70,11 @@ def paged_logits(
     operations: Operations = TORCH,
 ) -> list[torch.Tensor]:
     """Return the logits [len(prompt), vocab] of each prompt, all prompts advancing together by CHUNKS."""
-    config = load_config(folder)
-    tensors = Checkpoint(folder, config).stream(dtype=dtype, device="cpu", keeps_mxfp4=operations.keeps_mxfp4)
+    checkpoint = Checkpoint(folder, load_config(folder))
+    config, tensors = (
+        checkpoint.config,
+        checkpoint.stream(dtype=dtype, device="cpu", keeps_mxfp4=operations.keeps_mxfp4),
+    )
     longest, block_size = max(map(len, prompts)), 4
     decoder = Decoder(config, tensors, backend, operations=operations)
     decoder.set_max_model_len(longest)

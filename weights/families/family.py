@@ -94,8 +94,7 @@ class Family:
     read_config: Callable[[RawConfig], ModelConfig]
     sources: Callable[[ModelConfig], dict[str, Source]]
     prefixes: tuple[str, ...] = ("model.",)
-    ignored: str = r"lm_head\.weight"
-    """The default is a second copy of the embedding, where that is the head."""
+    ignored: str = ""
     quantizations: frozenset[str] = frozenset()
     """The quant_methods whose weights can be read."""
 

@@ -40,6 +40,6 @@ def read_gpt2_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-# Causal masks that old files carry, and the head's second copy of a tied embedding.
-IGNORED = r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight"
+# Causal masks that old files carry.
+IGNORED = r"h\.\d+\.attn\.(bias|masked_bias)"
 GPT2 = Family("gpt2", read_gpt2_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)

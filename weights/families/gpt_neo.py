@@ -58,5 +58,5 @@ def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
     return tuple(map(str, expanded))
 
 
-IGNORED = r"h\.\d+\.attn\.attention\.(bias|masked_bias)|lm_head\.weight"
+IGNORED = r"h\.\d+\.attn\.attention\.(bias|masked_bias)"
 GPT_NEO = Family("gpt_neo", _read_config, layout.decoder(NAMES), ("transformer.",), IGNORED)

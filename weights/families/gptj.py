@@ -40,6 +40,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-IGNORED = r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)|lm_head\.weight"
+IGNORED = r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
 _sources = layout.decoder(NAMES, qkv_order=layout.halves_apart)
 GPTJ = Family("gptj", _read_config, _sources, ("transformer.",), IGNORED)

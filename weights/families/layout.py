@@ -52,7 +52,7 @@ def _named(
     hidden, ffn, embed = config.hidden_size, config.ffn_size, config.embed_size or config.hidden_size
     num_q, num_kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     kind = name.rpartition(".")[2]
-    is_absent = {"head": config.tied_head, "final_norm": config.norm_placement == "sum"}
+    is_absent = {"final_norm": config.norm_placement == "sum"}
     is_absent |= dict.fromkeys(("q_norm", "k_norm"), config.qk_norm is None)
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
     if is_absent.get(kind):
@@ -74,6 +74,8 @@ def _named(
         "head": ((config.vocab_size,), embed, config.head_bias),
     }
     rows, num_in, bias = linears[kind]
+    if kind == "head" and config.tied_head:
+        return {f"{name}.bias": Source(((f"{stored[0]}.bias", rows),))} if bias else {}
     parts = list(zip(stored, rows, strict=True)) if len(stored) > 1 else [(stored[0], sum(rows))]
     order = qkv_order if kind == "qkv" else None
     if kind == "position" and config.position_offset:

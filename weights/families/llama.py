@@ -31,7 +31,7 @@ FFN: layout.Names = {
 END = {"final_norm": "norm", "head": "lm_head"}
 NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
 llama_sources = layout.decoder(NAMES)
-IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight"
+IGNORED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 def read_llama_config(raw: RawConfig, *, attention_bias: bool = False) -> ModelConfig:

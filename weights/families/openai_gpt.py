@@ -23,6 +23,6 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-# The causal mask, the numbers of the positions, and the head's second copy of the embedding.
-IGNORED = r"h\.\d+\.attn\.bias|position_ids|lm_head\.weight"
+# The causal mask and the numbers of the positions.
+IGNORED = r"h\.\d+\.attn\.bias|position_ids"
 OPENAI_GPT = Family("openai-gpt", _read_config, layout.decoder(NAMES, transpose=True), ("transformer.",), IGNORED)

@@ -30,5 +30,5 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 # Its positions are computed; some files carry the table.
-IGNORED = r"embed_positions\.weights|lm_head\.weight"
+IGNORED = r"embed_positions\.weights"
 XGLM = Family("xglm", _read_config, layout.decoder(NAMES), ignored=IGNORED)

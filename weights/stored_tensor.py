@@ -1,0 +1,41 @@
+"""One tensor of a safetensors file: where its bytes are. Torch-free. checkpoint.py makes them of the files' headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptserve.weights.errors import InvalidCheckpointError
+
+CHUNK_BYTES = 2**20  # compared at once
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file; `start` and `end` are byte offsets in it."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether both have the same type, shape and bytes. Raises InvalidCheckpointError."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        path = self.path
+        try:
+            with self.path.open("rb") as file:
+                path = other.path
+                with other.path.open("rb") as other_file:
+                    file.seek(self.start)
+                    other_file.seek(other.start)
+                    for done in range(self.start, self.end, CHUNK_BYTES):
+                        size = min(CHUNK_BYTES, self.end - done)
+                        if file.read(size) != other_file.read(size):
+                            return False
+        except OSError as fault:
+            raise InvalidCheckpointError(f"{path} could not be read: {fault.strerror}") from fault
+        return True
