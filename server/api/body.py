@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from gptserve.server.api.json_numbers import check_numbers
 from gptserve.server.errors import ServiceError, show
 
 MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one takes some milliseconds
@@ -75,11 +76,12 @@ def parse_json_object(raw: bytes | bytearray) -> dict[str, object]:
             message = f"the body may have {mark.decode()!r} at most {max_count} times, in strings or not, got {count}"
             raise ServiceError("body_too_complex", message)
     try:
-        value = from_json(raw.removeprefix(BOM_UTF8))
+        value = from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise ServiceError("invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ServiceError("invalid_type", f"the body: input should be an object, got {show(value)}")
+    check_numbers(raw, value)
     return value
 
 

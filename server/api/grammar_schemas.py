@@ -133,7 +133,7 @@ def _schema_text(name: str, value: Any) -> str:
     """Return a JSON Schema as text; vLLM takes it as text, too."""
     if isinstance(value, str):
         try:
-            value = from_json(value)
+            value = from_json(value, allow_inf_nan=False)
         except ValueError as error:
             raise InvalidRequestError(f"{name} is not valid JSON: {error}", param=name) from None
     if not isinstance(value, dict | bool):

@@ -173,6 +173,11 @@ def test_what_a_model_can_be_asked_is_not_too_complex(body: bytes) -> None:
     assert parse_json_object(body).keys() >= {"prompt"}
 
 
+def test_large_and_small_numbers_are_finite() -> None:
+    body = b'{"prompt":"1e999","x":[1.7e308,1e-999,0e999,%s]}' % (b"9" * 400)
+    assert parse_json_object(body) == {"prompt": "1e999", "x": [1.7e308, 0, 0, int("9" * 400)]}
+
+
 def test_bodies_that_arrive_at_once_are_bounded_and_the_slowest_gives_way(
     serve: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

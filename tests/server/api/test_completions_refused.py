@@ -62,6 +62,9 @@ def check(bystander: Bystander, content: bytes, status: int, code: str, param: s
 
 INVALID_JSON = {
     "empty body": (b"", "EOF while parsing a value at line 1 column 0"),
+    "not a number": (b'{"prompt": "x", "x": [NaN]}', "expected value at line 1 column 23"),
+    "infinity": (b'{"prompt": "x", "x": [Infinity]}', "expected value at line 1 column 23"),
+    "minus infinity": (b'{"prompt": "x", "x": [-Infinity]}', "invalid number at line 1 column 24"),
     "unfinished": (b'{"prompt": "x"', "EOF while parsing an object at line 1 column 14"),
     "two values": (b'{"prompt": "x"} 1', "trailing characters at line 1 column 17"),
     "deep nesting": (b'{"prompt": ' + b"[" * 60_000, "recursion limit exceeded at line 1 column 212"),
@@ -178,7 +181,8 @@ def test_a_wrong_type(bystander: Bystander, fields: dict[str, Any], param: str, 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
 @pytest.mark.parametrize(
-    ("number", "shown"), [("NaN", "nan"), ("Infinity", "inf"), ("-Infinity", "-inf"), ("1e999", "inf")]
+    ("number", "shown"),
+    [("1e999", "inf"), ("-1e999", "-inf"), ("1E+0309", "inf"), ("9" * 310 + ".5", "inf"), ("9" * 215 + "e95", "inf")],
 )
 def test_numbers_that_are_not_finite(bystander: Bystander, name: str, number: str, shown: str) -> None:
     content = f'{{"prompt": "x", "{name}": {number}}}'.encode()
@@ -186,8 +190,14 @@ def test_numbers_that_are_not_finite(bystander: Bystander, name: str, number: st
 
 
 def test_a_bias_that_is_not_finite(bystander: Bystander) -> None:
-    message = "logit_bias.5: input should be a finite number, got nan"
-    check(bystander, b'{"prompt": "x", "logit_bias": {"5": NaN}}', 400, "invalid_value", "logit_bias", message)
+    message = "logit_bias.5: input should be a finite number, got inf"
+    check(bystander, b'{"prompt": "x", "logit_bias": {"5": 1e400}}', 400, "invalid_value", "logit_bias", message)
+
+
+def test_a_number_that_is_not_finite_deep_in_a_field_of_any_kind(bystander: Bystander) -> None:
+    content = b'{"prompt": "x", "unknown": [1e30, {"a": {"b": [-1e999]}}, 1e400]}'
+    message = "unknown[1].a.b[0]: input should be a finite number, got -inf"
+    check(bystander, content, 400, "invalid_value", "unknown", message)
 
 
 HUGE = 10**400
