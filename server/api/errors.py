@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidRequestError, QueueFullError
 from gptserve.server.errors import ServiceError, show, shutting_down
-from gptserve.weights.errors import ChatTemplateError, TokenizerError
+from gptserve.weights.errors import ChatTemplateError
 
 UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route elsewhere, or for a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
@@ -63,8 +63,6 @@ def to_service_error(error: Exception) -> ServiceError:
             return error
         case InvalidRequestError():
             return ServiceError(error.code, str(error), param=error.param)
-        case TokenizerError():
-            return ServiceError("invalid_value", f"prompt: {error}", param="prompt")
         case ChatTemplateError():
             return ServiceError("invalid_chat_template_input", str(error), param="messages")
         case ValidationError():

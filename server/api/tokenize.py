@@ -25,7 +25,7 @@ from gptserve.server.api.token_schemas import (
 from gptserve.server.completions.chat import check_conversation, encode_conversation
 from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.output import token_name
-from gptserve.server.completions.prompt import check_length
+from gptserve.server.completions.prompt import blaming, check_length
 from gptserve.server.completions.service import Service
 
 TOKENIZE_BODIES = (TextToTokenize, ConversationToTokenize, TokensToText)
@@ -98,7 +98,8 @@ def _tokenize(body: TextToTokenize | ConversationToTokenize, service: Service) -
         token_ids = encode_conversation(body, service, add_special=bool(body.add_special_tokens))
     else:
         add_special = body.add_special_tokens is not False
-        token_ids = service.tokenizer.encode_with_special(body.prompt, template=add_special)
+        with blaming("prompt"):
+            token_ids = service.tokenizer.encode_with_special(body.prompt, template=add_special)
     texts = (token_name(service.tokenizer.token_bytes(token_id)) for token_id in token_ids)
     return json_response(
         {

@@ -12,8 +12,9 @@ from gptserve.server.api.chat_schemas import Conversation
 from gptserve.server.api.grammar_schemas import asked_grammar
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.completions import plan
+from gptserve.server.completions.bad_words import bad_word_ids
 from gptserve.server.completions.grammar import check_compiles, check_grammar
-from gptserve.server.completions.prompt import bad_word_ids, check_length, num_kept_tokens
+from gptserve.server.completions.prompt import blaming, check_length, num_kept_tokens
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Shape
 from gptserve.server.errors import ServiceError
@@ -33,7 +34,7 @@ async def plan_chat(
 ) -> plan.CompletionPlan:
     """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError."""
     check_conversation(body, service)
-    plan.check_request(body, service, 1)
+    plan.check_request(body, service, owner, 1)
     _check_together(body)
     dialect.check(body)
     await check_grammar(body, service)
@@ -105,7 +106,8 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
     )
     if not is_cut:
         check_length(text, service)
-    return service.tokenizer.encode_with_special(text, template=add_special)
+    with blaming("messages"):
+        return service.tokenizer.encode_with_special(text, template=add_special)
 
 
 def _check_together(body: ChatRequest) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
+from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
 from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.output import Delta, join_deltas
-from gptserve.server.completions.prompt import bad_word_ids, encode_bad_words, encode_prompt
+from gptserve.server.completions.prompt import encode_prompt
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
 from gptserve.server.completions.stop import StopPattern, compile_stop
@@ -101,7 +102,7 @@ class CompletionPlan:
 async def plan_completion(body: CompletionRequest, service: Service, owner: str | None) -> CompletionPlan:
     """Check the rules that types cannot express, then tokenize. Raises ServiceError or InvalidRequestError."""
     prompts = _split_prompt(body.prompt)
-    check_request(body, service, len(prompts))
+    check_request(body, service, owner, len(prompts))
     if body.best_of not in (None, body.n or 1):
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")
@@ -136,14 +137,16 @@ def restore_plan(
     return make_plan(body, shape, prompts, params, identity, reading=reading)
 
 
-def check_request(body: GenerationRequest, service: Service, num_prompts: int) -> None:
+def check_request(body: GenerationRequest, service: Service, owner: str | None, num_prompts: int) -> None:
     """Check the model, the number of choices, fields against each other. Raises ServiceError or InvalidRequestError."""
     service.check_model(body.model)
     n, info = body.n or 1, service.engine.info
-    # A request that the queue can never hold must not be told to try again.
+    # A request that can never be let in must not be told to try again.
     max_choices = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
-    if n * num_prompts > max_choices:
-        message = f"n times the number of prompts may be at most {max_choices}, got {n} times {num_prompts}"
+    of_key = service.limits.max_requests(owner)
+    if n * num_prompts > min(max_choices, of_key):
+        limit = f"{of_key} with this key" if of_key < max_choices else str(max_choices)
+        message = f"n times the number of prompts may be at most {limit}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
     if body.priority and not service.options.settings.priority_scheduling:
         message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"

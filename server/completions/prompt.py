@@ -1,4 +1,4 @@
-"""From the texts of a request to token ids: prompts, bad words. Long texts are tokenized in a thread.
+"""From the prompts of a request to token ids. Long texts are tokenized in a thread.
 
 `plan.py` and `chat.py` call it for completions, `api/tokenize.py` for itself. Knows no HTTP.
 """
@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import too_long
 from gptserve.server.api.schemas import GenerationRequest
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
+from gptserve.weights.errors import TokenizerError
 
 THREAD_CHARACTERS = 2000  # about 0.5 ms of tokenizing; below that a thread costs more than it saves
 
@@ -27,11 +29,21 @@ async def encode_prompt(
         check_length(prompt, service)
     tokenizer = service.tokenizer
     encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
-    if tokenizer.has_workers:
-        token_ids = await service.in_worker(encode, prompt)
-    else:
-        token_ids = encode(prompt) if len(prompt) <= THREAD_CHARACTERS else await asyncio.to_thread(encode, prompt)
+    with blaming("prompt"):
+        if tokenizer.has_workers:
+            token_ids = await service.in_worker(encode, prompt)
+        else:
+            token_ids = encode(prompt) if len(prompt) <= THREAD_CHARACTERS else await asyncio.to_thread(encode, prompt)
     return token_ids[-num_kept:]
+
+
+@contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Raise InvalidRequestError, which names the field, for a text of it that has no tokens."""
+    try:
+        yield
+    except TokenizerError as error:
+        raise InvalidRequestError(f"{param}: {error}", param=param) from error
 
 
 def num_kept_tokens(body: GenerationRequest, max_tokens: int, service: Service) -> int:
@@ -58,24 +70,3 @@ def check_length(text: str, service: Service) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
-
-
-async def bad_word_ids(body: GenerationRequest, service: Service) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of the bad words, encoded in a thread. Raises InvalidRequestError."""
-    return await service.in_worker(encode_bad_words, body.bad_words, service.tokenizer) if body.bad_words else ()
-
-
-def encode_bad_words(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, and those with a space before it where they begin another token.
-
-    As vLLM: the words may begin a text or stand in it, and the text of a special token is that token.
-    """
-    encoded: list[tuple[int, ...]] = []
-    for word in words or ():
-        bare, spaced = (tuple(tokenizer.encode_with_special(space + word.lstrip())) for space in ("", " "))
-        if not bare:
-            raise InvalidRequestError(f"bad_words must each have a token, got {word!r}", param="bad_words")
-        encoded.append(bare)
-        if len(spaced) == len(bare) and spaced[0] != bare[0]:
-            encoded.append(spaced)
-    return tuple(encoded)

@@ -93,7 +93,7 @@ class Service:
             self.limits.check(owner, len(requests))
             stream = self.engine.submit(requests)
         self.limits.begin(owner, stream)
-        self.limits.charge(owner, sum(len(request.prompt_token_ids) for request in requests))
+        self.limits.charge(owner, sum(len(r.prompt_token_ids) for r in requests if r.choice_index == 0))
         return stream
 
     def check_ready(self) -> None:

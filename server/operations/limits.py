@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -47,6 +48,11 @@ class KeyLimits:
         self._max_tokens = max_tokens_per_minute
         self._clock = clock
         self._uses = defaultdict[str, _Use](lambda: _Use(max_tokens_per_minute or 0, clock()))
+
+    def max_requests(self, owner: str | None) -> int:
+        """Return how many requests of an owner may run or wait."""
+        limit = None if owner is None else self._max_requests()
+        return sys.maxsize if limit is None else limit
 
     def check(self, owner: str | None, num_requests: int) -> None:
         """Raise ServiceError if these requests would be too many, or no token is left."""

@@ -61,16 +61,22 @@ def test_what_a_model_does_is_told_and_harms_nobody_else(process: Process) -> No
         slow, large = pool.submit(chat, "slow"), pool.submit(chat, "large")
         fine = [pool.submit(chat, "Once"), pool.submit(complete, "Once upon a time", max_tokens=2)]
         fine.append(pool.submit(complete, "Once upon", "/tokenize"))
-        endless = [pool.submit(complete, "a" * 60 + "!", path) for path in ("/v1/completions", "/tokenize")]
-        endless.append(pool.submit(complete, "Once", bad_words=["a" * 60 + "!"]))
+        text = "a" * 60 + "!"
+        endless = {
+            "prompt": pool.submit(complete, text),
+            "prompt ": pool.submit(complete, text, "/tokenize"),
+            "messages": pool.submit(chat, text),
+            "bad_words": pool.submit(complete, "Once", bad_words=[text]),
+        }
 
         for answer in fine:
             assert answer.result().status_code == 200, answer.result().text
         told = "the chat template refuses this conversation: it "
         check(slow.result(), "invalid_chat_template_input", told + "took more than 5 s of CPU time")
         check(large.result(), "invalid_chat_template_input", told + "needed more than 512 MiB of memory")
-        for answer in endless:
-            check(answer.result(), "invalid_value", "prompt: text cannot be encoded: text has no tokens: ")
+        for name, answer in endless.items():
+            field = name.strip()
+            check(answer.result(), "invalid_value", f"{field}: text cannot be encoded: text has no tokens: ", field)
         assert chat("Once").status_code == 200
         assert "gptserve.weights.workers" in str(
             [child.cmdline() for child in psutil.Process(process.popen.pid).children()]
@@ -78,11 +84,11 @@ def test_what_a_model_does_is_told_and_harms_nobody_else(process: Process) -> No
     process.popen.terminate()
     status, log = process.wait()  # which sees that no worker is left
     assert (status, "Traceback" in log, "panicked" in log) == (0, False, False)
-    for answer in endless:
+    for answer in endless.values():
         assert answer.result().headers["x-request-id"] in log
 
 
-def check(response: httpx.Response, code: str, message: str) -> None:
+def check(response: httpx.Response, code: str, message: str, param: str = "messages") -> None:
     error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, code)
+    assert (response.status_code, error["code"], error["param"]) == (400, code, param)
     assert error["message"].startswith(message)

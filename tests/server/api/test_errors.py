@@ -6,14 +6,12 @@ from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidRequestErr
 from gptserve.server.api.errors import error_body, headers_of, status_of, to_service_error
 from gptserve.server.background.journal import JournalError
 from gptserve.server.errors import ServiceError
-from gptserve.weights.errors import TokenizerError
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code", "headers"),
     [
         (InvalidRequestError("m", param="p", code="c"), 400, "invalid_request_error", "c", {}),
-        (TokenizerError("m"), 400, "invalid_request_error", "invalid_value", {}),
         (QueueFullError("m", retry_after_s=3), 429, "rate_limit_error", "queue_full", {"retry-after": "3"}),
         (EngineDiedError("m"), 503, "server_error", "engine_unavailable", {"retry-after": "5"}),
         (EngineDiedError("m", DeathKind.CLOSED), 503, "server_error", "draining", {"retry-after": "5"}),

@@ -80,11 +80,8 @@ def test_a_key_gets_429_and_what_it_has_left(make_api: Callable[..., Api]) -> No
         headers = {"authorization": "Bearer k"}
         return api.request("POST", "/v1/completions", json={"prompt": "abc", **body}, headers=headers)
 
-    served, too_many, last, refused = post(max_tokens=7), post(n=5), post(max_tokens=90, n=2), post()
-    assert [response.status_code for response in (served, too_many, last, refused)] == [200, 429, 200, 429]
-    assert too_many.json()["error"]["message"] == (
-        "at most 4 requests of a key may run or wait: of 'key-1' 0 do, got 5 more"
-    )
+    served, last, refused = post(max_tokens=7), post(max_tokens=90, n=2), post()
+    assert [response.status_code for response in (served, last, refused)] == [200, 200, 429]
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert int(refused.headers["retry-after"]) in range(1, 60)
@@ -93,8 +90,41 @@ def test_a_key_gets_429_and_what_it_has_left(make_api: Callable[..., Api]) -> No
     assert left == {
         **{"limit-requests": "4", "remaining-requests": "4", "limit-tokens": "100", "remaining-tokens": "0"},
     }
-    rejections = 'gptserve_admission_rejections_total{code="rate_limit_exceeded",model_name="test-model"} 2.0'
+    rejections = 'gptserve_admission_rejections_total{code="rate_limit_exceeded",model_name="test-model"} 1.0'
     assert rejections in api.get("/metrics").text
+
+
+def test_what_a_key_can_never_have_at_once_is_no_reason_to_try_again(make_api: Callable[..., Api]) -> None:
+    api = make_api(FakeEngineClient(), api_keys=("k",), max_requests_per_key=4)
+    headers = {"authorization": "Bearer k"}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body, times in (
+        ("/v1/completions", {"prompt": "x", "n": 5}, "5 times 1"),
+        ("/v1/completions", {"prompt": ["x"] * 5}, "1 times 5"),
+        ("/v1/completions", {"prompt": "x", "n": 5, "background": True}, "5 times 1"),
+        ("/v1/chat/completions", {**chat, "n": 5}, "5 times 1"),
+    ):
+        refused = api.request("POST", path, json=body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]) == (
+            400,
+            {
+                "message": f"n times the number of prompts may be at most 4 with this key, got {times}",
+                "type": "invalid_request_error",
+                "param": "n",
+                "code": "invalid_value",
+            },
+        )
+        assert "retry-after" not in refused.headers
+    assert api.request("POST", "/v1/completions", json={"prompt": "x", "n": 4}, headers=headers).status_code == 200
+
+
+def test_a_prompt_is_charged_once_however_many_choices_it_has(make_api: Callable[..., Api]) -> None:
+    api = make_api(FakeEngineClient(), api_keys=("k",), max_tokens_per_minute_per_key=1000)
+    body = {"prompt": ["a" * 100, "b" * 50], "n": 4, "max_tokens": 2}
+    answer = api.request("POST", "/v1/completions", json=body, headers={"authorization": "Bearer k"})
+    assert answer.json()["usage"]["total_tokens"] == 150 + 16
+    left = api.get("/v1/models", headers={"authorization": "Bearer k"}).headers["x-ratelimit-remaining-tokens"]
+    assert int(left) >= 1000 - 150 - 16, "some have come back"
 
 
 def test_no_key_fills_the_queue_for_others(serve: Callable[..., LiveServer], tmp_path: Any) -> None:
