@@ -105,9 +105,9 @@ def responses_router(service: Service, store: BackgroundStore) -> APIRouter:
     router.post(
         f"{_BY_ID}/cancel",
         name="cancel_response",
-        summary="Cancel a response; one that has ended stays as it is",
+        summary="Cancel a response; a background one that has ended stays as it is",
         openapi_extra={"parameters": [ID]},
-        responses={200: {"model": ResponseObject}, **error_responses(401, 404, 500)},
+        responses={200: {"model": ResponseObject}, **error_responses(400, 401, 404, 500)},
     )(routes.cancel)
     router.delete(
         _BY_ID,
@@ -135,22 +135,26 @@ class _Routes:
         key, owner = idempotency_key(request), owner_of(request)
         fields, body, is_large = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
         _check_together(body, key)
-        earlier = await self._conversation(body.previous_response_id, owner)
-        asked = StoredRequest.model_construct(**dict(body), earlier=earlier)
         if body.store is False:
-            plan = await plan_response(asked, None, service, owner, self._dialect)
+            plan = await plan_response(await self._asked(body, owner), None, service, owner, self._dialect)
             return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
         make = partial(BackgroundRequest.of, _PATH, fields, owner, key, started_at)
         background = await service.in_thread(make) if is_large else make()
-        kept = {**background.fields, "earlier": [item.model_dump() for item in earlier]}
-        background = replace(background, fields=kept)
-        make_plan = partial(plan_response, asked, background, service, owner, self._dialect)
-        job = await store.begin_or_find(background, make_plan)
+        # Found before its conversation is read: what came before it may have been deleted since.
+        job = await store.find_same(background) or await self._begin(body, background)
         plan = await self._plan(job)
         if body.background and not body.stream:
             return await self._answer(job, plan, request)
         ends_with_client = not body.background and key is None
         return StoredAnswer(service, store, job, plan, bool(body.stream), ends_with_client=ends_with_client)
+
+    async def _begin(self, body: ResponsesRequest, background: BackgroundRequest) -> BackgroundJob:
+        """Begin a response in the store, or find the one that has got the same key meanwhile."""
+        asked = await self._asked(body, background.owner)
+        kept = {**background.fields, "earlier": [item.model_dump() for item in asked.earlier]}
+        background = replace(background, fields=kept)
+        make_plan = partial(plan_response, asked, background, self._service, background.owner, self._dialect)
+        return await self._store.begin_or_find(background, make_plan)
 
     async def retrieve(self, request: Request) -> Response:
         """Return a response, or its events."""
@@ -176,6 +180,12 @@ class _Routes:
     async def cancel(self, request: Request) -> Response:
         """Cancel a response."""
         job = self._found(request)
+        plan = await self._plan(job)
+        if job.has_ended and not plan.asked.background:
+            message = (
+                f"cannot cancel a synchronous response: {job.completion_id!r} has ended, and background was not true"
+            )
+            raise ServiceError("invalid_value", message, param="id")
         await self._store.cancel(job)
         return await self._answer(job, await self._plan(job), request)
 
@@ -200,6 +210,11 @@ class _Routes:
         log_fields(request.scope)["completion_id"] = job.completion_id
         answer = await self._read(job, plan)
         return await self._service.in_thread(json_response, answer)
+
+    async def _asked(self, body: ResponsesRequest, owner: str | None) -> StoredRequest:
+        """Return the request with the conversation that it goes on. Raises ServiceError."""
+        earlier = await self._conversation(body.previous_response_id, owner)
+        return StoredRequest.model_construct(**dict(body), earlier=earlier)
 
     async def _conversation(self, response_id: str | None, owner: str | None) -> list[Item]:
         """Return the items of a response, its input and output, and of those before it. Raises ServiceError."""

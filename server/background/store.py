@@ -99,11 +99,11 @@ class BackgroundStore:
 
         Raises ServiceError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
         """
-        job = await self._find_same(request)
+        job = await self.find_same(request)
         if job is not None:
             return job
         plan = await make_plan()  # each makes its own, as what it refuses may be in this request alone: an event id
-        job = await self._find_same(request)
+        job = await self.find_same(request)
         if job is not None:
             return job
         beginning = asyncio.create_task(self._begin(request, plan))
@@ -112,6 +112,20 @@ class BackgroundStore:
             self._beginning[owner_and_key] = request.digest, beginning
             beginning.add_done_callback(lambda _: self._beginning.pop(owner_and_key))
         return await asyncio.shield(beginning)  # others with the same key may wait for it when this client hangs up
+
+    async def find_same(self, request: BackgroundRequest) -> BackgroundJob | None:
+        """Return the job that has the key of a request, or gets it now. Raises what `begin_or_find` raises."""
+        if request.key is None:
+            return None
+        owner_and_key = request.owner, request.key
+        job = self._index.find_by_key(owner_and_key)
+        if job is not None:
+            request.check_same(job.record.digest)
+        elif owner_and_key in self._beginning:
+            digest, beginning = self._beginning[owner_and_key]
+            request.check_same(digest)
+            job = await asyncio.shield(beginning)
+        return job
 
     async def plan(self, job: BackgroundJob) -> CompletionPlan:
         """Return the plan of a job. Raises ServiceError or JournalError."""
@@ -192,20 +206,6 @@ class BackgroundStore:
         """Return when every job has ended and is journaled. Call it once their streams have ended, or will."""
         while self._tasks:  # the end of a job may begin a deletion
             await asyncio.wait(list(self._tasks))
-
-    async def _find_same(self, request: BackgroundRequest) -> BackgroundJob | None:
-        """Return the job that has the key of a request, or gets it now. Raises what `_begin` raises."""
-        if request.key is None:
-            return None
-        owner_and_key = request.owner, request.key
-        job = self._index.find_by_key(owner_and_key)
-        if job is not None:
-            request.check_same(job.record.digest)
-        elif owner_and_key in self._beginning:
-            digest, beginning = self._beginning[owner_and_key]
-            request.check_same(digest)
-            job = await asyncio.shield(beginning)
-        return job
 
     async def _begin(self, request: BackgroundRequest, plan: CompletionPlan) -> BackgroundJob:
         """Submit and journal a new job, and run it."""

@@ -554,6 +554,42 @@ def test_a_retry_with_a_key_gets_the_same_response(yes: LiveServer) -> None:
     assert refused.json()["error"]["param"] == "store"
 
 
+@pytest.mark.parametrize("body", [{}, {"background": True}, {"stream": True}])
+def test_a_retry_finds_its_response_when_the_one_before_it_is_gone(yes: LiveServer, body: dict[str, Any]) -> None:
+    first = post(yes).json()["id"]
+    body, key = {"input": "and then?", "previous_response_id": first, **body}, {"idempotency-key": "again"}
+    begun = httpx.post(yes.url + PATH, json=body, headers=key, timeout=20)
+    yes.wait_until_idle()
+    assert httpx.delete(f"{yes.url}{PATH}/{first}", timeout=20).status_code == 200
+
+    again, other = httpx.post(yes.url + PATH, json=body, headers=key, timeout=20), httpx.post(yes.url + PATH, json=body)
+    assert (begun.status_code, again.status_code, other.status_code) == (200, 200, 404)
+    response_id = json.loads(begun.text.split("data: ")[1].split("\n")[0])["response"]["id"] if "stream" in body else ""
+    assert (response_id or begun.json()["id"]) in again.text
+    assert len(yes.engine.submitted) == 2
+
+
+@pytest.mark.parametrize("body", [{}, {"max_output_tokens": 2}])
+def test_one_that_has_ended_with_its_client_cannot_be_cancelled(yes: LiveServer, body: dict[str, Any]) -> None:
+    answer = post(yes, **body).json()
+    refused = httpx.post(f"{yes.url}{PATH}/{answer['id']}/cancel", timeout=20)
+    message = f"cannot cancel a synchronous response: '{answer['id']}' has ended, and background was not true"
+    told = {"message": message, "type": "invalid_request_error", "param": "id", "code": "invalid_value"}
+    assert (refused.status_code, refused.json()) == (400, {"error": told})
+    assert get(yes, answer["id"]).json() == answer
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+@pytest.mark.parametrize("store", ["true", "false"])
+def test_what_json_cannot_repeat_is_refused_before_it_is_computed(yes: LiveServer, number: str, store: str) -> None:
+    parameters = f'{{"type": "object", "x": {number}}}'
+    tools = f'"tools": [{{"type": "function", "name": "f", "parameters": {parameters}}}], "tool_choice": "none"'
+    content = f'{{"input": "hi", "store": {store}, {tools}}}'
+    refused = httpx.post(yes.url + PATH, content=content, headers={"content-type": "application/json"}, timeout=20)
+    code = "invalid_value" if number == "1e999" else "invalid_json"
+    assert (refused.status_code, refused.json()["error"]["code"], yes.engine.submitted) == (400, code, [])
+
+
 def test_the_routes_of_completions_and_of_responses_do_not_find_each_others(yes: LiveServer) -> None:
     response_id = post(yes).json()["id"]
     body = {"prompt": "x", "background": True, "max_tokens": 2}
