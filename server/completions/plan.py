@@ -143,11 +143,10 @@ def check_request(body: GenerationRequest, service: Service, owner: str | None, 
     n, info = body.n or 1, service.engine.info
     # A request that can never be let in must not be told to try again.
     max_choices = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
-    of_key = service.limits.max_requests(owner)
-    if n * num_prompts > min(max_choices, of_key):
-        limit = f"{of_key} with this key" if of_key < max_choices else str(max_choices)
-        message = f"n times the number of prompts may be at most {limit}, got {n} times {num_prompts}"
+    if n * num_prompts > max_choices:
+        message = f"n times the number of prompts may be at most {max_choices}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
+    service.limits.check_possible(owner, n, num_prompts)
     if body.priority and not service.options.settings.priority_scheduling:
         message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
         raise InvalidRequestError(message, param="priority")

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
+from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.process.client import TokenStream
 from gptserve.server.errors import ServiceError
 
@@ -49,10 +49,12 @@ class KeyLimits:
         self._clock = clock
         self._uses = defaultdict[str, _Use](lambda: _Use(max_tokens_per_minute or 0, clock()))
 
-    def max_requests(self, owner: str | None) -> int:
-        """Return how many requests of an owner may run or wait."""
+    def check_possible(self, owner: str | None, n: int, num_prompts: int) -> None:
+        """Raise InvalidRequestError if an owner can never have n choices of so many prompts."""
         limit = None if owner is None else self._max_requests()
-        return sys.maxsize if limit is None else limit
+        if limit is not None and n * num_prompts > limit:
+            rule = f"n times the number of prompts may be at most {limit} with this key"
+            raise InvalidRequestError(f"{rule}, got {n} times {num_prompts}", param="n")
 
     def check(self, owner: str | None, num_requests: int) -> None:
         """Raise ServiceError if these requests would be too many, or no token is left."""
