@@ -62,16 +62,22 @@ class Compiler:
 
     def compile(self, grammar: Grammar) -> Matcher:
         """Return a matcher that has seen no token. Raises GrammarError."""
-        from llguidance import LLMatcher, LLParserLimits
+        return Matcher(self.check(grammar), self._parse(grammar), self._tokenizer, self._eos_token_ids)
 
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        text = LLMatcher.grammar_from_lark(_to_lark(grammar) + _EVERY_TOKEN)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+    def check(self, grammar: Grammar) -> LLMatcher:
+        """Raise GrammarError unless a grammar compiles; return llguidance's matcher."""
+        matcher = self._parse(grammar)
         self._try_out(matcher)
         if matcher.is_error():
             reason = reason_of(matcher)
             raise GrammarError(reason if grammar.kind == "lark" or grammar.frame else _PLACE.sub("", reason))
-        return Matcher(matcher, self._tokenizer, self._eos_token_ids)
+        return matcher
+
+    def _parse(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        text = LLMatcher.grammar_from_lark(_to_lark(grammar) + _EVERY_TOKEN)
+        return LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
 
     def _try_out(self, matcher: LLMatcher) -> None:
         """Follow the grammar for some tokens and go back: copies have the lexer that this builds, or its fault.
@@ -124,7 +130,7 @@ def open_checker(folder: str) -> Callable[..., str]:
 
     def check(**fields: Any) -> str:
         try:
-            compiler.compile(Grammar(**fields))
+            compiler.check(Grammar(**fields))
         except GrammarError as error:
             return str(error)
         return ""

@@ -21,9 +21,9 @@ class GrammarDrafter:
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         if sequence.matcher is not None:
-            forced = sequence.matcher.forced(sequence.token_ids[sequence.num_prompt_tokens :])
+            forced = sequence.matcher.forced(sequence.token_ids[sequence.num_prompt_tokens :], max_tokens)
             if forced:
-                return tuple(forced[:max_tokens])
+                return tuple(forced)
         return () if self._other is None else self._other.draft(sequence, max_tokens)
 
     def forget(self, sequence: SequenceState) -> None:

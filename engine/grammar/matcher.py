@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,24 +27,33 @@ Masks = dict["SequenceState", list[Mask]]
 
 MAX_REASON = 500  # characters
 _EXCERPT = re.compile(r"^ *\d+ \|", re.MULTILINE)  # of the Lark that the compiler has made
+_SPECIAL = re.compile(rb"\xff(?:\[(\d+)\])?")  # llguidance writes a special token as these bytes
+_MAX_TOKEN_BYTES = 32  # a guess: of a forced text so much a token is cut into tokens
 
 
 class Matcher:
-    """Follows one completion. Threads take turns, as masks of a step that failed may still be computed.
+    """Follows one completion. `forced` is for the thread that schedules, `masks` for the thread of masks.
 
     `fault` is llguidance's reason once it has given up, as it does at its limits; then nothing is allowed any more.
+
+    `forcing` has the same grammar. Only it computes forced texts: afterwards a matcher expects them, and its masks
+    leave out special tokens. In some grammars it panics, which breaks it and all its copies: they share one lexer. So
+    it must be compiled apart from `matcher`, not copied from it.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, forcing: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Sequence[int]
+    ) -> None:
         self._matcher = matcher
+        self._forcing = forcing
         self._tokenizer = tokenizer
-        self._lock = Lock()
         self._num_words = -(-tokenizer.vocab_size // 32)
         self._eos_token_ids = tuple(eos_token_ids)
         self._eos: Mask = np.zeros(self._num_words, np.uint32)
         for token_id in eos_token_ids:
             self._eos[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         self._num_seen = 0
+        self._num_forcing_seen = 0
 
     @property
     def fault(self) -> str:
@@ -54,15 +62,28 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Return a matcher that has seen no token; this one must not have seen any, either."""
-        assert self._num_seen == 0
-        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._eos_token_ids)
+        assert self._num_seen == self._num_forcing_seen == 0
+        copies = self._matcher.deep_copy(), self._forcing.deep_copy()
+        return Matcher(*copies, self._tokenizer, self._eos_token_ids)
 
-    def forced(self, known: Sequence[int]) -> list[int]:
-        """Return the only text that may come after the `known` tokens of the completion, in its longest tokens."""
-        with self._lock:
-            self._consume(known)
-            text = self._matcher.compute_ff_bytes().decode(errors="ignore")
-        return self._tokenizer.greedy_tokenize(text) if text else []
+    def forced(self, known: Sequence[int], max_tokens: int) -> list[int]:
+        """Return up to max_tokens of the only text that may come after the `known` tokens, in its longest tokens.
+
+        Nothing if llguidance cannot tell.
+        """
+        self._forcing.consume_tokens(list(known[self._num_forcing_seen :]))
+        self._num_forcing_seen = len(known)
+        text = self._forcing.compute_ff_bytes()[: max_tokens * _MAX_TOKEN_BYTES]
+        token_ids: list[int] = []
+        while text and len(token_ids) < max_tokens:
+            special = _SPECIAL.search(text)
+            plain = text if special is None else text[: special.start()]
+            token_ids += self._tokenizer.greedy_tokenize(plain.decode(errors="ignore"))
+            if special is None or special[1] is None:
+                break
+            token_ids.append(int(special[1]))
+            text = text[special.end() :]
+        return token_ids[:max_tokens]
 
     def masks(self, known: Sequence[int], draft: Sequence[int], num_before_end: int) -> list[Mask]:
         """Return what may come after the `known` tokens of the completion, then what after each token of the draft.
@@ -71,22 +92,18 @@ class Matcher:
         token of the draft that may not come, nothing may.
         """
         rows: NDArray[np.uint32] = np.zeros((1 + len(draft), self._num_words), np.uint32)
-        with self._lock:
-            self._consume(known)
-            num_drafted = 0
-            for row, drafted in zip(rows, (*draft, None), strict=True):
-                self._fill(row, may_end=self._num_seen + num_drafted >= num_before_end)
-                if drafted is None or drafted in self._eos_token_ids or not row[drafted >> 5] >> (drafted & 31) & 1:
-                    break
-                self._matcher.consume_token(drafted)
-                num_drafted += 1
-            if num_drafted:
-                self._matcher.rollback(num_drafted)
-        return list(rows)
-
-    def _consume(self, known: Sequence[int]) -> None:
         self._matcher.consume_tokens(list(known[self._num_seen :]))
         self._num_seen = len(known)
+        num_drafted = 0
+        for row, drafted in zip(rows, (*draft, None), strict=True):
+            self._fill(row, may_end=self._num_seen + num_drafted >= num_before_end)
+            if drafted is None or drafted in self._eos_token_ids or not row[drafted >> 5] >> (drafted & 31) & 1:
+                break
+            self._matcher.consume_token(drafted)
+            num_drafted += 1
+        if num_drafted:
+            self._matcher.rollback(num_drafted)
+        return list(rows)
 
     def _fill(self, row: Mask, *, may_end: bool) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

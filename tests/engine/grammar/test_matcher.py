@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -22,6 +22,7 @@ from gptserve.weights.tokenizers.tokenizer import Tokenizer
 STORYTELLER = Path(__file__).parents[3] / "weights" / "storyteller"
 LIMIT_S = 60.0
 ENDS = {0, 2029}  # of a text, and of a turn
+FIRST = 2030
 
 
 @functools.cache
@@ -102,16 +103,71 @@ def test_the_only_text_that_may_come_is_known(known: str, forced: str) -> None:
     }
     follower = matcher("json", json.dumps(schema))
     token_ids = tokenizer().encode(known)
-    assert tokenizer().decode(follower.forced(token_ids)) == forced
+    assert tokenizer().decode(follower.forced(token_ids, 99)) == forced
     fresh = matcher("json", json.dumps(schema))
     assert allowed(follower.masks(token_ids, (), 0)[0]) == allowed(fresh.masks(token_ids, (), 0)[0])
 
 
 def test_a_text_that_ends_within_a_character_is_forced_as_far_as_it_is_one() -> None:
-    assert tokenizer().decode(matcher("choice", '["naïve é", "naïve è"]').forced(())) == "naïve "
+    assert tokenizer().decode(matcher("choice", '["naïve é", "naïve è"]').forced((), 99)) == "naïve "
 
 
-def test_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def with_marks(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    """The storyteller's vocabulary with three more special tokens, from FIRST on."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    saved = json.loads((STORYTELLER / "tokenizer.json").read_text(encoding="utf-8"))
+    config = json.loads((STORYTELLER / "config.json").read_text(encoding="utf-8"))
+    saved["added_tokens"] += [{"id": FIRST + i, "content": f"<|{i}|>", "special": True} for i in range(3)]
+    (folder / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": FIRST + 3}), encoding="utf-8")
+    return Compiler(folder)
+
+
+FORCING_SPECIAL = [
+    'start: "x" <[2030]>',
+    'start: <[2030]> "final" <[2031]> "{" /[0-9]{1,2}/ <[2032]>',
+    'start: (<[2030]> "so" <[2031]> /[a-z ]*/ <[2032]>)* <[2030]> "end" <[2031]> /[0-9]+/',
+    'start: "a" <[2030-2031]> "bc" <[2032]> <[2032]>',
+    'start: a | b\na: "xy" <[2030]> "a"\nb: "xy" <[2031]> "b"',
+    'start: "k" before <[2030]> "x"\nbefore[lazy]: /(?s:.*)/ "é"',  # llguidance panics when it computes a forced text
+]
+
+
+@pytest.mark.parametrize("text", FORCING_SPECIAL)
+def test_a_forced_text_changes_no_mask(with_marks: Compiler, text: str) -> None:
+    compiled = with_marks.compile(Grammar("lark", text))
+    for seed in range(8):
+        rng, known, asked, silent = random.Random(seed), list[int](), compiled.copy(), compiled.copy()
+        for _ in range(30):
+            forced = asked.forced(known, 4)
+            row, *_ = asked.masks(known, forced, 0)
+            assert allowed(row) == allowed(silent.masks(known, (), 0)[0])
+            assert allowed(row), asked.fault
+            if allowed(row) & ENDS:
+                break
+            short = sorted(allowed(row), key=lambda token_id: (token_id not in forced, rng.random()))
+            known.append(short[0])
+
+
+def test_special_tokens_are_forced_as_tokens(with_marks: Compiler) -> None:
+    compiled = with_marks.compile(Grammar("lark", FORCING_SPECIAL[1]))
+    known: list[int] = []
+    for _ in range(3):
+        forced = compiled.forced(known, 99)
+        assert (forced[0], forced[-2:]) == (FIRST, [FIRST + 1, *tokenizer().encode("{")]) or known
+        rows = compiled.masks(known, forced, 0)
+        assert all(token_id in allowed(row) for token_id, row in zip(forced, rows, strict=False))
+        assert compiled.forced(known, 2) == forced[:2]
+        known.append(forced[0])
+    assert compiled.forced([FIRST, *tokenizer().encode("final"), FIRST + 1, *tokenizer().encode("{1")], 9) == []
+    compiled = with_marks.compile(Grammar("lark", FORCING_SPECIAL[3]))
+    a, bc = tokenizer().encode("a"), tokenizer().encode("bc")
+    assert (compiled.forced([], 9), compiled.forced(a, 9)) == (a, []), "one of two marks is not forced"
+    assert compiled.forced([*a, FIRST + 1], 9) == [*bc, FIRST + 2, FIRST + 2]
+
+
+def test_a_forced_text_is_asked_for_while_masks_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, fill = Event(), Event(), Matcher._fill
 
     def slowly(*args: Any, **kwargs: Any) -> None:
@@ -121,11 +177,9 @@ def test_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Matcher, "_fill", slowly)
     follower = matcher("regex", "abc")
-    with ThreadPoolExecutor(2) as threads:
-        masks = threads.submit(follower.masks, (), tokenizer().encode("ab"), 0)
+    with ThreadPoolExecutor(1) as thread:
+        masks = thread.submit(follower.masks, (), tokenizer().encode("ab"), 0)
         assert begun.wait(LIMIT_S)
-        forced = threads.submit(follower.forced, ())
-        assert not wait([forced], 0.1).done
+        assert tokenizer().decode(follower.forced((), 9)) == "abc"
         go_on.set()
-        assert tokenizer().decode(forced.result(LIMIT_S)) == "abc"
         assert [len(allowed(row)) > 0 for row in masks.result(LIMIT_S)] == [True, True, True]
