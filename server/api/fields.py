@@ -219,7 +219,9 @@ def _take_message(message: Any, reader: FieldReader) -> Any:
         ]
     elif content is None and taken.get("role") == "assistant":
         taken["content"] = ""
-    if isinstance(calls := taken.get("tool_calls"), list):
+    if taken.get("tool_calls") == []:
+        del taken["tool_calls"]
+    elif isinstance(calls := taken.get("tool_calls"), list):
         models = ToolCall, FunctionCall
         taken["tool_calls"] = [
             _take_function(call, models, _OF_CALLS, "messages.tool_calls.", reader) for call in calls

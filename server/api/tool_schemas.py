@@ -7,24 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import Discriminator, Field, Tag
 
 from gptserve.server.api.base_schemas import _Model, _RequestModel
+from gptserve.server.tools.arguments import read_arguments
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 TOOL_CHOICE_RULE = 'Input should be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
-
-
-def _check_arguments(text: str) -> str:
-    """Return the text of a JSON object; an empty one stands for no arguments."""
-    try:
-        is_object = not text or isinstance(from_json(text, allow_inf_nan=False), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise PydanticCustomError("arguments", "Input should be the text of a JSON object")
-    return text
 
 
 def _kind_of_choice(value: Any) -> str | None:
@@ -100,7 +89,8 @@ class FunctionCall(_RequestModel):
     """A call in an earlier answer."""
 
     name: str
-    arguments: Annotated[str, AfterValidator(_check_arguments)]
+    arguments: str = ""
+    """as the model wrote them, JSON or not"""
 
 
 class ToolCall(_RequestModel):
@@ -111,8 +101,8 @@ class ToolCall(_RequestModel):
     function: FunctionCall
 
     def to_template(self) -> dict[str, object]:
-        """Return the call with its arguments as an object, which templates expect."""
-        function = {"name": self.function.name, "arguments": from_json(self.function.arguments or "{}")}
+        """Return the call; its arguments are an object, which templates expect, or else a text."""
+        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
         return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
 
 

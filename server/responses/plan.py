@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.response_schemas import InputItem, Item, StoredRequest
@@ -22,7 +22,7 @@ from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan, Identity, restore_plan
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.errors import ServiceError
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
 from gptserve.server.responses.tools import ResponseTools
 from gptserve.server.tools.dialect import Dialect
@@ -194,28 +194,17 @@ def input_items(asked: StoredRequest) -> list[Item]:
 
 
 def output_items(response: Mapping[str, Any]) -> list[Item]:
-    """Return the output of a response as items of an input. Raises ServiceError."""
+    """Return the output of a response as items of an input."""
     items: list[Item] = []
     for item in response["output"]:
         if item["type"] == "function_call":
-            items.append(_call_item(response["id"], item))
+            items.append(CallItem.model_validate(_without_status(item)))
         elif item["type"] == "custom_tool_call":
             items.append(CustomCallItem.model_validate(_without_status(item)))
         else:
             parts = [InputPart(type=part["type"], text=part["text"]) for part in item["content"]]
             items.append(InputItem(type=item["type"], role="assistant", content=parts))
     return items
-
-
-def _call_item(response_id: str, item: Mapping[str, str]) -> CallItem:
-    try:
-        return CallItem.model_validate(_without_status(item))
-    except ValidationError as error:
-        message = (
-            f"previous_response_id must be of a response whose calls have JSON objects as arguments; {response_id!r} "
-            f"has one with {show(item['arguments'])}"
-        )
-        raise ServiceError("invalid_value", message, param="previous_response_id") from error
 
 
 def _without_status(item: Mapping[str, Any]) -> Json:

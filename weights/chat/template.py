@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gptserve.weights.chat.concessions import versions
 from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
 from gptserve.weights.json_file import read_json_object, read_text
 from gptserve.weights.workers import CannotOpenError, ForeignCodeError, Limits, Workers
@@ -48,18 +49,28 @@ class ChatTemplate:
 
         continue_final_message leaves the last message open at its end.
         """
-        seen = [_with_reasoning(message) for message in messages]
-        final = seen[-1]["content"]
-        if continue_final_message:
-            seen[-1]["content"] += _FINAL
-        given = {"messages": seen, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        more = {**variables, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        refusal: ChatTemplateError | None = None
+        for version in versions([_with_reasoning(message) for message in messages]):
+            *before, last = version
+            final = last["content"]
+            shown = [*before, {**last, "content": final + _FINAL}] if continue_final_message else version
+            try:
+                text = self._render({**more, "messages": shown})
+            except ChatTemplateError as fault:
+                refusal = refusal or fault  # the first is about what the client sent
+            else:
+                return _cut_after(final, text) if continue_final_message else text
+        assert refusal is not None, "there is a version"
+        raise refusal
+
+    def _render(self, variables: Mapping[str, object]) -> str:
         try:
-            text = str(self._workers.call(variables={**self._special_tokens, **variables, **given}))
+            return str(self._workers.call(variables={**self._special_tokens, **variables}))
         except CannotOpenError as fault:
             raise ChatTemplateError(f"the chat template is not valid: {fault}") from fault
         except ForeignCodeError as fault:
             raise ChatTemplateError(f"the chat template refuses this conversation: {fault}") from fault
-        return _cut_after(final, text) if continue_final_message else text
 
     def check(self) -> None:
         """Raise ChatTemplateError unless it is valid Jinja."""

@@ -67,7 +67,7 @@ def test_what_clients_send_back_of_an_answer_is_taken() -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     taken, ignored = take_fields({"messages": [answer, {"role": "user", "content": [part]}]}, ChatRequest)
     assert taken["messages"] == [
-        {"role": "assistant", "content": "hello", "tool_calls": []},
+        {"role": "assistant", "content": "hello"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ]
     assert ignored == []

@@ -1,0 +1,102 @@
+"""What is rewritten for a template that refuses a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gptserve.weights.chat.concessions import Message, versions
+from gptserve.weights.chat.template import ChatTemplate
+from gptserve.weights.errors import ChatTemplateError
+
+SINGLE = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls at once') }}{% endif %}"
+    "({{ m.content }}{{ m.tool_calls[0].function.name }})"
+    "{% else %}[{{ m.role }}:{{ m.content }}]{% endif %}{% endfor %}"
+)
+CALLS = "{% for m in messages %}{% for call in m.tool_calls %}SHOWN{% endfor %}{% endfor %}"
+ITEMS = CALLS.replace("SHOWN", "{{ call.function.name }}{{ call.function.arguments | items | list }}")
+JSON = CALLS.replace("SHOWN", "{{ call.function.arguments | tojson }}")
+
+
+def call(name: str, arguments: object = None, **fields: Any) -> Message:
+    return {
+        **fields,
+        "type": "function",
+        "function": {"name": name, "arguments": {} if arguments is None else arguments},
+    }
+
+
+def asked(*calls: Message, content: str = "") -> list[Message]:
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content, "tool_calls": list(calls)}]
+
+
+def result(content: str, **fields: str) -> Message:
+    return {"role": "tool", "content": content, **fields}
+
+
+@pytest.mark.parametrize(
+    ("calls", "results", "expected"),
+    [
+        ([call("f", id="a"), call("g", id="b")], [result("F", tool_call_id="a"), result("G", tool_call_id="b")],
+         "[user:hi](Hm.f)[tool:F](g)[tool:G][user:so?]"),
+        ([call("f", id="a"), call("g", id="b")], [result("G", tool_call_id="b"), result("F", tool_call_id="a")],
+         "[user:hi](Hm.f)[tool:F](g)[tool:G][user:so?]"),
+        ([call("f"), call("g")], [result("F"), result("G"), result("more")],
+         "[user:hi](Hm.f)[tool:F](g)[tool:G][tool:more][user:so?]"),
+        ([call("f", id="a"), call("g", id="b"), call("h", id="c")], [result("H", tool_call_id="c")],
+         "[user:hi](Hm.f)(g)(h)[tool:H][user:so?]"),
+        ([call("f", id="a")], [result("F", tool_call_id="x")], "[user:hi](Hm.f)[tool:F][user:so?]"),
+    ],
+)  # fmt: skip
+def test_a_template_of_single_calls_gets_a_message_for_each(
+    calls: list[Message], results: list[Message], expected: str
+) -> None:
+    messages = [*asked(*calls, content="Hm."), *results, {"role": "user", "content": "so?"}]
+    assert ChatTemplate(SINGLE, {}).render(messages, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "expected"),
+    [
+        (ITEMS, {"a": 1}, "f[('a', 1)]"),
+        (ITEMS, "Oslo", "f[]"),
+        (JSON, "Oslo", '"Oslo"'),
+        (JSON, {"a": 1}, '{"a": 1}'),
+    ],
+)
+def test_arguments_that_are_a_text_are_an_empty_object_where_a_template_takes_no_text(
+    source: str, arguments: object, expected: str
+) -> None:
+    assert ChatTemplate(source, {}).render(asked(call("f", arguments)), {}) == expected
+
+
+def test_both_are_conceded_at_once() -> None:
+    source = SINGLE.replace(".name }}", ".name }}{{ m.tool_calls[0].function.arguments | items | list }}")
+    text = ChatTemplate(source, {}).render(asked(call("f", "x"), call("g", {"a": 1})), {})
+    assert text == "[user:hi](f[])(g[('a', 1)])"
+
+
+def test_what_is_refused_all_the_same_is_told_of_what_was_given() -> None:
+    source = SINGLE.replace("[0]", "[1]")
+    with pytest.raises(
+        ChatTemplateError, match=r"^the chat template refuses this conversation: only single tool-calls"
+    ):
+        ChatTemplate(source, {}).render(asked(call("f"), call("g")), {})
+
+
+def test_a_conversation_without_such_calls_has_one_version_and_none_is_changed() -> None:
+    plain = asked(call("f", {"a": 1}))
+    assert list(versions(plain)) == [plain]
+    both = asked(call("f", "x"), call("g"))
+    kept = [dict(message) for message in both]
+    assert len(list(versions(both))) == 3
+    assert both == kept
+
+
+def test_a_message_after_calls_can_be_continued() -> None:
+    messages = [*asked(call("f"), call("g")), result("F"), {"role": "assistant", "content": "Once"}]
+    text = ChatTemplate(SINGLE, {}).render(messages, {}, add_generation_prompt=False, continue_final_message=True)
+    assert text == "[user:hi](f)[tool:F](g)[assistant:Once"
