@@ -40,12 +40,13 @@ _CODES = {
     429: "queue_full too_many_kept rate_limit_exceeded",
     431: "head_too_large",
     500: f"{INTERNAL_ERROR} generation_failed journal_failed model_changed",
+    501: "not_implemented",
     503: "loading draining engine_restarting engine_unavailable queue_timeout too_many_bodies too_many_connections",
 }
 # The rest of the body is not read, so the connection cannot carry another request.
 _CLOSING = ("request_timeout", "body_too_large", "too_many_bodies")
-# OpenAI's clients try every 409 and 500 three times. These stay the same.
-_FINAL = ("idempotency_key_reused", "cancelled", "generation_failed", "model_changed")
+# OpenAI's clients try every 409 and 5xx three times. These stay the same.
+_FINAL = ("idempotency_key_reused", "cancelled", "generation_failed", "model_changed", "not_implemented")
 
 # Replaces those of pydantic's messages that use Python's words.
 _JSON_RULES = {

@@ -1,9 +1,10 @@
 """uvicorn's HTTP protocol with limits on everything that a connection can make us hold, and with our error envelope.
 
-uvicorn limits neither the size nor the time of a head. It takes the trailers of a body for headers. It queues pipelined
-requests without limit, and tells only the last of them that the client has gone. It forgets an answered connection
-whose body never ends, and waits for ever for a client that does not read. `api/body.py` limits the bodies themselves.
-`server.py` makes one protocol for each connection.
+uvicorn limits neither the size nor the time of a head. It parses the body of a request that asks for an upgrade as the
+next request. It takes the trailers of a body for headers. It queues pipelined requests without limit, and tells only
+the last of them that the client has gone. It forgets an answered connection whose body never ends, and waits for ever
+for a client that does not read. `api/body.py` limits the bodies themselves. `server.py` makes one protocol for each
+connection.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any, Literal
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -19,6 +21,7 @@ from uvicorn.server import ServerState
 from gptserve.server.api.errors import error_response
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.connections import Connections
+from gptserve.server.http.heads import without_upgrade
 
 SLICE_BYTES = 16 * 1024  # bytes parsed between two checks of the limits; one read may be 256,000 bytes
 MIN_BYTES_TAKEN = 16 * 1024  # that a client must read within a write limit; the slowest modem read more in 30 s
@@ -78,8 +81,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return
             part = data[start : start + SLICE_BYTES]
             self._has_reported = False
-            super().data_received(part)
+            self._unset_keepalive_if_required()
+            try:
+                self._parse(part)
+            except httptools.HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("")
             self._count(len(part))
+
+    def _parse(self, data: bytes) -> None:
+        """Parse `data`, and each request that asks for an upgrade as if it did not.
+
+        httptools ends a request that asks for an upgrade with its head, whatever body it declares. Its parser cannot go
+        back into that body, so another one parses the same request from its first byte on.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                version = self.parser.get_http_version()
+                head = without_upgrade(self.parser.get_method(), self.url, version, self.headers)
+                data = head + data[upgrade.args[0] :]
+                self.parser = _new_parser(self)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -95,6 +119,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":  # llhttp takes all that follows it for another protocol
+            self._stop(ServiceError("not_implemented", "this server is no proxy and does not take CONNECT"))
+        if self.parser.should_upgrade():
+            return  # `_parse` lets another parser begin this request again
         if len(self.pipeline) >= self.max_pipelined:
             message = f"at most {self.max_pipelined} requests may wait for the one before them"
             self._stop(ServiceError("too_many_pipelined", message))
@@ -112,6 +140,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._part = "nothing"
         super().on_message_complete()
         if self._is_answering():
@@ -148,9 +178,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._unwritten = now, num_left
         elif now - self._unwritten[0] >= self._write_limit_s:
             self.hang_up()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: a refused upgrade is a plain request (RFC 9110, section 7.8)."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -221,6 +248,13 @@ def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
         await app(scope, receive, send_unchunked)
 
     return answer
+
+
+def _new_parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
+    """Return a parser like the one that uvicorn makes for a connection."""
+    parser = httptools.HttpRequestParser(protocol)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
 
 
 def raw_response(error: ServiceError) -> bytes:

@@ -372,9 +372,9 @@ def test_uvicorn_still_has_what_is_built_upon() -> None:
         "on_message_complete",
         "on_response_complete",
         "send_400_response",
-        "_unsupported_upgrade_warning",
         "_start_asgi_task",
     }
+    assert hasattr(HttpToolsProtocol, "_unset_keepalive_if_required")
 
     async def names() -> tuple[set[str], set[str]]:
         protocol, _ = make_protocol()
