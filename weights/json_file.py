@@ -7,6 +7,8 @@ Called by the configuration, the tokenizer files, the chat templates and the che
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 
 from gptserve.weights.errors import WeightsError
@@ -14,6 +16,7 @@ from gptserve.weights.errors import WeightsError
 MAX_BYTES = 2**23  # several times the largest file published but a vocabulary; a config.json is a few kilobytes
 MAX_VOCABULARY_BYTES = 2**26  # twice the largest tokenizer.json published
 MAX_VALUES = 2**23  # of a tokenizer.json; four times the largest. As lists and objects they take 0.6 GB at most
+HEAD_BYTES = 2**21  # twice the longest list of added tokens published, Gemma's
 MAX_DEPTH = 64  # no file published reaches 20; Python's own functions end at about 1000
 
 
@@ -40,6 +43,36 @@ def read_json_object(
     if _is_deeper(value, MAX_DEPTH):
         raise error(f"{path} must nest at most {MAX_DEPTH} lists and objects in one another")
     return value
+
+
+def read_leading_list(path: Path, name: str, error: type[WeightsError], *, max_bytes: int = MAX_BYTES) -> list[object]:
+    """Return the list `name` of the object in `path`; an empty one if there is no such list. Raises `error`.
+
+    A list near the file's beginning is read alone: the vocabulary behind it takes long.
+    """
+    with suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+        return _leading_list(file.read(HEAD_BYTES).decode("utf-8", errors="ignore"), name)
+    value = read_json_object(path, error, max_bytes=max_bytes).get(name)
+    return value if isinstance(value, list) else []
+
+
+def _leading_list(text: str, name: str) -> list[object]:
+    """Return a list of the object that the text begins with. Raises ValueError or RecursionError."""
+    decode, at = json.JSONDecoder().raw_decode, _after("[{]", text, 0)
+    while True:
+        key, at = decode(text, at)
+        value, at = decode(text, _after(":", text, at))
+        if key == name and isinstance(value, list):
+            return value
+        at = _after(",", text, at)
+
+
+def _after(symbol: str, text: str, at: int) -> int:
+    """Return where the text goes on behind the symbol at `at` and the blanks around it. Raises ValueError."""
+    found = re.compile(rf"[ \t\n\r]*{symbol}[ \t\n\r]*").match(text, at)
+    if found is None:
+        raise ValueError(f"no {symbol} at {at}")
+    return found.end()
 
 
 def read_text(path: Path, error: type[WeightsError], *, max_bytes: int = MAX_BYTES) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 import gptserve.weights.json_file
 from gptserve.weights.errors import InvalidConfigError, TokenizerError
-from gptserve.weights.json_file import read_json_object, read_text
+from gptserve.weights.json_file import read_json_object, read_leading_list, read_text
 
 
 def test_object_is_read(tmp_path: Path) -> None:
@@ -105,3 +107,42 @@ def test_text_is_read_as_utf8_or_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(InvalidConfigError, match=r"x\.txt could not be read as UTF-8: 'utf-8' codec"):
         read_text(path, InvalidConfigError)
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text('{}[],:\\" é', max_size=4),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from("xyz"), values, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    value=st.dictionaries(st.sampled_from("xyz"), JSON, max_size=3),
+    indent=st.sampled_from([None, 2]),
+    ensure_ascii=st.booleans(),
+    head_bytes=st.integers(0, 60),
+)
+def test_a_leading_list_is_what_the_whole_object_has(
+    tmp_path: Path, value: dict[str, Any], indent: int | None, ensure_ascii: bool, head_bytes: int
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=ensure_ascii), encoding="utf-8")
+    expected = value.get("x") if isinstance(value.get("x"), list) else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gptserve.weights.json_file, "HEAD_BYTES", head_bytes)
+        assert read_leading_list(path, "x", TokenizerError) == expected
+
+
+def test_a_leading_list_is_read_without_what_is_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"y": {"x": [2]}, "x": [1], "z": nothing that JSON knows')
+    assert read_leading_list(path, "x", TokenizerError) == [1]
+    with pytest.raises(TokenizerError, match="is not valid JSON"):
+        read_leading_list(path, "z", TokenizerError)
+    for content in ("[" * 200_000, '{"x": ' + "[" * 200_000):
+        path.write_text(content)
+        with pytest.raises(TokenizerError, match="is not valid JSON"):
+            read_leading_list(path, "x", TokenizerError)
+    with pytest.raises(TokenizerError, match=r"b\.json is missing in"):
+        read_leading_list(tmp_path / "b.json", "x", TokenizerError)

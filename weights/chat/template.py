@@ -14,6 +14,7 @@ from typing import Any
 from gptserve.weights.chat.concessions import versions
 from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
 from gptserve.weights.json_file import read_json_object, read_text
+from gptserve.weights.tokenizers.special_tokens import special_tokens
 from gptserve.weights.workers import CannotOpenError, ForeignCodeError, Limits, Workers
 
 LIMITS = Limits()
@@ -110,18 +111,6 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
     if chosen is not None:
         template.check()
     return template
-
-
-def special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Return the text of each special token that has a name, such as bos_token."""
-    named = dict(config)
-    if "added_tokens_decoder" not in config:
-        named |= read_json_object(folder / "special_tokens_map.json", TokenizerError, required=False)
-    extra = named.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        named |= extra
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
+from gptserve.weights.tokenizers.special_tokens import eos_token_id
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -98,9 +99,10 @@ def open_config(folder: Path) -> tuple[RawConfig, Family]:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read config.json and the end-of-text ids of generation_config.json.
+    """Read config.json, and the end-of-text ids of generation_config.json and of the tokenizer's eos_token, too.
 
-    Raises InvalidConfigError naming file, field, rule and value, or UnsupportedModelError.
+    Any of these ids ends a text, as in vLLM: many files name the end of a turn in one place only. Raises
+    InvalidConfigError naming file, field, rule and value, TokenizerError or UnsupportedModelError.
     """
     raw, family = open_config(folder)
     config = family.read_config(raw)
@@ -108,6 +110,9 @@ def load_config(folder: Path) -> ModelConfig:
     generation = RawConfig(read_json_object(path, InvalidConfigError, required=False), path.name)
     eos_token_ids = raw.token_ids("eos_token_id", config.vocab_size)
     eos_token_ids += generation.token_ids("eos_token_id", config.vocab_size)
+    tokenizer_eos_id = eos_token_id(folder)
+    if tokenizer_eos_id is not None and tokenizer_eos_id < config.vocab_size:
+        eos_token_ids += (tokenizer_eos_id,)
     bos_token_ids = raw.token_ids("bos_token_id", config.vocab_size)
     refuse_unread(raw, config)
     return replace(
