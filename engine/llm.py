@@ -16,7 +16,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineError
 from gptserve.engine.model.loading_bar import LoadingBar
-from gptserve.engine.request import SEED_LIMIT, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+from gptserve.engine.request import DRAWN_SEED_LIMIT, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 from gptserve.weights.source import resolve_model
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class LLM:
 
         Raises InvalidRequestError for an invalid prompt or parameter, before anything is computed.
         """
-        seed = secrets.randbelow(SEED_LIMIT) if seed is None else seed
+        seed = secrets.randbelow(DRAWN_SEED_LIMIT) if seed is None else seed
         prompts = [prompts] if isinstance(prompts, str) else prompts
         ids = [tuple(self.tokenizer.encode_prompt(p) if isinstance(p, str) else p) for p in prompts]
         params = params or SamplingParams()

@@ -26,7 +26,8 @@ MASKS = ("allowed_token_ids", "bad_words", "grammar", "min_tokens")  # the field
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
 _MIN_TEMPERATURE = 1e-6
-SEED_LIMIT = 2**63  # seeds fit a signed 64-bit integer, as the OpenAI client sends them, and are not negative
+SEED_LIMIT = 2**64  # the noise takes 64 bits; the server maps the negative seeds of its clients to the upper half
+DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 RANGES: Mapping[str, tuple[float, float | None]] = {
     "max_tokens": (1, None),
     "min_tokens": (0, None),
@@ -148,7 +149,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < SEED_LIMIT:
-            raise InvalidRequestError(f"seed must be in [0, 2**63), got {self.seed}", param="seed")
+            raise InvalidRequestError(f"seed must be in [0, 2**64), got {self.seed}", param="seed")
         _check_range("choice_index", self.choice_index, 0, MAX_CHOICE_INDEX)
         _check_range("priority", self.priority, -(2**31), 2**31 - 1)
 

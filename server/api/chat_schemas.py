@@ -7,29 +7,58 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from gptserve.server.api.base_schemas import MAX_LABEL_LENGTH, Text, _RequestModel, _text_or_list
-from gptserve.server.api.tool_schemas import Tool, ToolCall
+from gptserve.server.api.tool_schemas import FunctionCall, Tool, ToolCall
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_ROLE_LENGTH = 64
 CONTENT_RULE = "Input should be a string or a list of text parts"
 
 
 class TextPart(_RequestModel):
-    """A part of a message."""
+    """A text of a message. Clients that know the Responses API send its names, too."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class Message(_RequestModel):
-    """A message of one side. The chat template decides which roles may follow each other."""
+class RefusalPart(_RequestModel):
+    """What the assistant said to refuse."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text as the chat template sees it."""
+        return self.refusal
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "[refusal]" if kind == "refusal" else "[text]"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(_kind_of_part)
+]
+
+
+class Message(_RequestModel):
+    """A message of one side. The chat template decides which roles there are and which may follow each other."""
+
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_LENGTH)]
+    """system, developer, user, assistant, tool, function (an older name of tool), or another that the template has"""
     content: Annotated[
-        Text | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
+        Text | Annotated[list[Part], Field(fail_fast=True), Tag("list")],
         Discriminator(_text_or_list, custom_error_type="content_type", custom_error_message=CONTENT_RULE),
     ]
     name: str | None = None
+    refusal: str | None = None
+    """what the assistant said to refuse; a part of its content"""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     """what the assistant called"""
+    function_call: FunctionCall | None = None
+    """an older spelling of one of the tool_calls"""
     tool_call_id: str | None = None
     """the call that this is the result of"""
     reasoning_content: str | None = None
@@ -40,10 +69,17 @@ class Message(_RequestModel):
     def to_template(self) -> dict[str, Any]:
         """Return the given fields; text parts are joined with line ends."""
         given = {name: value for name, value in self if value is not None}
-        if not isinstance(self.content, str):
-            given["content"] = "\n".join(part.text for part in self.content)
+        texts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        if refusal := given.pop("refusal", None):
+            texts = [*filter(None, texts), refusal]
+        given["content"] = "\n".join(texts)
+        if self.role == "function":
+            given["role"] = "tool"
         if self.tool_calls is not None:
             given["tool_calls"] = [call.to_template() for call in self.tool_calls]
+        if self.function_call is not None:
+            call = ToolCall(function=given.pop("function_call")).to_template()
+            given["tool_calls"] = [*given.get("tool_calls", ()), call]
         if self.reasoning is not None:
             given["reasoning_content"] = given.pop("reasoning")
         return given

@@ -20,10 +20,11 @@ UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route els
 INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
 # After these fields of the schemas pydantic's location names the member of the union.
 UNIONS = frozenset({"prompt", "stop", "content", "input", "output", "tool_choice"})
-# What pydantic's location has for a key of an object, and for the kinds of a response's items and tools.
+# What pydantic's location has for a key of an object, and for the kinds of parts, items and tools.
 _NO_FIELDS = frozenset(
     {
-        *("[key]", "[message]", "[function_call]", "[custom_tool_call]", "[call_output]"),
+        *("[key]", "[text]", "[refusal]"),
+        *("[message]", "[function_call]", "[custom_tool_call]", "[call_output]"),
         *("[function]", "[custom]", "[namespace]", "[hosted]"),
     }
 )

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.chat_schemas import Message, TextPart
+from gptserve.server.api.chat_schemas import ROLES, Message, RefusalPart, TextPart
 from gptserve.server.api.grammar_schemas import NamedSchema, ResponseFormat, StructuredOutputs
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest, StreamOptions
 from gptserve.server.api.tool_schemas import (
@@ -66,10 +66,11 @@ _TEMPLATE, _MEDIA = "a chat template of the request is", "media other than text 
 
 UNREAD: dict[str, Unread] = {
     **dict.fromkeys(("store", "metadata", "service_tier", "safety_identifier", "prediction"), _HINT),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _HINT),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _HINT),
     "functions": Unread(([],), _FUNCTIONS),
     "function_call": Unread(("none", "auto"), _FUNCTIONS),
     "web_search_options": Unread((), "web search is"),
+    "moderation": Unread((), "moderation is"),
     **dict.fromkeys(("structural_tag", "grammar", "json_schema", "regex", "ebnf"), Unread((), _FORMAT)),
     "guided_decoding_backend": _HINT,
     "modalities": Unread((["text"],), _MEDIA),
@@ -98,12 +99,10 @@ _OF_OUTPUTS = {
 _OF_STREAM_OPTIONS = {"include_obfuscation": _HINT}
 _OF_MESSAGES = {
     **dict.fromkeys(("type", "id", "annotations", "provider_specific_fields"), _HINT),
-    "refusal": Unread(("",), "a refusal in a message is"),
-    "function_call": Unread(({},), _FUNCTIONS),
     "audio": Unread(({},), _MEDIA),
 }
 _OF_CALLS = {"index": _HINT}
-_OF_PARTS = {"cache_control": _HINT, "annotations": _HINT, "id": _HINT}
+_OF_PARTS = dict.fromkeys(("cache_control", "prompt_cache_breakpoint", "annotations", "logprobs", "id"), _HINT)
 
 FOREIGN = frozenset(
     {
@@ -190,7 +189,7 @@ def take_fields(
     if isinstance(choice := taken.get("tool_choice"), dict):
         taken["tool_choice"] = _take_choice(choice, reader)
     if isinstance(messages, list):
-        taken["messages"] = [_take_message(message, reader) for message in messages]
+        taken["messages"] = [_take_message(i, message, reader) for i, message in enumerate(messages)]
     return taken, list(reader.ignored)
 
 
@@ -207,18 +206,21 @@ def _take_format(given: dict[str, Any], reader: FieldReader) -> dict[str, object
     return taken
 
 
-def _take_message(message: Any, reader: FieldReader) -> Any:
+def _take_message(i: int, message: Any, reader: FieldReader) -> Any:
     if not isinstance(message, dict):
         return message
+    _check_role(f"messages[{i}].role", message.get("role"))
     taken = reader.take(message, Message, _OF_MESSAGES, "messages.")
     content = taken.get("content")
     if isinstance(content, list):
-        taken["content"] = [
-            reader.take(part, TextPart, _OF_PARTS, "messages.content.") if isinstance(part, dict) else part
-            for part in content
-        ]
-    elif content is None and taken.get("role") == "assistant":
+        taken["content"] = [_take_part(part, reader) for part in content]
+    elif content is None and taken.get("role") in ("assistant", "tool", "function"):
         taken["content"] = ""
+    if isinstance(call := taken.get("function_call"), dict):
+        if call:
+            taken["function_call"] = reader.take(call, FunctionCall, {}, "messages.function_call.")
+        else:
+            del taken["function_call"]
     if taken.get("tool_calls") == []:
         del taken["tool_calls"]
     elif isinstance(calls := taken.get("tool_calls"), list):
@@ -240,6 +242,23 @@ def _take_choice(given: dict[str, Any], reader: FieldReader) -> Any:
             where = f"{where}allowed_tools.tools."
             allowed["tools"] = [_take_function(tool, models, {}, where, reader) for tool in tools]
     return taken
+
+
+def _take_part(part: Any, reader: FieldReader) -> Any:
+    if not isinstance(part, dict):
+        return part
+    model = RefusalPart if part.get("type") == "refusal" else TextPart
+    return reader.take(part, model, _OF_PARTS, "messages.content.")
+
+
+def _check_role(where: str, role: Any) -> None:
+    """Raise InvalidRequestError for a role that resembles one that every template may have."""
+    if not isinstance(role, str) or role in ROLES:
+        return
+    similar = difflib.get_close_matches(role[:_MAX_NAME].lower(), ROLES, n=1, cutoff=0.75)
+    if similar:
+        message = f"{where}: unknown role {show(role)}; did you mean {similar[0]}?"
+        raise InvalidRequestError(message, param="messages")
 
 
 def _take_function(given: Any, models: _Models, unread: Mapping[str, Unread], where: str, reader: FieldReader) -> Any:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from gptserve.engine.request import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -19,7 +20,6 @@ from gptserve.engine.request import (
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     RANGES,
-    SEED_LIMIT,
     SamplingParams,
 )
 from gptserve.server.api.base_schemas import MAX_LABEL_LENGTH, Text, _Model, _RequestModel, _text_or_list
@@ -27,19 +27,22 @@ from gptserve.server.api.chat_schemas import Conversation
 from gptserve.server.api.grammar_schemas import GrammarFields, asked_grammar
 from gptserve.server.api.tool_schemas import AnswerToolCall, ToolCallDelta, ToolFields
 from gptserve.server.completions.output import EndReason
+from gptserve.server.completions.seed import GREATEST_SEED, LEAST_SEED
 
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 128  # chats of many characters send a name or two for each
 MAX_STOP_STRING_LENGTH = 1000
+MAX_STOP_CHARACTERS = 4000  # together; their automaton takes some 10 ms and half a megabyte
 MAX_PROMPTS = 128
 MAX_BAD_WORDS = 64  # each is at most two of the engine's
 MAX_BAD_WORD_LENGTH = 100
 MAX_TIMEOUT_MS = 2**31 - 1  # 24 days, the longest timer of many languages
-# The ranges of numbers in a body. max_tokens may be 0 with echo, a top_k of -1 is off, a seed of -1 is drawn.
+# The ranges of numbers in a body. max_tokens may be 0 with echo and has no limit at -1, a top_k of -1 is off.
 _RANGES = {
     **RANGES,
-    "max_tokens": (0, None),
+    "max_tokens": (-1, None),
+    "max_completion_tokens": (-1, None),
     "top_k": (-1, None),
-    "seed": (-1, SEED_LIMIT - 1),
+    "seed": (LEAST_SEED, GREATEST_SEED),
     "truncate_prompt_tokens": (-1, None),
 }
 _TOKEN_ID = r"^(0|-?[1-9][0-9]{0,17})$"  # one spelling per id; its range is checked against the vocabulary
@@ -79,6 +82,14 @@ def _cut(prompt: Any) -> Any:
     return prompt[: MAX_PROMPTS + 1] if _kind(prompt) in ("texts", "id lists") else prompt
 
 
+def _check_stop(stops: list[str]) -> list[str]:
+    """Return stop strings that are not too long together."""
+    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
+        rule = f"Texts should have at most {MAX_STOP_CHARACTERS} characters together, not {num_chars}"
+        raise PydanticCustomError("stop_length", "{rule}", {"rule": rule})
+    return stops
+
+
 Prompt = Annotated[
     Text
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), _told(minItems=1), Tag("texts")]
@@ -89,7 +100,12 @@ Prompt = Annotated[
 ]
 Stop = Annotated[
     Annotated[StopString, Tag("text")]
-    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("list")],
+    | Annotated[
+        list[StopString],
+        Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
+        AfterValidator(_check_stop),
+        Tag("list"),
+    ],
     Discriminator(_text_or_list, custom_error_type="stop_type", custom_error_message=STOP_RULE),
 ]
 
@@ -131,7 +147,7 @@ class SharedFields(_RequestModel):
     stop: Stop | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
-    """drawn and reported back when left out"""
+    """drawn and reported back when left out or -1"""
     stream: bool | None = None
     user: Label | None = None
     """written to the log"""
@@ -145,7 +161,7 @@ class GenerationRequest(GrammarFields, SharedFields):
     """The fields of every completion request."""
 
     max_tokens: int | None = None
-    """default 16; in a chat, what the context leaves"""
+    """default 16; in a chat and for -1, what the context leaves"""
     min_tokens: int | None = None
     """nothing ends the answer before so many; default 0"""
     logit_bias: LogitBias | None = Field(default=None, fail_fast=True)
@@ -215,15 +231,13 @@ class CompletionRequest(GenerationRequest):
         """Return the parameters. With echo the engine scores the prompt, and always computes at least one token."""
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         chosen["prompt_logprobs"] = max((k for k in asked if k is not None), default=None)
-        if self.echo and self.max_tokens == 0:
-            chosen["max_tokens"] = 1
         return super().sampling_params(defaults, **chosen)
 
 
 class ChatRequest(Conversation, ToolFields, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = None
     """another name of max_tokens"""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from gptserve.engine.process.client import TokenStream
+from gptserve.engine.request import DRAWN_SEED_LIMIT
 from gptserve.server.api.schemas import BackgroundStatus, GenerationRequest
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.position import Position
 from gptserve.server.background.records import CompletionRecord, OutputBatch
-from gptserve.server.completions.plan import DRAWN_SEED_LIMIT, CompletionPlan
+from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
+from gptserve.server.completions.seed import DRAW
 from gptserve.server.errors import ServiceError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
 
@@ -123,7 +125,7 @@ class BackgroundRequest:
 
         So a retry whose completion is lost begins the same one again, and an event id leads on in it.
         """
-        if self.key is None or body.seed not in (None, -1):
+        if self.key is None or body.seed not in (None, DRAW):
             return body
         drawn = hashlib.sha256(json.dumps([self.owner, self.key, self.digest]).encode()).digest()
         return body.model_copy(update={"seed": int.from_bytes(drawn) % DRAWN_SEED_LIMIT})

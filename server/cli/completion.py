@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,17 +19,18 @@ def compute_here(model: str, prompt: str, asked: Mapping[str, Any]) -> Iterator[
     """Load a model, "" for the embedded one, and yield the text of its completion; a server would give the same."""
     with ctrl_c_kills():
         from gptserve.engine.llm import LLM
-    from gptserve.engine.request import SEED_LIMIT, Request, SamplingParams
+    from gptserve.engine.request import Request, SamplingParams
     from gptserve.server.completions.output import ChoiceOutput
-    from gptserve.server.completions.stop import compile_stop
+    from gptserve.server.completions.seed import choose_seed, engine_seed
+    from gptserve.server.completions.stop import StopAutomaton
     from gptserve.weights.generation import load_sampling_defaults
     from gptserve.weights.source import resolve_model
 
     folder = resolve_model(model or None)
     sampling: dict[str, Any] = {**load_sampling_defaults(folder), **asked}
     sampling.pop("max_new_tokens", None)  # it limits answers in a chat
-    stop = [compile_stop(text) for text in sampling.pop("stop", ())]
-    seed = sampling.pop("seed", secrets.randbelow(SEED_LIMIT))
+    stop = StopAutomaton(sampling.pop("stop", ()))
+    seed = engine_seed(choose_seed(sampling.pop("seed", None)))
     params = SamplingParams(**sampling)
     llm = LLM(folder)
     choice = ChoiceOutput(llm.tokenizer, stop=stop, skip=llm.tokenizer.special_ids)

@@ -6,6 +6,7 @@ Knows no HTTP; `api/completions.py` calls it.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.chat_schemas import Conversation
@@ -14,7 +15,9 @@ from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.completions import plan
 from gptserve.server.completions.bad_words import bad_word_ids
 from gptserve.server.completions.grammar import check_compiles, check_grammar
+from gptserve.server.completions.lengths import asked_max_tokens, check_size, fit_max_tokens
 from gptserve.server.completions.prompt import blaming, check_length, num_kept_tokens
+from gptserve.server.completions.roles import check_roles
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Shape
 from gptserve.server.errors import ServiceError
@@ -38,12 +41,11 @@ async def plan_chat(
     _check_together(body)
     dialect.check(body)
     await check_grammar(body, service)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    limit, options = service.engine.info.max_model_len, service.options
+    max_tokens, options = asked_max_tokens(body), service.options
     params = body.sampling_params(
         options.sampling_defaults,
         bad_words=await bad_word_ids(body, service),
-        max_tokens=limit if max_tokens is None else max_tokens,
+        max_tokens=service.engine.info.max_model_len if max_tokens is None else max_tokens,
     )
     try:
         num_kept = num_kept_tokens(body, max_tokens or 1, service)
@@ -53,9 +55,8 @@ async def plan_chat(
         if reading is not None and reading.grammar is not None:
             await _check_reading(reading, body, service)
             params = replace(params, grammar=reading.grammar)
-        if max_tokens is None:
-            params = replace(params, max_tokens=max(1, min(limit - len(prompt), options.max_new_tokens or limit)))
-        plan.check_size(body, params, [prompt], service)
+        params = fit_max_tokens(params, max_tokens, len(prompt), service, most=options.max_new_tokens)
+        check_size(body, params, [prompt], service)
         identity = plan.new_identity(shape, body, service, owner)
         planned = plan.make_plan(body, shape, [prompt], params, identity, reading=reading)
         planned.requests[0].check(service.engine.info)
@@ -97,13 +98,16 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
     template = service.options.chat_template
     assert template is not None, "check_conversation has seen it"
     continues, adds = bool(body.continue_final_message), body.add_generation_prompt
-    text = template.render(
-        [message.to_template() for message in body.messages],
-        body.template_variables(),
+    render = partial(
+        template.render,
+        variables=body.template_variables(),
         tools=body.template_tools(),
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
     )
+    messages = [message.to_template() for message in body.messages]
+    text = render(messages)
+    check_roles(messages, render)
     if not is_cut:
         check_length(text, service)
     with blaming("messages"):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
-from gptserve.server.completions.stop import StopPattern, StopStrings
+from gptserve.server.completions.stop import NO_STOP, StopAutomaton, StopStrings
 from gptserve.server.tools.calls import CallDelta, join_calls
 
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have; vLLM's value
@@ -155,7 +155,7 @@ class ChoiceOutput:
         self,
         tokenizer: TokenBytes,
         *,
-        stop: Sequence[StopPattern] = (),
+        stop: StopAutomaton = NO_STOP,
         stop_token_ids: Sequence[int] = (),
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,14 @@ from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
 from gptserve.server.completions.grammar import check_grammar
+from gptserve.server.completions.lengths import asked_max_tokens, check_size, fit_max_tokens
 from gptserve.server.completions.output import Delta, join_deltas
 from gptserve.server.completions.prompt import encode_prompt
+from gptserve.server.completions.seed import choose_seed, engine_seed
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
-from gptserve.server.completions.stop import StopPattern, compile_stop
+from gptserve.server.completions.stop import StopAutomaton
 from gptserve.server.tools.dialect import Dialect, Reading
-
-DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class CompletionPlan:
     identity: Identity
     requests: tuple[Request, ...]
     num_prompt_tokens: int
-    stop: tuple[StopPattern, ...]
+    stop: StopAutomaton
     body: GenerationRequest
     reading: Reading | None
 
@@ -107,8 +106,11 @@ async def plan_completion(body: CompletionRequest, service: Service, owner: str 
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")
     await check_grammar(body, service)
-    params = body.sampling_params(service.options.sampling_defaults, bad_words=await bad_word_ids(body, service))
-    token_ids = [tuple(await encode_prompt(prompt, body, params.max_tokens, service)) for prompt in prompts]
+    asked, bad_words = asked_max_tokens(body), await bad_word_ids(body, service)
+    max_tokens = service.engine.info.max_model_len if asked is None else asked or 1  # 0 is for echo alone
+    params = body.sampling_params(service.options.sampling_defaults, bad_words=bad_words, max_tokens=max_tokens)
+    token_ids = [tuple(await encode_prompt(prompt, body, asked or 1, service)) for prompt in prompts]
+    params = fit_max_tokens(params, asked, max(map(len, token_ids)), service)
     check_size(body, params, token_ids, service)
     return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service, owner))
 
@@ -154,40 +156,12 @@ def check_request(body: GenerationRequest, service: Service, owner: str | None, 
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
 
 
-def check_size(
-    body: GenerationRequest, params: SamplingParams, prompts: Sequence[Sequence[int]], service: Service
-) -> None:
-    """Raise InvalidRequestError if the server would hold too many tokens or logprobs until the answer is sent."""
-    n, options, limit = body.n or 1, service.options, service.engine.info.max_model_len
-    if max(map(len, prompts)) + params.max_tokens > limit:
-        return  # Request.check refuses it with a better message
-    max_tokens_held = max(options.max_tokens_held, limit)
-    num_tokens = n * len(prompts) * params.max_tokens
-    if num_tokens > max_tokens_held:
-        times = f"{n} times {len(prompts)} times {params.max_tokens}"
-        message = f"n times the number of prompts times max_tokens may be at most {max_tokens_held}, got {times}"
-        raise InvalidRequestError(message, param="max_tokens")
-    num_prompt_tokens = n * sum(map(len, prompts))
-    if body.return_token_ids and num_prompt_tokens > max_tokens_held:
-        rule = f"n times the prompts' tokens may be at most {max_tokens_held} with return_token_ids"
-        raise InvalidRequestError(f"{rule}, got {num_prompt_tokens}", param="return_token_ids")
-    of_answer = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
-    of_prompts = 0 if params.prompt_logprobs is None else num_prompt_tokens * (params.prompt_logprobs + 1)
-    if of_answer + of_prompts > options.max_logprobs_held:
-        is_prompts_fault = of_prompts > of_answer and body.prompt_logprobs is not None
-        raise InvalidRequestError(
-            "n times the number of prompts times max_tokens times (logprobs + 1), plus n times the prompts' tokens "
-            f"times (prompt_logprobs + 1), may be at most {options.max_logprobs_held}, got {of_answer} + {of_prompts}",
-            param="prompt_logprobs" if is_prompts_fault else "logprobs",
-        )
-
-
 def new_identity(shape: Shape, body: GenerationRequest, service: Service, owner: str | None) -> Identity:
     """Return the identity of a new completion; without a seed in the body, or for seed -1, draw one."""
     return Identity(
         completion_id=f"{shape.id_prefix}{uuid.uuid4().hex}",
         created=int(time.time()),
-        seed=secrets.randbelow(DRAWN_SEED_LIMIT) if body.seed in (None, -1) else body.seed,
+        seed=choose_seed(body.seed),
         model=service.options.model_name,
         fingerprint=service.engine.info.fingerprint,
         batch_invariant=service.engine.info.batch_invariant,
@@ -214,7 +188,7 @@ def make_plan(
             request_id=f"{identity.completion_id}-{prompt_index * num_choices + choice_index}",
             prompt_token_ids=prompt_ids,
             params=params,
-            seed=identity.seed,
+            seed=engine_seed(identity.seed),
             choice_index=choice_index,
             priority=body.priority or 0,
             cache_salt=cache_salt,
@@ -222,9 +196,9 @@ def make_plan(
         for prompt_index, prompt_ids in enumerate(prompts)
         for choice_index in range(num_choices)
     )
-    patterns = tuple(map(compile_stop, [body.stop] if isinstance(body.stop, str) else body.stop or ()))
+    stop = StopAutomaton([body.stop] if isinstance(body.stop, str) else body.stop or ())
     num_prompt_tokens = sum(map(len, prompts))
-    return CompletionPlan(shape, identity, requests, num_prompt_tokens, patterns, body, reading)
+    return CompletionPlan(shape, identity, requests, num_prompt_tokens, stop, body, reading)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

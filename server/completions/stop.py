@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+
+_START = 0
+_CHAR_BITS = 21  # of a Unicode character
 
 
-class StopPattern(NamedTuple):
-    """A stop string with its borders: borders[i] is the length of the longest proper border of text[: i + 1]."""
+class StopAutomaton:
+    """All stop strings of a request as one automaton (Aho and Corasick 1975), whose steps do not cost more for more.
 
-    text: str
-    borders: tuple[int, ...]
+    A state is a prefix of stop strings: the longest with which the text so far ends. `held` is the length of the
+    longest such prefix that is no whole stop string, `matches` the longest stop string with which the text ends.
+    """
 
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.matches, self.held = [""], [0]
+        self._falls = [_START]
+        self._steps: dict[int, int] = {}
+        """By state and character in one number, which takes a third of the time of a pair."""
+        self._link(self._add(texts))
 
-def compile_stop(text: str) -> StopPattern:
-    """Prepare a stop string for matching character by character (Knuth, Morris and Pratt 1977)."""
-    borders = [0]
-    for char in text[1:]:
-        length = borders[-1]
-        while length and text[length] != char:
-            length = borders[length - 1]
-        borders.append(length + (text[length] == char))
-    return StopPattern(text, tuple(borders))
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no stop strings."""
+        return len(self.held) == 1
+
+    def step(self, state: int, char: str) -> int:
+        """Return the state after one more character."""
+        steps, code = self._steps, ord(char)
+        while (after := steps.get(state << _CHAR_BITS | code)) is None:
+            if state == _START:
+                return _START
+            state = self._falls[state]
+        return after
+
+    def _add(self, texts: Iterable[str]) -> list[tuple[int, str]]:
+        """Make the states; return of each the state before it and the character between them."""
+        before = [(_START, "")]
+        for text in texts:
+            state = _START
+            for depth, char in enumerate(text, 1):
+                after = self._steps.setdefault(state << _CHAR_BITS | ord(char), len(before))
+                if after == len(before):
+                    before.append((state, char))
+                    self.held.append(depth)
+                state = after
+            self.matches += [""] * (len(before) - len(self.matches))
+            self.matches[state] = text
+        return before
+
+    def _link(self, before: list[tuple[int, str]]) -> None:
+        """Find where each state falls back to: the longest suffix of its text that is a state, too."""
+        self._falls *= len(before)
+        goes_on = {state for state, _ in before}
+        for state in sorted(range(1, len(before)), key=self.held.__getitem__):
+            parent, char = before[state]
+            fall = self._falls[state] = self.step(self._falls[parent], char) if parent != _START else _START
+            self.matches[state] = self.matches[state] or self.matches[fall]
+            if state not in goes_on:
+                self.held[state] = self.held[fall]
 
 
 class StopStrings:
@@ -32,25 +71,28 @@ class StopStrings:
     so far that starts a stop string.
     """
 
-    def __init__(self, patterns: Sequence[StopPattern], *, passes_match: bool = False) -> None:
+    def __init__(self, automaton: StopAutomaton, *, passes_match: bool = False) -> None:
         self.matched: str | None = None
-        self._patterns = patterns
+        self._automaton = automaton
         self._passes_match = passes_match
-        self._progress = [0] * len(patterns)
+        self._state = _START
         self._held = ""
 
     def feed(self, text: str, *, may_match: bool = True) -> str:
         """Add text, in which a match may end; return the text to pass on. Feed nothing after a match."""
         assert self.matched is None
-        if not self._patterns:
+        automaton = self._automaton
+        if automaton.is_empty:
             return text
-        buffer = self._held + text
+        buffer, state = self._held + text, self._state
         for end, char in enumerate(text, len(self._held) + 1):
-            matched = self._advance(char)
+            state = automaton.step(state, char)
+            matched = automaton.matches[state]
             if matched and may_match:
                 self.matched, self._held = matched, ""
                 return buffer[: end if self._passes_match else end - len(matched)]
-        certain = len(buffer) - (0 if self._passes_match else max(self._progress))
+        self._state = state
+        certain = len(buffer) - (0 if self._passes_match else automaton.held[state])
         self._held = buffer[certain:]
         return buffer[:certain]
 
@@ -59,16 +101,5 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> str:
-        """Add one character; return the longest stop string that it completes, or an empty string."""
-        matched = ""
-        for i, (stop, borders) in enumerate(self._patterns):
-            length = self._progress[i]
-            while length and stop[length] != char:
-                length = borders[length - 1]
-            length += stop[length] == char
-            if length == len(stop):
-                matched = max(matched, stop, key=len)
-                length = borders[-1]  # the next match may begin within this one
-            self._progress[i] = length
-        return matched
+
+NO_STOP = StopAutomaton(())

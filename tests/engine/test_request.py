@@ -163,12 +163,12 @@ def test_what_was_generated_already_is_checked_too(generated: tuple[int, ...], m
     assert (str(caught.value), caught.value.param) == (message, "generated_token_ids")
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_seed_is_a_non_negative_63_bit_integer(seed: int) -> None:
-    with pytest.raises(InvalidRequestError, match=r"seed must be in \[0, 2\*\*63\)"):
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_is_a_non_negative_64_bit_integer(seed: int) -> None:
+    with pytest.raises(InvalidRequestError, match=r"seed must be in \[0, 2\*\*64\)"):
         Request("r", (1,), SamplingParams(), seed=seed)
 
 
 def test_a_request_survives_the_way_between_processes() -> None:
-    request = Request("r", (1, 2), SamplingParams(logit_bias={3: 1.5}, bad_words=((4, 5),)), seed=2**63 - 1)
+    request = Request("r", (1, 2), SamplingParams(logit_bias={3: 1.5}, bad_words=((4, 5),)), seed=2**64 - 1)
     assert pickle.loads(pickle.dumps(request)) == request

@@ -20,7 +20,7 @@ from gptserve.server.completions.output import (
     join_deltas,
     token_name,
 )
-from gptserve.server.completions.stop import StopStrings, compile_stop
+from gptserve.server.completions.stop import StopAutomaton, StopStrings
 from tests.server.fake_engine import EOS, ByteTokenizer
 
 # Bytes that begin, continue and break characters of every length come up often.
@@ -96,7 +96,7 @@ def test_bytes_that_can_never_become_a_character_are_not_held_back() -> None:
 def test_stop_strings_equal_the_search_of_the_whole_text_for_every_split(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    stop_strings = StopStrings([compile_stop(stop) for stop in stops])
+    stop_strings = StopStrings(StopAutomaton(stops))
     shown, given_so_far = "", ""
     for piece in map(bytes.decode, split(text.encode(), cuts)):
         shown += stop_strings.feed(piece)
@@ -117,14 +117,14 @@ def test_stop_strings_equal_the_search_of_the_whole_text_for_every_split(
 
 @given(st.text("ab", max_size=14), STOPS, st.integers(0, 14), st.booleans())
 def test_stop_strings_that_end_too_early_are_text(text: str, stops: list[str], min_tokens: int, includes: bool) -> None:
-    patterns = [compile_stop(stop) for stop in stops]
+    patterns = StopAutomaton(stops)
     choice = ChoiceOutput(ByteTokenizer(), stop=patterns, min_tokens=min_tokens, includes_stop=includes)
     whole = join_deltas(feed_all(choice, text.encode()) or [Delta("")])
     assert (whole.text, whole.stop_reason) == naive_cut(text, stops, min_tokens + 1, includes=includes)
 
 
 def test_a_stop_string_that_is_included_is_not_held_back() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("END")], includes_stop=True)
+    choice = ChoiceOutput(ByteTokenizer(), stop=StopAutomaton(["END"]), includes_stop=True)
     assert [choice.add(output(token_id)).text for token_id in b"aEN"] == ["a", "E", "N"]
     assert choice.add(output(*b"Dx")) == Delta("D", None, "stop", "END")
 
@@ -137,7 +137,7 @@ def test_a_stop_token_that_is_included_has_its_text_unless_it_is_special() -> No
 
 
 def test_token_ids_are_those_that_count() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ND")], returned_prompt=(1, 2))
+    choice = ChoiceOutput(ByteTokenizer(), stop=StopAutomaton(["ND"]), returned_prompt=(1, 2))
     assert choice.add(output(0xC3)) == Delta("", token_ids=(0xC3,), prompt_token_ids=(1, 2))
     deltas = [choice.add(output(*b"\xa9EN")), choice.add(output(*b"Dxy"))]
     assert [delta.token_ids for delta in deltas] == [tuple(b"\xa9EN"), tuple(b"D")]
@@ -165,7 +165,7 @@ def test_a_choice_is_the_same_however_its_bytes_are_split_into_tokens(
     data: bytes, cuts: list[int], stops: list[str]
 ) -> None:
     pieces = split(data, cuts)
-    choice = ChoiceOutput(PieceTokenizer(pieces), stop=[compile_stop(stop) for stop in stops])
+    choice = ChoiceOutput(PieceTokenizer(pieces), stop=StopAutomaton(stops))
     whole = join_deltas(feed_all(choice, range(len(pieces))))
     text, matched = naive_cut(data.decode(errors="replace"), stops)
     assert whole == Delta(text, None, "length" if matched is None else "stop", matched)
@@ -173,7 +173,7 @@ def test_a_choice_is_the_same_however_its_bytes_are_split_into_tokens(
 
 @pytest.mark.parametrize("num_per_output", [1, 2, 5])
 def test_a_choice_is_the_same_however_its_tokens_are_split_into_outputs(num_per_output: int) -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ND")], logprobs=20)
+    choice = ChoiceOutput(ByteTokenizer(), stop=StopAutomaton(["ND"]), logprobs=20)
     ids = list(b"abENDxyz")
     deltas = []
     for i in range(0, len(ids), num_per_output):
@@ -218,7 +218,7 @@ def test_a_requested_stop_token_is_named_and_has_no_text() -> None:
 
 
 def test_what_was_held_back_comes_out_at_the_end() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("END")])
+    choice = ChoiceOutput(ByteTokenizer(), stop=StopAutomaton(["END"]))
     assert choice.add(output(*b"aE")) == Delta("a")
     assert choice.add(output(*b"N", finish_reason=FinishReason.LENGTH)) == Delta("EN", None, "length")
 
@@ -230,7 +230,7 @@ def test_an_unfinished_character_becomes_a_replacement_character_only_at_the_end
 
 
 def test_stop_strings_are_not_looked_for_in_the_echo() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("ab")], echo=tuple(b"xaby"))
+    choice = ChoiceOutput(ByteTokenizer(), stop=StopAutomaton(["ab"]), echo=tuple(b"xaby"))
     assert choice.add(output(*b"zab")) == Delta("xabyz", None, "stop", "ab")
 
 
@@ -323,7 +323,7 @@ def in_channels(token_id: int, _data: bytes) -> Channel | None:
 
 @pytest.mark.parametrize("num_per_output", [1, 2, 20])
 def test_reasoning_and_text_are_told_apart_however_the_tokens_are_split(num_per_output: int) -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("cd"), compile_stop("AB")], channel_of=in_channels)
+    choice = ChoiceOutput(ByteTokenizer(), stop=StopAutomaton(["cd", "AB"]), channel_of=in_channels)
     ids = list(b"1AB2a3C4bcXYdef")
     deltas = []
     for i in range(0, len(ids), num_per_output):
@@ -351,6 +351,6 @@ def test_tokens_that_are_not_whole_utf8_are_named_by_their_bytes(data: bytes, na
 
 
 def test_out_of_time_a_choice_ends_with_all_that_was_held_back() -> None:
-    choice = ChoiceOutput(ByteTokenizer(), stop=[compile_stop("END")])
+    choice = ChoiceOutput(ByteTokenizer(), stop=StopAutomaton(["END"]))
     assert choice.add(output(*b"aEN", 0xE2)) == Delta("a")
     assert choice.add(output(finish_reason=FinishReason.TIMEOUT)) == Delta("EN�", None, "length", "timeout")

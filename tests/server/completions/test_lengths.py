@@ -1,0 +1,61 @@
+"""How long answers may be. What one request may hold is in test_plan.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Api
+from tests.server.fake_engine import INFO, FakeEngineClient
+
+LIMIT = INFO.max_model_len
+NAMES = [("complete", "max_tokens"), ("chat", "max_tokens"), ("chat", "max_completion_tokens")]
+MakeApi = Callable[..., Api]
+
+
+def ask(api: Api, route: str, **fields: Any) -> Any:
+    return getattr(api, route)(**{**({"prompt": "xy"} if route == "complete" else {}), **fields})
+
+
+@pytest.mark.parametrize(("route", "name"), NAMES)
+@pytest.mark.parametrize("kind", [{}, {"stream": True}, {"background": True}])
+def test_minus_one_asks_for_what_the_context_leaves(api: Api, route: str, name: str, kind: dict[str, Any]) -> None:
+    assert ask(api, route, **{name: -1}, **kind).is_success
+    [request] = api.engine.submitted
+    assert len(request.prompt_token_ids) + request.params.max_tokens == LIMIT
+
+
+def test_the_longest_prompt_leaves_least(api: Api) -> None:
+    assert ask(api, "complete", prompt=["x", "x" * 100], max_tokens=-1).is_success
+    assert [request.params.max_tokens for request in api.engine.submitted] == [LIMIT - 100] * 2
+
+
+def test_minus_one_with_echo_is_no_zero(api: Api) -> None:
+    body = ask(api, "complete", max_tokens=-1, echo=True).json()
+    assert body["choices"][0]["text"].startswith("xyabc")
+    assert body["usage"]["completion_tokens"] == LIMIT - 2
+
+
+def test_minus_one_keeps_to_the_models_own_limit_of_chats(make_api: MakeApi) -> None:
+    api = make_api(FakeEngineClient(), max_new_tokens=9)
+    assert ask(api, "chat", max_tokens=-1).json()["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize(("route", "name"), NAMES)
+@pytest.mark.parametrize("value", [0, -2])
+def test_no_other_number_below_one_is_a_limit(api: Api, route: str, name: str, value: int) -> None:
+    error = ask(api, route, **{name: value}).json()["error"]
+    assert error == {
+        "message": f"{name} must be at least 1, got {value}",
+        "type": "invalid_request_error",
+        "param": name,
+        "code": "invalid_value",
+    }
+
+
+def test_a_prompt_may_be_cut_beside_a_completion_without_a_limit(api: Api) -> None:
+    assert ask(api, "complete", prompt="x" * 300, max_tokens=-1, truncate_prompt_tokens=-1).is_success
+    [request] = api.engine.submitted
+    assert (len(request.prompt_token_ids), request.params.max_tokens) == (LIMIT - 1, 1)
