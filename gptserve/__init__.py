@@ -20,7 +20,7 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.request import SamplingParams
 
 if TYPE_CHECKING:
-    from gptserve.engine.llm import LLM
+    from gptserve.llm import LLM
 
     __version__: str
 
@@ -29,7 +29,7 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":  # imported on first use: it needs torch, and the server process must not load it
-        from gptserve.engine.llm import LLM
+        from gptserve.llm import LLM
 
         return LLM
     if name == "__version__":

@@ -63,7 +63,7 @@ WITH_TORCH = {
     "gptserve.engine.parallel.messages",
     "gptserve.engine.parallel.ranks",
     "gptserve.engine.parallel.worker",
-    "gptserve.engine.llm",
+    "gptserve.llm",
     "gptserve.engine.overlap",
     "gptserve.engine.probe",
     "gptserve.engine.recorded_steps",
@@ -107,7 +107,7 @@ HEAVY = {
 
 
 def modules() -> set[str]:
-    names = set()
+    names = {f"gptserve.{path.stem}" for path in (ROOT / "gptserve").glob("*.py") if path.stem != "__init__"}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             if path.name in ("triton_kernels.py", "tracing.py", "plot.py"):

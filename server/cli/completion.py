@@ -18,7 +18,7 @@ def ask_server(remote: Remote, prompt: str, asked: Mapping[str, Any]) -> Iterato
 def compute_here(model: str, prompt: str, asked: Mapping[str, Any]) -> Iterator[str]:
     """Load a model, "" for the embedded one, and yield the text of its completion; a server would give the same."""
     with ctrl_c_kills():
-        from gptserve.engine.llm import LLM
+        from gptserve.llm import LLM
     from gptserve.engine.request import Request, SamplingParams
     from gptserve.server.completions.output import ChoiceOutput
     from gptserve.server.completions.seed import choose_seed, engine_seed

@@ -165,8 +165,8 @@ def mutated(seed: int) -> tuple[str, Harm]:
 def open_folder(folder: str) -> str:
     """Do what a server does with a folder; return what came of it. Called in a worker."""
     from gptserve.engine.errors import EngineError, InvalidRequestError
-    from gptserve.engine.llm import LLM
     from gptserve.engine.request import SamplingParams
+    from gptserve.llm import LLM
     from gptserve.weights.chat.template import load_chat_template
     from gptserve.weights.errors import WeightsError
     from gptserve.weights.generation import load_sampling_defaults
@@ -190,7 +190,7 @@ def open_folder(folder: str) -> str:
 def make_workers() -> Workers:
     """Return workers whose calls are those of `open_folder`."""
     module = f"__import__('importlib').import_module({__name__!r})"
-    heavy = "__import__('torch'), __import__('gptserve.engine.llm')"
+    heavy = "__import__('torch'), __import__('gptserve.llm')"
     return Workers(
         "builtins:eval",
         f"__import__('sys').path.insert(0, {str(ROOT)!r}) or ({heavy}) and {module}.open_folder",

@@ -1,7 +1,7 @@
 """Generation without a server: `LLM("folder or hub id").generate(["Once upon a time"], SamplingParams(max_tokens=64))`.
 
 It resolves the model, tokenizes, steps an Engine in the calling thread and returns text. Scripts, benchmarks and
-`gptserve complete --local` use it; the server does not.
+`gptserve complete --local` use it; the server does not. It stands beside the packages, as engines know no text.
 """
 
 from __future__ import annotations
