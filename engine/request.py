@@ -25,6 +25,7 @@ MAX_BAD_WORDS = 128  # these are gone through for every token
 MASKS = ("allowed_token_ids", "bad_words", "grammar", "min_tokens")  # the fields of SamplingParams that rule tokens out
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
+MAX_SHOWN = 80  # characters of a value of a wrong type
 _MIN_TEMPERATURE = 1e-6
 SEED_LIMIT = 2**64  # the noise takes 64 bits; the server maps the negative seeds of its clients to the upper half
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
@@ -42,6 +43,8 @@ RANGES: Mapping[str, tuple[float, float | None]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 """The least and the greatest value of sampling parameters; top_p must be greater than its least one."""
+_WHOLE = frozenset({"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs"})
+_OPTIONAL = frozenset({"logprobs", "prompt_logprobs"})
 
 
 class FinishReason(StrEnum):
@@ -62,7 +65,9 @@ def too_long(num_tokens: int, fault: str = "The prompt") -> str:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. An invalid value raises InvalidRequestError, which names the field.
+    """How tokens are chosen. A value of a wrong type or out of range raises InvalidRequestError, which names the field.
+
+    Lists of token ids become tuples.
 
     temperature 0 is argmax; the lowest id wins a tie. top_k 0, top_p 1 and min_p 0 turn these filters off. logprobs is
     the number of alternatives to report for each generated token (None: no logprobs; 0: only the token's own).
@@ -91,6 +96,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name, (low, high) in RANGES.items():
             if (value := getattr(self, name)) is not None:
                 _check_range(name, value, low, high, open_low=name == "top_p")
@@ -107,6 +113,29 @@ class SamplingParams:
             raise InvalidRequestError("bad_words must each have a token, got one without", param="bad_words")
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0, param="logit_bias")
+
+    def _check_types(self) -> None:
+        """Raise InvalidRequestError at a value of a wrong type: in a step it would fail for other requests, too."""
+        for name in RANGES:
+            value, whole = getattr(self, name), name in _WHOLE
+            if not _is_number(value, whole=whole) and not (value is None and name in _OPTIONAL):
+                kind = "an integer" if whole else "a number"
+                raise _wrong_type(name, f"{kind} or None" if name in _OPTIONAL else kind, value)
+        if not isinstance(self.logit_bias, Mapping):
+            raise _wrong_type("logit_bias", "a mapping from token ids to numbers", self.logit_bias)
+        for token_id, bias in self.logit_bias.items():
+            if not _is_number(token_id, whole=True) or not _is_number(bias):
+                raise _wrong_type("logit_bias", "a mapping from token ids to numbers", {token_id: bias})
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        if not isinstance(self.bad_words, (list, tuple)):
+            raise _wrong_type("bad_words", "a sequence of sequences of token ids", self.bad_words)
+        object.__setattr__(self, "bad_words", tuple(_token_ids("bad_words", word) for word in self.bad_words))
+        if not isinstance(self.ignore_eos, bool):
+            raise _wrong_type("ignore_eos", "True or False", self.ignore_eos)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise _wrong_type("grammar", "a Grammar or None", self.grammar)
 
     @property
     def is_greedy(self) -> bool:
@@ -272,6 +301,23 @@ def _check_range(
     if not_finite or too_low or (high is not None and value > high):
         rule = f"at least {low}" if high is None else f"in {'(' if open_low else '['}{low}, {high}]"
         raise InvalidRequestError(f"{name} must be {rule}, got {value}", param=param or name)
+
+
+def _is_number(value: object, *, whole: bool = False) -> bool:
+    return isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+
+
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
+    """Return token ids as a tuple. Raises InvalidRequestError unless they are a list or tuple of integers."""
+    if not isinstance(ids, (list, tuple)) or not all(_is_number(token_id, whole=True) for token_id in ids):
+        raise _wrong_type(name, "a sequence of token ids", ids)
+    return tuple(ids)
+
+
+def _wrong_type(name: str, rule: str, value: object) -> InvalidRequestError:
+    shown = repr(value)
+    shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+    return InvalidRequestError(f"{name} must be {rule}, got {shown}", param=name, code="invalid_type")
 
 
 def _check_length(name: str, length: int, limit: int) -> None:

@@ -68,6 +68,50 @@ def test_a_parameter_out_of_range_is_named_with_rule_and_value(field: str, value
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_tokens", None, "max_tokens must be an integer, got None"),
+        ("max_tokens", 4.0, "max_tokens must be an integer, got 4.0"),
+        ("max_tokens", True, "max_tokens must be an integer, got True"),
+        ("min_tokens", "1", "min_tokens must be an integer, got '1'"),
+        ("top_k", 1.5, "top_k must be an integer, got 1.5"),
+        ("temperature", None, "temperature must be a number, got None"),
+        ("temperature", "0.5", "temperature must be a number, got '0.5'"),
+        ("top_p", [0.5], "top_p must be a number, got [0.5]"),
+        ("repetition_penalty", 1j, "repetition_penalty must be a number, got 1j"),
+        ("logprobs", True, "logprobs must be an integer or None, got True"),
+        ("prompt_logprobs", 0.0, "prompt_logprobs must be an integer or None, got 0.0"),
+        ("logit_bias", None, "logit_bias must be a mapping from token ids to numbers, got None"),
+        ("logit_bias", {"5": 1.0}, "logit_bias must be a mapping from token ids to numbers, got {'5': 1.0}"),
+        ("logit_bias", {5: "1"}, "logit_bias must be a mapping from token ids to numbers, got {5: '1'}"),
+        ("stop_token_ids", None, "stop_token_ids must be a sequence of token ids, got None"),
+        ("stop_token_ids", 5, "stop_token_ids must be a sequence of token ids, got 5"),
+        ("stop_token_ids", (5, 1.0), "stop_token_ids must be a sequence of token ids, got (5, 1.0)"),
+        ("allowed_token_ids", "ab", "allowed_token_ids must be a sequence of token ids, got 'ab'"),
+        ("bad_words", None, "bad_words must be a sequence of sequences of token ids, got None"),
+        ("bad_words", (5,), "bad_words must be a sequence of token ids, got 5"),
+        ("bad_words", ["a" * 99], f"bad_words must be a sequence of token ids, got '{'a' * 79}..."),
+        ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
+        ("grammar", "{}", "grammar must be a Grammar or None, got '{}'"),
+    ],
+)
+def test_a_parameter_of_a_wrong_type_is_named_with_rule_and_value(field: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert str(caught.value) == message
+    assert (caught.value.param, caught.value.code) == (field, "invalid_type")
+
+
+def test_lists_of_token_ids_are_taken_as_tuples() -> None:
+    listed = SamplingParams(stop_token_ids=[1, 2], allowed_token_ids=[3], bad_words=[[4, 5], (6,)])  # type: ignore[arg-type]
+    assert listed == SamplingParams(stop_token_ids=(1, 2), allowed_token_ids=(3,), bad_words=((4, 5), (6,)))
+
+
+def test_a_whole_temperature_is_a_number() -> None:
+    assert SamplingParams(temperature=1) == SamplingParams(temperature=1.0)
+
+
 @pytest.mark.parametrize("value", [10**400, -(10**400)])
 def test_an_integer_too_large_for_a_float_is_refused_or_accepted_like_any_other(value: int) -> None:
     if value < 0:
