@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import gptserve
 from gptserve import LLM
 from gptserve.engine.errors import EngineError, InvalidRequestError
-from gptserve.engine.request import FinishReason, Request, SamplingParams
+from gptserve.engine.request import FinishReason, Request, SamplingParams, TokenOutput
+from gptserve.weights.chat.template import load_chat_template
+from gptserve.weights.errors import ChatTemplateError
+from gptserve.weights.source import resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +40,161 @@ def test_results_come_in_the_order_of_the_prompts_and_equal_those_alone(llm: LLM
     assert [c.prompt_token_ids for c in together] == [
         tuple(llm.tokenizer.encode("Once upon a time")), (5, 6, 7), tuple(llm.tokenizer.encode("The fox")),
     ]  # fmt: skip
-    assert together == [llm.generate([prompt], params, seed=7)[0] for prompt in prompts]
+    assert [completion.seed for completion in together] == [7, 8, 9]
+    assert together == [llm.generate([prompt], params, seed=7 + i)[0] for i, prompt in enumerate(prompts)]
     assert [len(c.logprobs) for c in together] == [12, 12, 12]
+
+
+def test_the_same_prompt_several_times_gives_several_texts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20)
+    for seed in (None, 3):
+        assert len({completion.token_ids for completion in llm.generate(["One day"] * 4, params, seed=seed)}) == 4
+
+
+def test_choices_of_a_prompt_share_its_seed_and_come_together(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20)
+    answers = llm.generate(["One day", "Once"], params, n=2, seed=5)
+    assert [(its.seed, its.choice_index) for its in answers] == [(5, 0), (5, 1), (6, 0), (6, 1)]
+    assert len({its.token_ids for its in answers}) == 4
+    assert answers[2] == llm.generate("Once", params, seed=6)[0]
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    lengths = [3, 5]
+    answers = llm.generate(["One day", [5, 6]], [SamplingParams(max_tokens=length) for length in lengths])
+    assert [len(its.token_ids) for its in answers] == lengths
+
+
+def test_token_ids_alone_are_one_prompt(llm: LLM) -> None:
+    ids = np.array([5, 6, 7])
+    for given in ([5, 6, 7], ids, [ids]):
+        (answer,) = llm.generate(given, SamplingParams(max_tokens=1))  # type: ignore[arg-type]
+        assert answer.prompt_token_ids == (5, 6, 7)
+        assert {type(token) for token in answer.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"prompts": ["a", "b"], "params": [SamplingParams()]},
+            "params must be one, or one for each of 2 prompts, got 1",
+        ),
+        ({"prompts": "a", "n": 0}, "n must be at least 1, got 0"),
+        ({"prompts": "a", "seed": -1}, "seed must be in [0, 2**63), got -1"),
+        (
+            {"prompts": [[1.5]]},
+            "a prompt must be text or a sequence of token ids: 'float' object cannot be interpreted as an integer",
+        ),
+        ({"prompts": [None]}, "a prompt must be text or a sequence of token ids: 'NoneType' object is not iterable"),
+    ],
+)
+def test_arguments_that_fit_nothing_are_refused(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate(**arguments)
+    assert str(caught.value) == message
+    assert not llm.engine.has_work
+
+
+def test_one_completion_that_fails_leaves_the_others_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=8)
+    whole = llm.generate(["One day", "Once"], params, seed=1)
+    step = llm.engine.step
+
+    def end_the_second() -> list[TokenOutput]:
+        outputs = step()
+        for i, output in enumerate(outputs):
+            if output.request_id == "llm-1-0":
+                llm.engine.abort(output.request_id)
+                outputs[i] = TokenOutput("llm-1-0", (), finish_reason=FinishReason.QUEUE_TIMEOUT, error="too late")
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", end_the_second)
+    first, second = llm.generate(["One day", "Once"], params, seed=1)
+    assert first == whole[0]
+    assert (second.finish_reason, second.error, second.token_ids) == (FinishReason.QUEUE_TIMEOUT, "too late", ())
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_stream_ends_after_an_abort_within_its_loop(llm: LLM, is_alone: bool) -> None:
+    requests = [Request(f"r{i}", (5, 6), SamplingParams(max_tokens=5), seed=0) for i in range(2 - is_alone)]
+    outputs = []
+    for output in llm.stream(requests):
+        llm.engine.abort("r0")
+        outputs.append(output)
+    assert sum(output.request_id == "r0" for output in outputs) == 1
+    assert sum(output.request_id == "r1" for output in outputs) == (0 if is_alone else 5)
+    assert not llm.engine.has_work
+
+
+def test_a_chat_is_rendered_by_the_models_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    (answer,) = llm.chat(messages, seed=1)
+    template = load_chat_template(resolve_model(None))
+    assert template is not None
+    prompt = llm.tokenizer.encode_with_special(template.render(messages, {}))
+    template.close()
+    assert answer.prompt_token_ids == tuple(prompt)
+    assert answer.finish_reason is FinishReason.STOP
+    assert llm.chat([messages, messages], seed=1, n=2)[0] == answer
+    assert len(llm.chat(messages, SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_a_model_without_a_template_does_not_chat(storyteller: Path, tmp_path: Path) -> None:
+    shutil.copytree(storyteller, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["chat_template"]
+    path.write_text(json.dumps(config))
+    llm = LLM(tmp_path / "model", num_threads=1, max_model_len=64, num_blocks=4)
+    with pytest.raises(ChatTemplateError, match="this model has no chat template"):
+        llm.chat([{"role": "user", "content": "Hi"}])
+
+
+def test_scores_equal_the_logprobs_of_the_prompt(llm: LLM) -> None:
+    text = "Once upon a time there was a little fox. She lived in a wood."
+    (scored,) = llm.generate(text, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    entries = scored.prompt_logprobs
+    assert entries is not None
+    expected = math.fsum(entry.logprob for entry in entries if entry is not None)
+    [score] = llm.score(text)
+    assert (score.num_tokens, score.logprob) == (len(scored.prompt_token_ids) - 1, expected)
+    first = llm.tokenizer.token_bytes(scored.prompt_token_ids[0])
+    assert score.num_bytes == len(text.encode()) - len(first)
+    assert score.perplexity == pytest.approx(math.exp(-expected / score.num_tokens))
+    assert score.bits_per_byte == pytest.approx(-expected / math.log(2) / score.num_bytes)
+    assert llm.score(["The fox", text])[1] == score
+
+
+def test_windows_score_each_token_once_with_what_they_see(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Once upon a time there was a little fox. " * 8)
+    [score] = llm.score([ids], window=20, stride=5)
+    expected = []
+    for position in range(1, len(ids)):
+        end = 20 if position < 20 else min(len(ids), 20 + ((position - 20) // 5 + 1) * 5)
+        (scored,) = llm.generate([ids[max(0, end - 20) : end]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        assert scored.prompt_logprobs is not None
+        entry = scored.prompt_logprobs[position - max(0, end - 20)]
+        assert entry is not None
+        expected.append(entry.logprob)
+    assert (score.num_tokens, score.logprob) == (len(ids) - 1, math.fsum(expected))
+    assert llm.score([ids], window=21, stride=5) != [score]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 1}, "window must be at least 2, got 1"),
+        ({"window": 1024}, "window must be at most 1023, got 1024"),
+        ({"window": 8, "stride": 8}, "stride must be in [1, 7], as a window has 8 tokens, got 8"),
+        ({"window": 8, "stride": 0}, "stride must be in [1, 7], as a window has 8 tokens, got 0"),
+        ({"texts": ["fine day", ""]}, "a text to score must have at least two tokens, got 0"),
+    ],
+)
+def test_windows_that_fit_nothing_are_refused(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.score(**{"texts": "A fox", **arguments})
+    assert str(caught.value) == message
 
 
 def test_a_seed_that_was_drawn_repeats_the_completion(llm: LLM) -> None:

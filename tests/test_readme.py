@@ -18,6 +18,7 @@ from tests.server.serving import LIMIT_S, Process
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CLIENTS = ROOT / "docs" / "clients.md"
+LIBRARY = ROOT / "docs" / "library.md"
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 MAX_BYTES = 6 * 1024
 URL = "http://127.0.0.1:8000"
@@ -88,6 +89,6 @@ def test_the_example_with_openai(page: Path, url: str) -> None:
     assert output_of([sys.executable, "-c", example(page, "from openai").replace(URL, url)]).strip()
 
 
-@pytest.mark.parametrize("page", [README, pytest.param(CLIENTS, marks=pytest.mark.slow)], ids=["readme", "clients"])
+@pytest.mark.parametrize("page", [README, pytest.param(LIBRARY, marks=pytest.mark.slow)], ids=["readme", "library"])
 def test_the_example_without_a_server(page: Path) -> None:
     assert output_of([sys.executable, "-c", example(page, "from gptserve import LLM")]).strip()

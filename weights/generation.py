@@ -1,6 +1,6 @@
 """Reads generation_config.json: the sampling parameters that a model's authors chose for it.
 
-Only the server applies them, and checks their ranges. What ends a text is read with config.json, in `families/`.
+The server and LLM apply them, and check their ranges. What ends a text is read with config.json, in `families/`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from gptserve.weights.errors import InvalidConfigError, shown
 from gptserve.weights.json_file import read_json_object
 
 FILE_NAME = "generation_config.json"
+MAX_NEW_TOKENS = "max_new_tokens"
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that mean the same here, in vLLM and in transformers; vLLM reads the same ones, and max_new_tokens."""
 
@@ -22,8 +23,8 @@ def load_sampling_defaults(folder: Path) -> dict[str, float]:
     """
     fields = read_json_object(folder / FILE_NAME, InvalidConfigError, required=False)
     defaults: dict[str, float] = {}
-    for name in (*SAMPLING_DEFAULTS, "max_new_tokens"):
-        value, is_whole = fields.get(name), name in ("top_k", "max_new_tokens")
+    for name in (*SAMPLING_DEFAULTS, MAX_NEW_TOKENS):
+        value, is_whole = fields.get(name), name in ("top_k", MAX_NEW_TOKENS)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):

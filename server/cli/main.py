@@ -1,4 +1,4 @@
-"""The command `gptserve`: serve a model, complete a text, chat, measure a server, inspect or convert a model.
+"""The command `gptserve`: serve a model, complete or score a text, chat, measure a server, inspect or convert a model.
 
 A wrong command line or setting ends with status 2, any other failure with 1, and one sentence on stderr. Each command
 imports its heavy modules itself.
@@ -24,7 +24,9 @@ from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT, WHOLE
 from gptserve.server.cli.bench.flags import DESCRIPTION, add_bench_flags
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, add_flags, add_server_flags
+from gptserve.server.cli.input_text import STDIN, read_text
 from gptserve.server.cli.remote import Remote
+from gptserve.server.cli.scoring import SCORE_FLAGS, add_score_flags
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
 from gptserve.server.operations.keys import KEY_RULE, is_key
 from gptserve.server.settings import ServerSettings, SettingsError
@@ -158,6 +160,15 @@ def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the commands that need no server."""
+    score = commands.add_parser(
+        "score",
+        help="say how well a model predicts a text: its perplexity and bits per byte",
+        usage="gptserve score FILE [MODEL] [options] [options of serve]",
+        description="Load a model as `serve` would with these options, and print how well it predicts a text.",
+    )
+    add_score_flags(score)
+    score.set_defaults(parser=score, run=_score)
+
     inspect = commands.add_parser("inspect", help="show a model's size and memory needs, from its config.json alone")
     inspect.add_argument("MODEL", nargs="?", help="folder or hub id (default: the embedded storyteller)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub model")
@@ -209,7 +220,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
     """Return the settings of `serve` from the command line, the environment and a file. Raises SettingsError."""
-    flags = {name: value for name, value in vars(options).items() if name not in ("MODEL", "parser", "run")}
+    own = ("MODEL", "parser", "run", *SCORE_FLAGS)
+    flags = {name: value for name, value in vars(options).items() if name not in own}
     if options.MODEL is not None:
         if "model" in flags:
             raise SettingsError("the model must be given once, got both MODEL and --model")
@@ -267,12 +279,20 @@ def _serve(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
 
 
+def _score(options: argparse.Namespace) -> int:
+    from gptserve.server.cli.scoring import score_text
+
+    settings, text = _settings(options), read_text(options.FILE)
+    print_text([score_text(settings, text, options.window, options.stride, as_json=options.json)])
+    return 0
+
+
 def _complete(options: argparse.Namespace) -> int:
     from gptserve.server.cli.completion import ask_server, compute_here
 
     if options.local is not None and (options.url is not None or options.api_key is not None):
         raise SettingsError("--url and --api-key are for a server, and --local asks none")
-    prompt, asked = _read_stdin() if options.text == "-" else options.text, _given(options)
+    prompt, asked = read_text(STDIN) if options.text == STDIN else options.text, _given(options)
     here = options.local is not None
     print_text(compute_here(options.local, prompt, asked) if here else ask_server(_remote(options), prompt, asked))
     return 0
@@ -287,7 +307,7 @@ def _chat(options: argparse.Namespace) -> int:
         print(f"{visible(remote.model_name())} at {remote.url}; /help lists the commands, Ctrl-D leaves")
         converse(chat)
     else:
-        print_text(piece.text for piece in chat.ask(_read_stdin().rstrip("\r\n")))
+        print_text(piece.text for piece in chat.ask(read_text(STDIN).rstrip("\r\n")))
     return 0
 
 
@@ -331,15 +351,6 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a request that were given."""
     fields = ("max_tokens", "temperature", "top_p", "seed", "stop")
     return {name: value for name in fields if (value := getattr(options, name)) is not None}
-
-
-def _read_stdin() -> str:
-    if sys.stdin is None:
-        raise CommandError("stdin is closed")
-    try:  # its bytes, so that line ends stay as they are
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise CommandError(f"the text on stdin must be UTF-8, got something else at byte {error.start}") from error
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -278,6 +278,40 @@ def test_a_local_model_that_is_not_there_is_one_sentence_and_status_1(run: Any) 
     assert "/no/such/model" in err
 
 
+def test_score_prints_how_well_the_model_predicts_a_text(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Once upon a time there was a little fox. She lived in a wood."
+    (tmp_path / "text").write_text(text)
+    status, out, _ = run("score", str(tmp_path / "text"), "--json", "--num-threads", "1")
+    report = json.loads(out)
+    assert (status, set(report)) == (0, {"num_tokens", "num_bytes", "logprob", "perplexity", "bits_per_byte"})
+    assert 0.1 < report["bits_per_byte"] < 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    lines = f"{report['num_tokens']} tokens, {report['num_bytes']} bytes\n"
+    lines += f"perplexity {report['perplexity']:.4f}\nbits per byte {report['bits_per_byte']:.4f}\n"
+    assert run("score", "-", "--num-threads", "1")[:2] == (0, lines)
+    cut = json.loads(run("score", str(tmp_path / "text"), "--json", "--window", "4", "--stride", "1")[1])
+    assert cut["num_tokens"] == report["num_tokens"]
+    assert cut["logprob"] < report["logprob"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("no-such-file",), (1, "", "gptserve: cannot read no-such-file: No such file or directory\n")),
+        (
+            ("x", "--stride", "0"),
+            (2, "", "gptserve score: argument --stride: must be a whole number of at least 1, got '0'\n"),
+        ),
+    ],
+)
+def test_score_without_a_text_or_with_a_wrong_window_is_one_sentence(
+    run: Any, arguments: tuple[str, ...], expected: tuple[int, str, str]
+) -> None:
+    assert run("score", *arguments) == expected
+
+
 def test_inspect_prints_tables_or_json(run: Any) -> None:
     status, table, _ = run("inspect", "--memory", "1GiB")
     report = json.loads(run("inspect", "--memory", "1GiB", "--json")[1])
