@@ -33,13 +33,14 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.cuda_graphs import DecodeGraphs
 from gptserve.engine.engine import Engine
 from gptserve.engine.grammar.matcher import MaskThread
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.model import runner
 from gptserve.engine.model.runner import Collect, ModelRunner
 from gptserve.engine.model.step_memory import max_sampled_rows
 from gptserve.engine.process.garbage import collect_seldom
 from gptserve.engine.process.loop import Stepped
 from gptserve.engine.recorded_steps import RecordedStep, Replay
-from gptserve.engine.request import EngineInfo, Request, SamplingParams
+from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.sampling.triton_sampler import PIECE, TritonSampler
 from gptserve.engine.scheduling.prompt_pace import Pace
 from gptserve.engine.scheduling.scheduler import Scheduler

@@ -16,19 +16,12 @@ from functools import partial
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.drafter import GrammarDrafter
 from gptserve.engine.grammar.queue import GrammarQueue
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.overlap import RunningStep, Steps
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
 from gptserve.engine.probe import NOT_FINITE, may_overlap, warm_up
-from gptserve.engine.request import (
-    MASKS,
-    MAX_SCORES_PER_OUTPUT,
-    EngineInfo,
-    FinishReason,
-    Request,
-    TokenLogprobs,
-    TokenOutput,
-)
+from gptserve.engine.request import MASKS, MAX_SCORES_PER_OUTPUT, FinishReason, Request, TokenLogprobs, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap, draw_block_map
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup

@@ -6,15 +6,23 @@ frozen. There is no text. The server builds a Request; the engine answers with T
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
+from types import NoneType
 
+from gptserve.engine.checks import (
+    as_token_ids,
+    check_biases,
+    check_length,
+    check_number,
+    check_range,
+    check_type,
+)
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
 MAX_LOGPROBS = 20  # vLLM's default; each costs a top-k over the vocabulary, and the output takes ten times the bytes
@@ -25,7 +33,6 @@ MAX_BAD_WORDS = 128  # these are gone through for every token
 MASKS = ("allowed_token_ids", "bad_words", "grammar", "min_tokens")  # the fields of SamplingParams that rule tokens out
 MAX_SCORES_PER_OUTPUT = 64  # prompt tokens; with 20 alternatives each the server needs some milliseconds to render them
 MAX_CHOICE_INDEX = 2**31 - 1
-MAX_SHOWN = 80  # characters of a value of a wrong type
 _MIN_TEMPERATURE = 1e-6
 SEED_LIMIT = 2**64  # the noise takes 64 bits; the server maps the negative seeds of its clients to the upper half
 DRAWN_SEED_LIMIT = 2**53  # a drawn seed stays exact in JavaScript
@@ -96,46 +103,32 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for name in RANGES:
+            check_number(name, getattr(self, name), whole=name in _WHOLE, optional=name in _OPTIONAL)
+        check_type("ignore_eos", self.ignore_eos, bool, "True or False")
+        check_type("grammar", self.grammar, (Grammar, NoneType), "a Grammar or None")
+        check_biases("logit_bias", self.logit_bias)
+        object.__setattr__(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", as_token_ids("allowed_token_ids", self.allowed_token_ids))
+        check_type("bad_words", self.bad_words, (list, tuple), "a sequence of sequences of token ids")
+        object.__setattr__(self, "bad_words", tuple(as_token_ids("bad_words", word) for word in self.bad_words))
         for name, (low, high) in RANGES.items():
             if (value := getattr(self, name)) is not None:
-                _check_range(name, value, low, high, open_low=name == "top_p")
+                check_range(name, value, low, high, open_low=name == "top_p")
         if self.min_tokens > self.max_tokens:
             rule = f"at most max_tokens, which is {self.max_tokens}"
             raise InvalidRequestError(f"min_tokens must be {rule}, got {self.min_tokens}", param="min_tokens")
-        _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
-        _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        _check_length("allowed_token_ids", len(self.allowed_token_ids or ()), MAX_ALLOWED_TOKEN_IDS)
-        _check_length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+        check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
+        check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_length("allowed_token_ids", len(self.allowed_token_ids or ()), MAX_ALLOWED_TOKEN_IDS)
+        check_length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
         if self.allowed_token_ids == ():
             raise InvalidRequestError("allowed_token_ids must hold a token id, got []", param="allowed_token_ids")
         if () in self.bad_words:
             raise InvalidRequestError("bad_words must each have a token, got one without", param="bad_words")
         for token_id, bias in self.logit_bias.items():
-            _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0, param="logit_bias")
-
-    def _check_types(self) -> None:
-        """Raise InvalidRequestError at a value of a wrong type: in a step it would fail for other requests, too."""
-        for name in RANGES:
-            value, whole = getattr(self, name), name in _WHOLE
-            if not _is_number(value, whole=whole) and not (value is None and name in _OPTIONAL):
-                kind = "an integer" if whole else "a number"
-                raise _wrong_type(name, f"{kind} or None" if name in _OPTIONAL else kind, value)
-        if not isinstance(self.logit_bias, Mapping):
-            raise _wrong_type("logit_bias", "a mapping from token ids to numbers", self.logit_bias)
-        for token_id, bias in self.logit_bias.items():
-            if not _is_number(token_id, whole=True) or not _is_number(bias):
-                raise _wrong_type("logit_bias", "a mapping from token ids to numbers", {token_id: bias})
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
-        if not isinstance(self.bad_words, (list, tuple)):
-            raise _wrong_type("bad_words", "a sequence of sequences of token ids", self.bad_words)
-        object.__setattr__(self, "bad_words", tuple(_token_ids("bad_words", word) for word in self.bad_words))
-        if not isinstance(self.ignore_eos, bool):
-            raise _wrong_type("ignore_eos", "True or False", self.ignore_eos)
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise _wrong_type("grammar", "a Grammar or None", self.grammar)
+            check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0, param="logit_bias")
 
     @property
     def is_greedy(self) -> bool:
@@ -179,8 +172,8 @@ class Request:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < SEED_LIMIT:
             raise InvalidRequestError(f"seed must be in [0, 2**64), got {self.seed}", param="seed")
-        _check_range("choice_index", self.choice_index, 0, MAX_CHOICE_INDEX)
-        _check_range("priority", self.priority, -(2**31), 2**31 - 1)
+        check_range("choice_index", self.choice_index, 0, MAX_CHOICE_INDEX)
+        check_range("priority", self.priority, -(2**31), 2**31 - 1)
 
     def check(self, info: EngineInfo) -> None:
         """Raise InvalidRequestError unless an engine with this `info` can compute this request."""
@@ -265,61 +258,3 @@ class TokenOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     waits: tuple[float, float] | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """A description of a running engine, for its clients."""
-
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    device: str
-    dtype: str
-    attention_backend: str
-    product: str
-    """What multiplies with the weights: a name of engine/model/linear.py."""
-    block_size: int
-    num_blocks: int
-    kv_cache_bytes: int
-    """Of all ranks."""
-    max_num_seqs: int
-    max_num_queued_reqs: int
-    fingerprint: str
-    batch_invariant: bool
-    """Whether the bits of a request's numbers do not depend on the other requests in a batch."""
-    process_id: int = field(default_factory=os.getpid, compare=False)
-    """The process that computes."""
-
-
-def _check_range(
-    name: str, value: float, low: float, high: float | None, *, open_low: bool = False, param: str | None = None
-) -> None:
-    """Raise InvalidRequestError unless low <= value <= high (low < value with open_low) and value is finite."""
-    too_low = value <= low if open_low else value < low
-    not_finite = isinstance(value, float) and not math.isfinite(value)
-    if not_finite or too_low or (high is not None and value > high):
-        rule = f"at least {low}" if high is None else f"in {'(' if open_low else '['}{low}, {high}]"
-        raise InvalidRequestError(f"{name} must be {rule}, got {value}", param=param or name)
-
-
-def _is_number(value: object, *, whole: bool = False) -> bool:
-    return isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-
-
-def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    """Return token ids as a tuple. Raises InvalidRequestError unless they are a list or tuple of integers."""
-    if not isinstance(ids, (list, tuple)) or not all(_is_number(token_id, whole=True) for token_id in ids):
-        raise _wrong_type(name, "a sequence of token ids", ids)
-    return tuple(ids)
-
-
-def _wrong_type(name: str, rule: str, value: object) -> InvalidRequestError:
-    shown = repr(value)
-    shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
-    return InvalidRequestError(f"{name} must be {rule}, got {shown}", param=name, code="invalid_type")
-
-
-def _check_length(name: str, length: int, limit: int) -> None:
-    if length > limit:
-        raise InvalidRequestError(f"{name} may have at most {limit} entries, got {length}", param=name)

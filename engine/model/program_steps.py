@@ -12,11 +12,11 @@ from array import array
 from concurrent.futures import Future
 
 from gptserve.engine.grammar.matcher import Masks
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.model.batch import lay_out
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.native_decoder import NativeDecoder
-from gptserve.engine.request import EngineInfo
 from gptserve.engine.sampling.logprobs import reported_logprobs_at
 from gptserve.engine.sampling.native_draw import draw
 from gptserve.engine.sampling.sampler import SampledTokens, choice_at, sampled_tokens, sampling_positions

@@ -23,6 +23,7 @@ from gptserve.engine import native
 from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.matcher import Masks, MaskThread
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.model.batch import build_arrays, known_token_ids, model_input
 from gptserve.engine.model.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.model.decoder import Decoder
@@ -38,7 +39,7 @@ from gptserve.engine.model.prompt_logprobs import prompt_logprobs
 from gptserve.engine.model.step_memory import make_cache, max_sampled_rows
 from gptserve.engine.model.step_threads import StepWork, num_step_threads
 from gptserve.engine.parallel.ranks import Ranks
-from gptserve.engine.request import EngineInfo, TokenLogprobs
+from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.sampling.sampler import Choose, SampledTokens, begin_sampling, sampling_positions
 from gptserve.engine.sampling.sampler_choice import choose_sampler
 from gptserve.engine.scheduling.sequence import ScheduledBatch

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, QueueFullError, start_error
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.process.loop import Abort, Command, EngineFactory, Failed, Loading, Message, Ready, Stepped, Submit
-from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap, BlockMapSource, Look
 from gptserve.engine.stats import EngineStats
 

@@ -12,7 +12,8 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from gptserve.engine.errors import InvalidRequestError, explain
-from gptserve.engine.request import EngineInfo, FinishReason, Request, TokenOutput
+from gptserve.engine.info import EngineInfo
+from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap, Look
 from gptserve.engine.stats import EngineStats
 

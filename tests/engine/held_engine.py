@@ -10,8 +10,9 @@ import os
 import time
 from pathlib import Path
 
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.process.loop import EngineFactory, Report, StepEngine
-from gptserve.engine.request import EngineInfo, Request, TokenOutput
+from gptserve.engine.request import Request, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 

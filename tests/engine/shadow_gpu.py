@@ -15,8 +15,8 @@ from zlib import crc32
 
 import torch
 
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.model.runner import Collect, StepResult
-from gptserve.engine.request import EngineInfo
 from gptserve.engine.sampling.adjustments import SequenceAdjustments
 from gptserve.engine.sampling.device_counts import DeviceCounts, News
 from gptserve.engine.sampling.sampler import SampledTokens, SamplingPosition

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.request import EngineInfo, Request, SamplingParams
+from gptserve.engine.info import EngineInfo
+from gptserve.engine.request import Request, SamplingParams
 
 INFO = EngineInfo(
     vocab_size=100,

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, QueueFullError
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.process.client import TokenStream
-from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, EngineInfo, FinishReason, Request, TokenLogprobs, TokenOutput
+from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, FinishReason, Request, TokenLogprobs, TokenOutput
 from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 

@@ -16,11 +16,11 @@ from gptserve.engine import native
 from gptserve.engine.attention.cpu import CpuAttention
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.info import EngineInfo
 from gptserve.engine.model import hardware, runner
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.kv_cache import cache_memory_bytes
 from gptserve.engine.model.memory import kv_bytes_per_token
-from gptserve.engine.request import EngineInfo
 from gptserve.weights.families import load_config
 from tests.conftest import MakeGPT2
 from tests.engine import onednn
