@@ -81,7 +81,7 @@ def test_token_ids_alone_are_one_prompt(llm: LLM) -> None:
             "params must be one, or one for each of 2 prompts, got 1",
         ),
         ({"prompts": "a", "n": 0}, "n must be at least 1, got 0"),
-        ({"prompts": "a", "seed": -1}, "seed must be in [0, 2**63), got -1"),
+        ({"prompts": "a", "seed": -1}, "seed must be in [0, 2**64), got -1"),
         (
             {"prompts": [[1.5]]},
             "a prompt must be text or a sequence of token ids: 'float' object cannot be interpreted as an integer",
