@@ -18,17 +18,18 @@ NUM_SHOWN = 3
 NAMES = frozenset(
     (
         # what the files are and where they come from
-        *("_commit_hash", "_name_or_path", "architectures", "auto_map", "base_model", "custom_pipelines", "language"),
-        *("library_name", "license", "model_name", "name_or_path", "tags", "transformers.js_config"),
-        *("transformers_version", "is_composition", "is_llama_config"),
+        *("architectures", "author", "authors", "auto_map", "base_model", "citation", "created_at", "custom_pipelines"),
+        *("datasets", "description", "homepage", "internal_version", "language", "library_name", "license", "model_id"),
+        *("model_name", "model_version", "name_or_path", "organization", "pipeline_tag", "tags"),
+        *("transformers.js_config", "transformers_version", "url", "is_composition", "is_llama_config"),
         # the tokenizer's
-        *("model_max_length", "padding_side", "prefix", "tokenizer_class", "tokenizer_model_max_length"),
-        *("tokenizer_name", "tokenizer_padding_side", "use_fast"),
+        *("merges_file", "model_max_length", "padding_side", "prefix", "tokenizer_class", "tokenizer_file"),
+        *("tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "use_fast", "vocab_file"),
         # other names of the context: they limit a text's length and change no result
-        *("initial_context_length", "max_seq_len", "max_seq_length", "max_sequence_length", "n_ctx", "seq_length"),
+        *("context_length", "initial_context_length", "max_seq_len", "max_seq_length", "max_sequence_length", "n_ctx"),
+        "seq_length",
         # dtype, order of summation and kernel: rounding at most, and the softmax is always in fp32 here
-        *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
-        *("_flash_attn_2_enabled", "attention_softmax_in_fp32", "attn_impl", "attn_implementation"),
+        *("attention_softmax_in_fp32", "attn_impl", "attn_implementation"),
         *("bias_dropout_fusion", "chunk_size_feed_forward", "dtype", "fc_type", "flash_attention"),
         *("masked_softmax_fusion", "offset_alibi", "pretraining_tp", "reorder_and_upcast_attn"),
         *("scale_attention_softmax_in_fp32", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "torch_dtype"),
@@ -42,8 +43,9 @@ NAMES = frozenset(
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "init_config", "init_device", "init_std"),
         *("initializer_range", "neftune_noise_alpha", "router_aux_loss_coef", "use_gradient_checkpointing", "verbose"),
         # heads and tasks other than the next token
-        *("_num_labels", "finetuning_task", "id2label", "is_decoder", "label2id", "n_special", "num_labels"),
+        *("finetuning_task", "id2label", "is_decoder", "label2id", "n_special", "num_labels"),
         *("predict_special_tokens", "problem_type", "task_specific_params"),
+        "output_projection",  # OPT 13B's: that it has a head
         # defaults of generation, which a request gives here
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
         *("encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
@@ -56,6 +58,13 @@ NAMES = frozenset(
 PATTERN = re.compile(r".*_token_ids?|.*dropout.*|.*pdrop|.*layerdrop|summary_.*|unsloth_.*")
 """Ids of special tokens, settings of training and classification, and notes of other libraries."""
 
+PRIVATE_CHOICES = ("_remove_final_layer_norm", "_sliding_window_pattern")
+"""The names with a leading underscore that some family computes with. Any other such name is a note of a library, such
+as `_name_or_path` and `_attn_implementation`."""
+
+DUPLICATES: Mapping[str, str] = {"sliding_window_size": "sliding_window"}
+"""Second names of a key that a family reads: the values must be equal."""
+
 SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
     **dict.fromkeys(("d_model", "hidden_size", "n_embd", "n_embed"), lambda config: config.hidden_size),
     **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers", "num_layers"), lambda config: config.num_layers),
@@ -63,7 +72,7 @@ SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
         ("attention_heads", "n_head", "n_heads", "num_attention_heads", "num_heads"), lambda config: config.num_heads
     ),
     **dict.fromkeys(("kv_n_heads", "num_key_value_heads"), lambda config: config.num_kv_heads),
-    **dict.fromkeys(("ffn_dim", "intermediate_size", "n_inner"), lambda config: config.ffn_size),
+    **dict.fromkeys(("feed_forward_length", "ffn_dim", "intermediate_size", "n_inner"), lambda config: config.ffn_size),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), lambda config: config.max_position),
     "head_dim": lambda config: config.head_size,
     "experts_per_token": lambda config: config.experts and config.experts.num_active,
@@ -73,10 +82,11 @@ SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
 
 def refuse_unread(raw: RawConfig, config: ModelConfig) -> None:
     """Raise UnsupportedModelError, naming the keys, if one that was not read may change the results."""
+    unread = raw.unread()
     unknown = [
         f"`{name}` to {shown(value)}"
-        for name, value in raw.unread().items()
-        if not _changes_nothing(name.rpartition(": ")[2], value, config)
+        for name, value in unread.items()
+        if not (_changes_nothing(name.rpartition(": ")[2], value, config) or _is_duplicate(name, value, raw, unread))
     ]
     if unknown:
         more = ", ..." if len(unknown) > NUM_SHOWN else ""
@@ -91,8 +101,19 @@ def _changes_nothing(name: str, value: object, config: ModelConfig) -> bool:
         _is_neutral(value)
         or name in NAMES
         or PATTERN.fullmatch(name) is not None
+        or (name.startswith("_") and name not in PRIVATE_CHOICES)
         or (name in SIZES and value == SIZES[name](config))
+        or (
+            name == "layer_types"
+            and value == ["full_attention"] * config.num_layers
+            and not any(config.attention_windows)
+        )
     )
+
+
+def _is_duplicate(name: str, value: object, raw: RawConfig, unread: Mapping[str, object]) -> bool:
+    """Return whether another key, which was read, has the same meaning and value."""
+    return name in DUPLICATES and DUPLICATES[name] not in unread and value == raw.value(DUPLICATES[name])
 
 
 def _is_neutral(value: object) -> bool:

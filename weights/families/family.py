@@ -142,6 +142,7 @@ def with_windows(raw: RawConfig, config: ModelConfig, slides: Callable[[int], bo
     kinds = raw.strings("layer_types", ("full_attention", "sliding_attention"), length=config.num_layers)
     has_window = [slides(i) if kinds is None else kinds[i] == "sliding_attention" for i in range(config.num_layers)]
     window = raw.size("sliding_window") if any(has_window) else None
+    raw.skip("sliding_window")  # of no layer
     return replace(config, attention_windows=tuple(window if has_one else None for has_one in has_window))
 
 

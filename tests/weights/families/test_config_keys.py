@@ -14,11 +14,13 @@ import pytest
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import FAMILIES, load_config
-from gptserve.weights.families.config_keys import NAMES, PATTERN, SIZES
+from gptserve.weights.families.config_keys import NAMES, PATTERN, PRIVATE_CHOICES, SIZES
 from gptserve.weights.families.family import RawConfig
 from tests.weights.families.known import KNOWN
 
 OF_TRANSFORMERS = sorted(FAMILIES.keys() - {"nanogpt"})
+OF_GGUF = ("bloom", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Those that transformers makes of GGUF files."""
 LLAMA = KNOWN["Llama 3 8B"][0]
 QWEN = KNOWN["qwen2.5-0.5b"][0]
 
@@ -105,6 +107,22 @@ EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Phi-4-mini": (KNOWN["phi-3-mini-4k"][0], {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
     "Gemma 3": (KNOWN["gemma-3-1b"][0], {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
+    "Gemma 2 9B and 27B": (KNOWN["gemma-2-2b"][0], {"sliding_window_size": 4096, "hidden_act": "gelu_pytorch_tanh"}),
+    "OPT 13B": (KNOWN["opt-125m"][0], {"output_projection": True, "prefix": "</s>", "activation_dropout": 0.0}),
+    "ALLaM": (LLAMA, {"internal_version": "7b-alpha-v1.27.2.25", "_name_or_path": "x"}),
+    "from GGUF": (LLAMA, {"_model_name_or_path": "Meta Llama 3 8B", "unk_token_id": 0}),
+    "with texts": (
+        LLAMA,
+        {
+            **{"description": "a fine-tune", "author": "me", "authors": ["me", "you"], "license": "apache-2.0"},
+            **{"vocab_file": "tokenizer.model", "tokenizer_file": "tokenizer.json", "organization": "us"},
+        },
+    ),
+    "layers without windows": (LLAMA, {"layer_types": ["full_attention"] * 32}),
+    "QwQ 32B": (
+        QWEN,
+        {"use_sliding_window": True, "sliding_window": 32_768, "max_window_layers": QWEN["num_hidden_layers"]},
+    ),
     "gpt-oss": (
         KNOWN["gpt-oss-20b"][0],
         {
@@ -134,6 +152,33 @@ def test_what_transformers_writes_is_accepted(model_type: str, use_diff: bool, t
     load(tmp_path, default_config(model_type, use_diff=use_diff))
 
 
+@pytest.mark.parametrize("model_type", OF_TRANSFORMERS)
+def test_what_transformers_saves_is_accepted(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    config.save_pretrained(tmp_path)
+    saved = load_config(tmp_path)
+
+    assert load(tmp_path, config.to_dict()) == saved
+
+
+@pytest.mark.parametrize("model_type", OF_GGUF)
+def test_what_transformers_makes_of_a_gguf_file_is_accepted(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    default = AutoConfig.for_model(model_type).to_dict()
+    default |= {"n_ctx": 1024, "feed_forward_length": 3072, "rope_theta": 10_000.0}
+    of_type = GGUF_CONFIG_MAPPING[model_type.removesuffix("_text")].values()
+    fields = {name: default[name] for name in of_type if name is not None and default.get(name) is not None}
+    config = AutoConfig.for_model(model_type, **fields, _model_name_or_path="A Model", unk_token_id=0)
+    config.save_pretrained(tmp_path)
+
+    assert json.loads((tmp_path / "config.json").read_text())["_model_name_or_path"] == "A Model"
+    load_config(tmp_path)
+
+
 @pytest.mark.parametrize("name", EXTRAS)
 def test_what_is_found_on_the_hub_is_accepted(name: str, tmp_path: Path) -> None:
     raw, extra = EXTRAS[name]
@@ -154,6 +199,7 @@ def test_every_field_that_transformers_computes_with_is_read_or_known(model_type
 
     known = NAMES | SIZES.keys() | OF_OTHER_CLASSES
     unread = fields & {name.rpartition(": ")[2] for name in raw.unread()}
+    unread = {name for name in unread if name in PRIVATE_CHOICES or not name.startswith("_")}
     assert {name for name in unread if not PATTERN.fullmatch(name)} <= known
 
 
@@ -210,6 +256,15 @@ def test_a_size_under_another_name_must_be_the_same(tmp_path: Path) -> None:
         ("tinyllama", "rope_interleaved", True, "sets `rope_interleaved` to True"),
         ("qwen2.5-0.5b", "use_mrope", True, "sets `use_mrope` to True"),
         ("GPT-2 124M", "pruned_heads", {"0": [1]}, "sets `pruned_heads` to {'0': [1]}"),
+        ("gemma-2-2b", "sliding_window_size", 2048, "sets `sliding_window_size` to 2048"),
+        ("Llama 3 8B", "sliding_window_size", 4096, "sets `sliding_window_size` to 4096"),
+        ("Llama 3 8B", "sliding_window", 4096, "sets `sliding_window` to 4096"),
+        ("Llama 3 8B", "layer_types", ["full_attention"] * 31, "sets `layer_types` to ["),
+        ("Llama 3 8B", "layer_types", ["full_attention"] * 31 + ["sliding_attention"], "sets `layer_types` to ["),
+        ("Llama 3 8B", "_sliding_window_pattern", 6, "sets `_sliding_window_pattern` to 6"),
+        ("Llama 3 8B", "_remove_final_layer_norm", True, "sets `_remove_final_layer_norm` to True"),
+        ("Llama 3 8B", "norm_type", "layernorm", "sets `norm_type` to 'layernorm'"),
+        ("GPT-2 124M", "feed_forward_length", 4096, "sets `feed_forward_length` to 4096"),
     ],
 )
 def test_a_real_key_that_changes_numbers_is_refused(
