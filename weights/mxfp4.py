@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
 from gptserve.weights.mxfp4_shapes import GROUP
 
 _EXPONENT_BIAS = 127
@@ -24,8 +25,13 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     pair_of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).to(blocks.device, dtype)
     powers = torch.tensor([2.0 ** (exponent - _EXPONENT_BIAS) for exponent in range(256)])
     power_of_byte = powers.to(blocks.device, dtype)
-    grouped = pair_of_byte[blocks.to(torch.int32)].flatten(-2) * power_of_byte[scales.to(torch.int32)][..., None]
-    return grouped.flatten(-2).mT
+
+    def unpack_rows(its_blocks: Tensor, its_scales: Tensor) -> Tensor:
+        grouped = pair_of_byte[its_blocks.to(torch.int32)].flatten(-2)
+        return (grouped * power_of_byte[its_scales.to(torch.int32)][..., None]).flatten(-2)
+
+    num_rows = max(1, PIECE_ELEMENTS * len(blocks) // max(1, 2 * blocks.numel()))
+    return torch.cat(list(map_pieces(unpack_rows, torch.split(blocks, num_rows), torch.split(scales, num_rows)))).mT
 
 
 def cut(blocks: Tensor, scales: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:

@@ -74,14 +74,19 @@ def set_up_device(config: EngineConfig, device: torch.device) -> None:
 
 
 def choose_products(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: AttentionBackend,
+    num_threads: int,
 ) -> Products:
-    """Return how products are computed; on a CPU, warn if their bits depend on the batch.
+    """Return how products are computed; on a CPU, warn if their bits depend on the batch or on up to num_threads.
 
     Raises InvalidConfigurationError if they do and config.batch_invariant is set.
     """
     if device.type == "cpu":
-        found = _on_cpu(config, model, device, dtype)
+        found = _on_cpu(config, model, device, dtype, num_threads)
     elif config.batch_invariant:
         found = _on_gpu(config, model, device, dtype, backend)
     else:
@@ -94,12 +99,14 @@ def choose_products(
     return Products(are_invariant=False)
 
 
-def _on_cpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Products | str:
+def _on_cpu(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, num_threads: int
+) -> Products | str:
     """Return the products, or why they depend on the batch."""
     for weight_type in weight_types(config.quantization):
         if product_of(device, dtype, weight_type) == "torch":
             return "there is neither the compiled library nor torch's oneDNN, whose products are also faster"
-        found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, weight_type)
+        found = first_difference(linear_shapes(model), PROBED_ROWS, device, dtype, weight_type, num_threads=num_threads)
         if found is not None:
             break
     else:
@@ -149,12 +156,15 @@ def first_difference(
     dtype: torch.dtype,
     weight_type: WeightType | None = None,
     call_rows: int | None = None,
+    num_threads: int | None = None,
 ) -> str | None:
     """Return which product (in, out) has other bits for some count of rows than for the last count, or None.
 
-    A probe, not a proof: it compares these counts, and on a CPU with all threads, all but one, half of them and one.
+    A probe, not a proof: it compares these counts, and on a CPU with num_threads (None: torch's), all but
+    one, half of them and one.
     """
-    generator, num_threads = torch.Generator(device).manual_seed(0), torch.get_num_threads()
+    generator, before = torch.Generator(device).manual_seed(0), (torch.get_num_threads(), native.num_threads())
+    num_threads = num_threads or before[0]
     widths = {max(1, number) for number in (1, num_threads // 2, num_threads - 1, num_threads)}
     is_ours = product_of(device, dtype, weight_type).startswith("native")
     most = _PROBED_COLUMNS_OF_OURS if is_ours else _PROBED_COLUMNS
@@ -176,14 +186,14 @@ def first_difference(
             for linear in (make_linear(weight, b, None, out, weight_type, call_rows) for b, out in kinds):
                 whole = linear(x)
                 for width in widths if device.type == "cpu" else (num_threads,):
-                    torch.set_num_threads(width)
+                    torch.set_num_threads(1 if is_ours else width)  # the team has these threads, or torch
                     native.set_num_threads(width)
                     if found := next((count for count in counts if depends(linear, x, whole, count)), None):
                         shape = f"{num_in} inputs, {num_out} outputs"
                         return f"a row of a product ({shape}) has other bits among {found} rows than among {counts[-1]}"
     finally:
-        torch.set_num_threads(num_threads)
-        native.set_num_threads(num_threads)
+        torch.set_num_threads(before[0])
+        native.set_num_threads(before[1])
     return None
 
 

@@ -9,7 +9,7 @@ count most: their multiples are -511 to 511, and int8.cpp says the rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.memory import EXACT_SHARE, linear_shapes
 from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.loading_threads import map_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ def large_channels(embedding: Tensor, positions: Tensor | None) -> Tensor:
     """
     squares = torch.zeros(embedding.shape[1], device=embedding.device)
     for table in (embedding,) if positions is None else (embedding, positions):
-        for rows in _some_rows(table):
-            squares += rows.float().square().sum(0) / len(table)
+        for sums in map_pieces(lambda rows: rows.float().square().sum(0), _some_rows(table)):
+            squares += sums / len(table)
     return _by_far_largest(squares.sqrt())
 
 
@@ -95,11 +96,9 @@ def column_factors(weight: Tensor, exact_inputs: Tensor | None = None) -> Tensor
     """
     squares = torch.zeros(weight.shape[1], device=weight.device)
     largest = torch.zeros_like(squares)
-    for rows in _some_rows(weight):
-        size = rows.float().abs()
-        size /= size.mean(1, keepdim=True).clamp(min=_MIN_BOUND)
-        squares += size.square().sum(0)
-        largest = torch.maximum(largest, size.amax(0))
+    for its_squares, its_largest in map_pieces(_column_sizes, _some_rows(weight)):
+        squares += its_squares
+        largest = torch.maximum(largest, its_largest)
     root, most = (squares / squares.median()).sqrt(), largest / largest.median()
     factors = torch.where(root > _UNLIKE, root.log2().round().exp2(), 1.0)
     factors = torch.where((most > 0) & (most < 1 / _UNLIKE), most.log2().ceil().exp2(), factors)
@@ -109,22 +108,39 @@ def column_factors(weight: Tensor, exact_inputs: Tensor | None = None) -> Tensor
     return None if (factors == 1).all() else factors
 
 
+def _column_sizes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of squares and the largest elements [in] of some rows, in units of a row's mean element."""
+    size = rows.float().abs()
+    size /= size.mean(1, keepdim=True).clamp(min=_MIN_BOUND)
+    return size.square().sum(0), size.amax(0)
+
+
 def quantize_weight(
-    weight: Tensor, factors: Tensor | None, weight_type: WeightType = "int8"
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield multiples [rows, in] and fp32 scales [rows] of a weight [out, in], some rows at a time.
+    weight: Tensor,
+    factors: Tensor | None,
+    weight_type: WeightType = "int8",
+    *,
+    keep: Callable[[int, Tensor], object],
+) -> Tensor:
+    """Return the fp32 scales [out] of a weight [out, in]; call `keep` with multiples [rows, in] and their first row.
 
     The multiples are int8; those of int10, -511 to 511, are int16. The scale of an output with NaN or infinity is NaN.
+    Threads call `keep` at once (loading_threads.py).
     """
     most, dtype = (_STEP, torch.int8) if weight_type == "int8" else (_STEP_10, torch.int16)
-    for rows in _some_rows(weight):
+
+    def quantize(rows: Tensor, start: int) -> Tensor:
         divided = rows.float() if factors is None else torch.where(factors == 0, 0.0, rows.float() / factors)
         largest = divided.abs().amax(1)
         is_finite = largest.isfinite()
         scales = torch.where(is_finite, largest / most, torch.nan)
         divisor = torch.where(is_finite & (scales > 0), scales, 1.0)
         multiples = (divided / divisor[:, None]).round_().clamp_(-most, most)
-        yield torch.where(is_finite[:, None], multiples, 0.0).to(dtype), scales
+        keep(start, torch.where(is_finite[:, None], multiples, 0.0).to(dtype))
+        return scales
+
+    pieces = _some_rows(weight)
+    return torch.cat(list(map_pieces(quantize, pieces, range(0, len(weight), len(pieces[0])))))
 
 
 def exact_outputs(scales: Tensor) -> Tensor:
@@ -211,8 +227,9 @@ class DenseInt8Linear:
     ) -> None:
         """Quantize the weight, but for its columns `exact_inputs`, int64, ascending."""
         self._factors = column_factors(weight, exact_inputs)
-        pieces = zip(*quantize_weight(weight, self._factors, self._WEIGHT_TYPE), strict=True)
-        self._values, self._scales = map(torch.cat, pieces)
+        values: dict[int, Tensor] = {}
+        self._scales = quantize_weight(weight, self._factors, self._WEIGHT_TYPE, keep=values.__setitem__)
+        self._values = torch.cat([values[start] for start in sorted(values)])
         self._exact = exact_outputs(self._scales)
         self._exact_weight = weight[self._exact].float()
         self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs

@@ -9,7 +9,7 @@ layers.py and decoder.py build one `Linear` for each weight and know nothing of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -201,18 +201,20 @@ class NativeLinear:
     def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         """Return the members of PackedWeight that depend on the weight's dtype; addresses are of tensors in _kept."""
         assert weight.dtype in (torch.float32, torch.bfloat16)
-        return {"weight": self._pack_rows([weight]), "bias": self._pad_outputs(bias)}
+        packed = self._take_packed()
+        self._pack_rows(packed, 0, weight)
+        return {"weight": packed, "bias": self._pad_outputs(bias)}
 
-    def _pack_rows(self, pieces: Iterable[Tensor]) -> int:
-        """Keep pieces [rows, in] of a weight, all but the last of whole panels, in the library's layout; return it."""
-        bits = self._bits()
-        sizes = self._num_in, self._num_out, bits
-        start = address = self._keep(self._memory.take(self._library.native_packed_size(*sizes)))
-        for piece in pieces:
-            rows, (num_rows, num_in) = piece.contiguous(), piece.shape
-            self._library.native_pack(rows.data_ptr(), num_in, num_rows, bits, address)
-            address += self._library.native_packed_size(num_in, num_rows, bits)
-        return start
+    def _take_packed(self) -> int:
+        """Keep memory for the weight in the library's layout; return where it begins."""
+        sizes = self._num_in, self._num_out, self._bits()
+        return self._keep(self._memory.take(self._library.native_packed_size(*sizes)))
+
+    def _pack_rows(self, packed: int, start: int, rows: Tensor) -> None:
+        """Pack rows [rows, in] of the weight from row `start`, which begins a panel; whole panels or up to the end."""
+        rows, bits, num_in = rows.contiguous(), self._bits(), self._num_in
+        address = packed + self._library.native_packed_size(num_in, start, bits)
+        self._library.native_pack(rows.data_ptr(), num_in, len(rows), bits, address)
 
     def _pad_outputs(self, values: Tensor | None) -> int | None:
         """Keep one number an output in fp32, padded with zeros, as the library reads whole vectors of them."""
@@ -255,20 +257,14 @@ class NativeInt8Linear(NativeLinear):
     def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
         assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
         factors = column_factors(weight, self._inputs)
-        scales: list[Tensor] = []
-
-        def values() -> Iterator[Tensor]:
-            for piece, its_scales in quantize_weight(weight, factors, self._WEIGHT_TYPE):
-                scales.append(its_scales)
-                yield piece
-
-        packed = self._pack_rows(values())
-        all_scales = torch.cat(scales)
-        exact = exact_outputs(all_scales)
+        packed = self._take_packed()
+        # Threads pack what they quantize.
+        scales = quantize_weight(weight, factors, self._WEIGHT_TYPE, keep=partial(self._pack_rows, packed))
+        exact = exact_outputs(scales)
         return {
             "weight": packed,
             "bias": self._pad_outputs(bias),
-            "scales": self._pad_outputs(all_scales),
+            "scales": self._pad_outputs(scales),
             "factors": None if factors is None else self._keep(functional.pad(factors, (0, self._padding), value=1.0)),
             "exact": self._keep(functional.pad(weight[exact].float(), (0, self._padding))),
             "exact_outputs": self._keep(exact.to(torch.int32)),

@@ -46,6 +46,7 @@ from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.engine.staging import begin_wait
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
+from gptserve.weights.loading_threads import loading_threads
 from gptserve.weights.sharding import Share
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,13 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, warnings: Collection[str] = ()) -> None:
         num_threads = set_num_threads(config)
+        with loading_threads(num_threads):
+            self._load(config, num_threads, progress, warnings)
+        _log_model(self.info)
+
+    def _load(
+        self, config: EngineConfig, num_threads: int, progress: Progress | None, warnings: Collection[str]
+    ) -> None:
         self.device = choose_device(config)
         set_up_device(config, self.device)
         dtype, quantization = choose_dtype(config, self.device), config.quantization
@@ -93,7 +101,7 @@ class ModelRunner:
         self._model = share.of_config(whole)
         # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
         operations = choose_operations(self._model, self.device, dtype)
-        products = choose_products(config, self._model, self.device, dtype, backend)
+        products = choose_products(config, self._model, self.device, dtype, backend, num_threads)
         operations = replace(operations, call_rows=products.call_rows)
         sampler = choose_sampler(whole.vocab_size, max_sampled_rows(config), self.device)
         self._ranks = Ranks(config, self.device, warnings) if share.size > 1 else None
@@ -110,7 +118,7 @@ class ModelRunner:
         self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
         self._step_work = StepWork(self._model)
         product = product_of(self.device, dtype, quantization)
-        self._in_team = product.startswith("native")  # torch's threads would spin in the team's way
+        self._in_team = product.startswith("native")
         self.choose_threads: Callable[[int], int] = partial(num_step_threads, max_threads=num_threads)
         """From the work of a step to the number of its threads."""
         self.choose: Choose | None = None if sampler is None else sampler.choose
@@ -140,7 +148,6 @@ class ModelRunner:
         )
         self._is_cpu = self.device.type == "cpu"
         self._programs = program_steps(self._decoder, self._cache, self.info)
-        _log_model(self.info)
 
     @property
     def waits_in_launch(self) -> bool:
@@ -159,20 +166,26 @@ class ModelRunner:
         tokens of this one, and a step with prompt_logprobs is collected before the next launch. A CPU computes at once.
         """
         masks = self._masks.begin(batch)
-        if not self._is_cpu:
-            return self._launch(batch, masks)
-        num_threads = self.choose_threads(self._step_work.of(batch))
-        native.set_num_threads(num_threads)
-        if self._programs is not None and self.choose is None and self.graphs is None:
-            computed = self._programs.compute(batch, masks)
-            if computed is not None:
-                chosen, sampled = computed
-                self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
-                return partial(StepResult, sampled, {})
+        num_torch_threads = (
+            1  # those of a pool would spin in the team's way, and in that of what starts a GPU's kernels
+        )
+        if self._is_cpu:
+            num_threads = self.choose_threads(self._step_work.of(batch))
+            native.set_num_threads(num_threads)
+            if self._programs is not None and self.choose is None and self.graphs is None:
+                computed = self._programs.compute(batch, masks)
+                if computed is not None:
+                    chosen, sampled = computed
+                    self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
+                    return partial(StepResult, sampled, {})
+            num_torch_threads = 1 if self._in_team else num_threads
         before = torch.get_num_threads()
-        torch.set_num_threads(1 if self._in_team else num_threads)
+        torch.set_num_threads(num_torch_threads)
         try:
-            result = self._launch(batch, masks)()
+            collect = self._launch(batch, masks)
+            if not self._is_cpu:
+                return collect
+            result = collect()
             return lambda: result
         finally:
             torch.set_num_threads(before)  # the process may compute something else between steps

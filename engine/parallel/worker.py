@@ -36,6 +36,7 @@ from gptserve.engine.process.child import end_with_parent
 from gptserve.engine.recorded_steps import RecordedSteps, capture_of, obstacle
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
+from gptserve.weights.loading_threads import loading_threads
 from gptserve.weights.sharding import Share
 
 
@@ -58,7 +59,8 @@ def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, con
 
 
 def _serve(config: EngineConfig, share: Share, path: str, connection: Connection, warnings: Sequence[str]) -> None:
-    set_num_threads(config)
+    num_threads = set_num_threads(config)
+    torch.set_num_threads(1)  # until a step says how many
     device = choose_device(config)
     if device.type == "cuda":
         torch.cuda.set_device(share.rank)  # which "cuda" means from here on
@@ -68,19 +70,20 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     backend = choose_backend(config, device, dtype, layer_specs(model, device), whole.max_position)
     operations = choose_operations(model, device, dtype)
     if device.type != "cpu":  # each GPU has its products; on a CPU those of the first rank are those of all
-        products = choose_products(config, model, device, dtype, backend)
+        products = choose_products(config, model, device, dtype, backend, num_threads)
         operations = replace(operations, call_rows=products.call_rows)
     checkpoint = Checkpoint(config.model_dir, whole, share)
     group = Group(share, path, device, choose_order(config, device))
-    layers = Layers(  # nothing else may hold the stream, as it holds its last tensor
-        model,
-        StreamedTensors(
-            checkpoint.stream(dtype=dtype, device=device, keeps_mxfp4=operations.keeps_mxfp4),
-            group=group,
-            operations=operations,
-        ),
-        *(backend, device),
-    )
+    with loading_threads(num_threads):
+        layers = Layers(  # nothing else may hold the stream, as it holds its last tensor
+            model,
+            StreamedTensors(
+                checkpoint.stream(dtype=dtype, device=device, keeps_mxfp4=operations.keeps_mxfp4),
+                group=group,
+                operations=operations,
+            ),
+            *(backend, device),
+        )
     connection.send(Loaded(tuple(warnings)))
     group.meet()
     connection.send(Memory(*cache_memory_bytes(config, device, 0)))

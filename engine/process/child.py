@@ -16,6 +16,9 @@ from gptserve.engine.errors import DeathKind
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+SPINS = "2000"
+"""How often a thread of libgomp looks for work before it sleeps: some 30 to 100 us, as in the team of engine/native."""
+
 ENGINE_NAME = "gptserve-engine"
 """The name of the engine's process."""
 RANK_DIED = 64
@@ -39,6 +42,17 @@ def end_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         raise EOFError("the parent died before prctl")
+
+
+def limit_spinning() -> None:
+    """Have torch's threads sleep soon where they wait for each other, unless the environment says how they wait.
+
+    Call it before torch is imported: libgomp then reads it, and child processes inherit it. Without a C++ compiler at
+    the installation torch's threads compute steps. By default they spin for milliseconds, and beside busy processes
+    keep those from running that they wait for.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def describe_exit(name: str, code: int | None) -> tuple[str, DeathKind]:

@@ -18,7 +18,13 @@ from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
 from gptserve.engine.errors import DeathKind
-from gptserve.engine.process.child import ENGINE_NAME, describe_exit, end_with_parent, start_deaf
+from gptserve.engine.process.child import (
+    ENGINE_NAME,
+    describe_exit,
+    end_with_parent,
+    limit_spinning,
+    start_deaf,
+)
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.loop import Command, EngineFactory, Shutdown, serve
 
@@ -122,4 +128,5 @@ def _run_engine(parent_pid: int, factory: bytes, connection: Connection) -> None
     """Run in the engine process. The factory is pickled, as its imports may take long."""
     with connection, contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         end_with_parent(parent_pid)
+        limit_spinning()
         serve(lambda report: pickle.loads(factory)(report=report), connection)

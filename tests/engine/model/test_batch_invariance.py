@@ -134,7 +134,7 @@ def by_place(x: Tensor, weight: Tensor) -> Tensor:
 
 def chosen_on_gpu(folder: Path, backend: Any = BACKEND, **options: Any) -> Products:
     config = make_config(folder, **{"device": "cuda", "batch_invariant": True, "max_num_seqs": 4, **options})
-    return choose_products(config, replace(load_config(folder), vocab_size=9), CUDA, torch.float32, backend)
+    return choose_products(config, replace(load_config(folder), vocab_size=9), CUDA, torch.float32, backend, 1)
 
 
 def test_independent_products_of_a_gpu_are_called_with_the_rows_there_are(

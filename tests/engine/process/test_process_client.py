@@ -17,6 +17,8 @@ from subprocess import PIPE
 import pytest
 
 from gptserve.engine.errors import EngineDiedError, EngineStartError
+from gptserve.engine.process.child import SPINS
+from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 from tests.engine import fake_step_engine as fake
 from tests.engine.client_harness import (
@@ -30,6 +32,7 @@ from tests.engine.client_harness import (
     run,
     started,
 )
+from tests.engine.runs import make_config
 
 
 def make_process(limit_s: float = LIMIT_S, **options: str) -> ProcessClient:
@@ -134,6 +137,8 @@ def test_close_kills_an_engine_that_does_not_answer(stuck: int | None) -> None:
 PARENT = """
 import asyncio, functools, sys
 from multiprocessing import active_children
+from gptserve.engine.process.child import SPINS
+from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.request import Request, SamplingParams
 from tests.engine import fake_step_engine as fake
@@ -183,6 +188,8 @@ def test_engine_ends_with_its_parent_however_that_ends(parent: str, first: int) 
 PARENT_OF_A_LOAD = """
 import asyncio, functools, os, signal, sys
 from multiprocessing import active_children
+from gptserve.engine.process.child import SPINS
+from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 from tests.engine import fake_step_engine as fake
 
@@ -240,6 +247,8 @@ def test_parent_of_a_real_engine_imports_no_torch(tiny_gpt2: Path) -> None:
 import asyncio, functools, pathlib, sys
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.factory import load_engine
+from gptserve.engine.process.child import SPINS
+from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 
 async def main():
@@ -253,3 +262,36 @@ asyncio.run(main())
 """
     result = subprocess.run([sys.executable, "-c", script], env=environment(), stdout=PIPE, text=True)
     assert result.stdout == "96 False\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has no libgomp")
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, f"GOMP_SPINCOUNT = '{SPINS}'"),
+        ({"GOMP_SPINCOUNT": "77"}, "GOMP_SPINCOUNT = '77'"),
+        ({"OMP_WAIT_POLICY": "passive"}, "OMP_WAIT_POLICY = 'PASSIVE'"),
+    ],
+)
+def test_torchs_threads_spin_shortly_in_the_engines_process(
+    tiny_gpt2: Path,
+    variables: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """libgomp itself says what it has read; an environment that asks for something is heeded."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**variables, "OMP_DISPLAY_ENV": "verbose"}.items():
+        monkeypatch.setenv(name, value)
+
+    async def test() -> None:
+        client = ProcessClient(functools.partial(load_engine_first, make_config(tiny_gpt2)))
+        await client.start()
+        await client.close()
+
+    run(test())
+    shown = capfd.readouterr().err
+    assert told in shown
+    assert (f"GOMP_SPINCOUNT = '{SPINS}'" in shown) == (not variables)
