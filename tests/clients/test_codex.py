@@ -1,0 +1,109 @@
+"""The Codex CLI in its default configuration: turns with a text, a shell command, and a tool of a namespace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptserve.engine.request import Request, TokenOutput
+from tests.clients.environments import Environment
+from tests.server.conftest import MODEL, LiveServer
+from tests.server.fake_engine import INFO, FakeEngineClient, say
+
+CLIENT = "codex"
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+CONTEXT = 200_000  # Codex begins with about 40,000 characters, and a token of the tokenizer here is a byte
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for m in messages %}{{ m.role }}: {{ m.content or "" }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}assistant:"""
+
+
+def script(*answers: str) -> FakeEngineClient:
+    """Return an engine whose answers are these, one after another."""
+    rest = iter(answers)
+
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        return iter(say(next(rest), then_eos=True)(request))
+
+    return FakeEngineClient(reply, info=replace(INFO, max_model_len=CONTEXT))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def run(client: Environment, engine: FakeEngineClient, home: Path, asked: str) -> list[dict[str, Any]]:
+    """Let Codex do what is asked to the end of its turn; return its events."""
+    with LiveServer(engine, template=TEMPLATE).running() as server:
+        return run_at(client, f"{server.url}/v1", MODEL, home, asked)
+
+
+def run_at(client: Environment, url: str, model: str, home: Path, asked: str) -> list[dict[str, Any]]:
+    """Do so with a server at this address."""
+    work = home / "work"
+    work.mkdir(parents=True)
+    (home / "config.toml").write_text(
+        f'model = "{model}"\nmodel_provider = "local"\n'
+        f'[model_providers.local]\nname = "local"\nbase_url = "{url}"\nwire_api = "responses"\n'
+    )
+    program = str(client.folder / "node_modules" / ".bin" / "codex")
+    # Codex's own sandbox needs what a container may lack.
+    flags = ("--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--cd", str(work))
+    said = client.run(program, "exec", *flags, asked, CODEX_HOME=str(home))
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def ended(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Return the items of this type that were completed."""
+    items = [event["item"] for event in events if event["type"] == "item.completed"]
+    return [item for item in items if item["type"] == kind]
+
+
+def prompts(engine: FakeEngineClient) -> list[str]:
+    return [bytes(request.prompt_token_ids).decode() for request in engine.submitted]
+
+
+def test_a_turn_with_a_text(client: Environment, tmp_path: Path) -> None:
+    engine = script("Hello, é!")
+    events = run(client, engine, tmp_path, "Say hello")
+
+    assert [message["text"] for message in ended(events, "agent_message")] == ["Hello, é!"]
+    assert events[-1]["type"] == "turn.completed"
+    [prompt] = prompts(engine)
+    assert "user: Say hello" in prompt
+    assert '"name": "multi_agent_v1__spawn_agent"' in prompt
+    assert "web_search" not in prompt
+
+
+def test_a_turn_with_a_shell_command(client: Environment, tmp_path: Path) -> None:
+    engine = script("I look." + call("exec_command", cmd='echo "a$((20 + 3))b" > made; cat made'), "It is done.")
+    events = run(client, engine, tmp_path, "Make a file")
+
+    assert (tmp_path / "work" / "made").read_text() == "a23b\n"
+    [ran] = ended(events, "command_execution")
+    assert (ran["exit_code"], ran["status"]) == (0, "completed")
+    assert [message["text"] for message in ended(events, "agent_message")] == ["I look.", "It is done."]
+    first, second = prompts(engine)
+    assert second.startswith(first.removesuffix("assistant:")), "the conversation goes on, and the prefix cache hits"
+    rest = second[len(first) - len("assistant:") :]
+    assert rest.startswith("assistant: I look.<tool_call>")
+    assert "tool: " in rest
+    assert "a23b" in rest
+
+
+def test_a_turn_with_a_tool_of_a_namespace(client: Environment, tmp_path: Path) -> None:
+    engine = script(call("multi_agent_v1__close_agent", target="nobody"), "There is none.")
+    events = run(client, engine, tmp_path, "Close the agent")
+
+    assert [message["text"] for message in ended(events, "agent_message")] == ["There is none."]
+    _, second = prompts(engine)
+    assert '"name": "multi_agent_v1__close_agent"' in second.rpartition("<tool_call>")[2]
+    assert "tool: invalid agent id nobody" in second, "Codex knew the tool"
