@@ -105,7 +105,9 @@ class Conversation(_RequestModel):
     def template_variables(self) -> dict[str, Any]:
         """Return the variables for the chat template; chat_template_kwargs win."""
         named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        given = {name: value for name, value in named.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        if self.reasoning_effort is not None:
+            given["enable_thinking"] = self.reasoning_effort != "none"  # as Qwen3's and other templates name it
         return given | (self.chat_template_kwargs or {})
 
     def template_tools(self) -> list[dict[str, Any]] | None:

@@ -24,7 +24,7 @@ UNIONS = frozenset({"prompt", "stop", "content", "input", "output", "tool_choice
 _NO_FIELDS = frozenset(
     {
         *("[key]", "[text]", "[refusal]"),
-        *("[message]", "[function_call]", "[custom_tool_call]", "[call_output]"),
+        *("[message]", "[function_call]", "[custom_tool_call]", "[call_output]", "[item_reference]"),
         *("[function]", "[custom]", "[namespace]", "[hosted]"),
     }
 )

@@ -24,7 +24,6 @@ UNREAD: dict[str, Unread] = {
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"), _HINT),
     "conversation": Unread((), "a conversation object (previous_response_id is another way) is"),
     "prompt": Unread((), "a prompt template is"),
-    "truncation": Unread(("disabled",), "truncation of the conversation is"),
     "context_management": Unread(([],), "compaction of the conversation is"),
     "moderation": Unread((), "moderation is"),
 }
@@ -67,6 +66,8 @@ def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
     if not isinstance(item, dict):
         return item
     kind = _check_type(where, item, ITEMS, "an item")
+    if kind is None and "role" not in item and "id" in item:
+        kind, item = "item_reference", {**item, "type": "item_reference"}
     model = ITEMS.get(kind, InputItem)
     taken = reader.take(item, model, _OF_RESULTS if model is CallOutputItem else _OF_ITEMS, "input.")
     if taken.get("type") == "reasoning":

@@ -39,7 +39,15 @@ class InputItem(_RequestModel):
     content: Content
 
 
+class ItemReference(_RequestModel):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 ITEMS: dict[object, type[_RequestModel]] = {
+    "item_reference": ItemReference,
     "message": InputItem,
     "reasoning": InputItem,
     "function_call": CallItem,
@@ -54,7 +62,7 @@ def _kind_of_item(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if kind in ("function_call_output", "custom_tool_call_output"):
         return "[call_output]"
-    return f"[{kind}]" if kind in ("function_call", "custom_tool_call") else "[message]"
+    return f"[{kind}]" if kind in ("function_call", "custom_tool_call", "item_reference") else "[message]"
 
 
 Item = Annotated[
@@ -63,6 +71,10 @@ Item = Annotated[
     | Annotated[CustomCallItem, Tag("[custom_tool_call]")]
     | Annotated[CallOutputItem, Tag("[call_output]")],
     Discriminator(_kind_of_item),
+]
+GivenItem = Annotated[
+    Annotated[Item, Tag("[message]")] | Annotated[ItemReference, Tag("[item_reference]")],
+    Discriminator(lambda value: "[item_reference]" if _kind_of_item(value) == "[item_reference]" else "[message]"),
 ]
 
 
@@ -101,7 +113,7 @@ class ResponsesRequest(SharedFields):
     """The body of POST /v1/responses."""
 
     input: Annotated[
-        Text | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
+        Text | Annotated[list[GivenItem], Field(min_length=1, fail_fast=True), Tag("list")],
         Discriminator(_text_or_list, custom_error_type="input_type", custom_error_message=INPUT_RULE),
     ]
     instructions: str | None = None
@@ -127,6 +139,10 @@ class ResponsesRequest(SharedFields):
     background: bool | None = None
     """answer at once and go on without the client; needs store"""
     metadata: Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: drop the oldest items of a conversation that is too long; default disabled"""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """variables for the chat template"""
 
     @property
     def includes_logprobs(self) -> bool:
@@ -145,6 +161,7 @@ class ResponsesRequest(SharedFields):
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "verbosity": options.verbosity,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "response_format": _response_format(options.format),
             "parallel_tool_calls": self.parallel_tool_calls,
             "return_token_ids": True,  # reasoning tokens are counted
@@ -286,7 +303,7 @@ class ResponseObject(_Model):
     parallel_tool_calls: bool
     tool_choice: ToolChoice
     tools: list[OfferedTool]
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     user: str | None
 
 

@@ -7,7 +7,6 @@ rules of owners, limits and restarts.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,26 +34,22 @@ from gptserve.server.api.response_schemas import (
     LOGPROBS,
     DeletedResponse,
     InputItemList,
-    Item,
     ResponseEvent,
     ResponseObject,
     ResponsesRequest,
-    StoredRequest,
 )
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.service import Service
-from gptserve.server.completions.shapes import Json
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.responses.input_list import list_items
+from gptserve.server.responses.kept import KeptResponses
 from gptserve.server.responses.plan import (
-    RESPONSE_SHAPE,
     ResponsePlan,
     input_items,
-    output_items,
     plan_response,
 )
 from gptserve.server.responses.stream import (
@@ -62,7 +57,6 @@ from gptserve.server.responses.stream import (
     ResponseEncoder,
     StoredAnswer,
     count_events,
-    render_response,
 )
 from gptserve.server.tools.dialect import dialect_of
 
@@ -125,6 +119,7 @@ class _Routes:
     def __init__(self, service: Service, store: BackgroundStore) -> None:
         self._service = service
         self._store = store
+        self._kept = KeptResponses(service, store)
         self._dialect = dialect_of(service)
 
     async def create(self, request: Request) -> Response:
@@ -136,13 +131,13 @@ class _Routes:
         fields, body, is_large = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
         _check_together(body, key)
         if body.store is False:
-            plan = await plan_response(await self._asked(body, owner), None, service, owner, self._dialect)
+            plan = await plan_response(await self._kept.asked(body, owner), None, service, owner, self._dialect)
             return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
         make = partial(BackgroundRequest.of, _PATH, fields, owner, key, started_at)
         background = await service.in_thread(make) if is_large else make()
         # Found before its conversation is read: what came before it may have been deleted since.
         job = await store.find_same(background) or await self._begin(body, background)
-        plan = await self._plan(job)
+        plan = await self._kept.plan(job)
         if body.background and not body.stream:
             return await self._answer(job, plan, request)
         ends_with_client = not body.background and key is None
@@ -150,8 +145,10 @@ class _Routes:
 
     async def _begin(self, body: ResponsesRequest, background: BackgroundRequest) -> BackgroundJob:
         """Begin a response in the store, or find the one that has got the same key meanwhile."""
-        asked = await self._asked(body, background.owner)
+        asked = await self._kept.asked(body, background.owner)
         kept = {**background.fields, "earlier": [item.model_dump() for item in asked.earlier]}
+        if asked.input != body.input:
+            kept["input"] = [item.model_dump() for item in input_items(asked)]
         background = replace(background, fields=kept)
         make_plan = partial(plan_response, asked, background, self._service, background.owner, self._dialect)
         return await self._store.begin_or_find(background, make_plan)
@@ -160,7 +157,7 @@ class _Routes:
         """Return a response, or its events."""
         stream, after = stream_asked(request)
         job = self._found(request)
-        plan = await self._plan(job)
+        plan = await self._kept.plan(job)
         check_include(request, has_logprobs=plan.asked.includes_logprobs)
         if not stream:
             return await self._answer(job, plan, request)
@@ -174,20 +171,20 @@ class _Routes:
         """Return a page of the items that a response was made of."""
         page, job = page_asked(request), self._found(request)
         check_include(request, has_logprobs=False)
-        listed = list_items(job.completion_id, (await self._plan(job)).asked, page)
+        listed = list_items(job.completion_id, (await self._kept.plan(job)).asked, page)
         return await self._service.in_thread(json_response, listed)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a response."""
         job = self._found(request)
-        plan = await self._plan(job)
+        plan = await self._kept.plan(job)
         if job.has_ended and not plan.asked.background:
             message = (
                 f"cannot cancel a synchronous response: {job.completion_id!r} has ended, and background was not true"
             )
             raise ServiceError("invalid_value", message, param="id")
         await self._store.cancel(job)
-        return await self._answer(job, await self._plan(job), request)
+        return await self._answer(job, await self._kept.plan(job), request)
 
     async def delete(self, request: Request) -> Response:
         """Delete a response."""
@@ -197,36 +194,13 @@ class _Routes:
 
     def _found(self, request: Request) -> BackgroundJob:
         """Return the job that the path names. Raises ServiceError."""
-        return self._find(request.path_params["id"], owner_of(request), "id")
-
-    async def _plan(self, job: BackgroundJob) -> ResponsePlan:
-        """Return the plan of a job. Raises ServiceError or JournalError."""
-        plan = await self._store.plan(job)
-        assert isinstance(plan, ResponsePlan), "find sees to it"
-        return plan
+        return self._kept.find(request.path_params["id"], owner_of(request), "id")
 
     async def _answer(self, job: BackgroundJob, plan: ResponsePlan, request: Request) -> Response:
         """Return the response so far."""
         log_fields(request.scope)["completion_id"] = job.completion_id
-        answer = await self._read(job, plan)
+        answer = await self._kept.read(job, plan)
         return await self._service.in_thread(json_response, answer)
-
-    async def _asked(self, body: ResponsesRequest, owner: str | None) -> StoredRequest:
-        """Return the request with the conversation that it goes on. Raises ServiceError."""
-        earlier = await self._conversation(body.previous_response_id, owner)
-        return StoredRequest.model_construct(**dict(body), earlier=earlier)
-
-    async def _conversation(self, response_id: str | None, owner: str | None) -> list[Item]:
-        """Return the items of a response, its input and output, and of those before it. Raises ServiceError."""
-        if response_id is None:
-            return []
-        job = self._find(response_id, owner, "previous_response_id")
-        if job.status != "completed":
-            message = f"previous_response_id must be of a response that has ended well; {response_id!r} is {job.status}"
-            raise ServiceError("invalid_value", message, param="previous_response_id")
-        plan = await self._plan(job)
-        answer = await self._read(job, plan)
-        return [*plan.asked.earlier, *input_items(plan.asked), *output_items(answer)]
 
     async def _check_after(self, after: int, job: BackgroundJob, plan: ResponsePlan) -> None:
         """Raise ServiceError if a response has no event `after`, nor can get it.
@@ -240,21 +214,6 @@ class _Routes:
         if after >= count:
             message = f"starting_after may be at most {count - 1}, as the response has no more events, got {after}"
             raise ServiceError("invalid_value", message, param="starting_after")
-
-    async def _read(self, job: BackgroundJob, plan: ResponsePlan) -> Json:
-        status = job.status
-        error = None if job.error is None or status != "failed" else str(job.error)
-        batches = await self._store.outputs(job)
-        tokenizer = self._service.tokenizer
-        return await self._service.in_thread(render_response, plan, batches, tokenizer, status, error)
-
-    def _find(self, response_id: str, owner: str | None, param: str) -> BackgroundJob:
-        with suppress(ServiceError):
-            job = self._store.find(response_id, owner)
-            if job.record.kind == RESPONSE_SHAPE.object:
-                return job
-        message = f"response {response_id!r} does not exist: it was not stored, it was deleted or it has expired"
-        raise ServiceError("completion_not_found", message, param=param)
 
 
 def _check_together(body: ResponsesRequest, key: str | None) -> None:

@@ -32,8 +32,7 @@ class PageAsked:
 def list_items(response_id: str, asked: StoredRequest, page: PageAsked) -> Json:
     """Return a page of the conversation that a response continued, and of its input. Raises ServiceError."""
     items = [*asked.earlier, *input_items(asked)]
-    suffix = response_id.partition("_")[2]
-    ids = [f"{_PREFIXES[item.type or 'message']}_{suffix}_in_{i}" for i, item in enumerate(items)]
+    ids = item_ids(response_id, items)
     places = list(range(len(items)))[:: -1 if page.is_descending else 1]
     if page.after is not None:
         if page.after not in ids:
@@ -48,6 +47,12 @@ def list_items(response_id: str, asked: StoredRequest, page: PageAsked) -> Json:
         "last_id": ids[shown[-1]] if shown else None,
         "has_more": len(shown) < len(places),
     }
+
+
+def item_ids(response_id: str, items: Sequence[Item]) -> list[str]:
+    """Return the ids of what a response was made of."""
+    suffix = response_id.partition("_")[2]
+    return [f"{_PREFIXES[item.type or 'message']}_{suffix}_in_{i}" for i, item in enumerate(items)]
 
 
 def _to_json(item_id: str, item: Item) -> Json:

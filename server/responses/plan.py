@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.response_schemas import InputItem, Item, StoredRequest
+from gptserve.server.api.response_schemas import InputItem, Item, ItemReference, StoredRequest
 from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem, HostedTool, InputPart
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
@@ -25,6 +25,7 @@ from gptserve.server.completions.shapes import CHAT_SHAPE, Json
 from gptserve.server.errors import ServiceError
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
 from gptserve.server.responses.tools import ResponseTools
+from gptserve.server.responses.truncation import truncations
 from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
@@ -111,7 +112,7 @@ def _echo(asked: StoredRequest) -> Json:
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "tools": [tool.model_dump() for tool in asked.tools or () if not isinstance(tool, HostedTool)],
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
     }
 
 
@@ -140,11 +141,9 @@ async def plan_response(
 ) -> ResponsePlan:
     """Plan the chat. `background` is the request for it if it is kept. Raises what `plan_chat` raises."""
     tools = ResponseTools(asked.tools)
-    chat = ChatRequest.model_validate({**asked.to_chat(_to_messages(asked)), **tools.to_chat(asked.tool_choice)})
-    if background is not None:
-        chat = background.seeded(chat)
+    of_chat = tools.to_chat(asked.tool_choice)
     try:
-        plan = await plan_chat(chat, service, owner, dialect, RESPONSE_SHAPE)
+        plan = await _plan_chat(asked, of_chat, background, service, owner, dialect)
     except ChatTemplateError as error:
         raise ServiceError("invalid_chat_template_input", str(error), param="input") from error
     except InvalidRequestError as error:
@@ -155,6 +154,44 @@ async def plan_response(
         raise InvalidRequestError(message, param=_NAMES.get(param or "", param), code=error.code) from error
     in_force = {name: getattr(plan.requests[0].params, name) for name in SAMPLING_DEFAULTS}
     return _of_chat(plan, asked.model_copy(update=in_force))
+
+
+async def _plan_chat(
+    asked: StoredRequest,
+    tools: Json,
+    background: BackgroundRequest | None,
+    service: Service,
+    owner: str | None,
+    dialect: Dialect,
+) -> CompletionPlan:
+    """Plan the chat; with truncation auto without as many of its oldest items as make it fit."""
+
+    async def plan(items: Sequence[Item]) -> CompletionPlan:
+        chat = ChatRequest.model_validate({**asked.to_chat(_to_messages(asked.instructions, items)), **tools})
+        if background is not None:
+            chat = background.seeded(chat)
+        return await plan_chat(chat, service, owner, dialect, RESPONSE_SHAPE)
+
+    items = [*asked.earlier, *input_items(asked)]
+    try:
+        return await plan(items)
+    except InvalidRequestError as error:
+        if asked.truncation != "auto" or error.code != "context_length_exceeded":
+            raise
+        too_long = error
+    shorter, found = truncations(items)[1:], None
+    while shorter:  # the first that fits, by halves: the templates of some models take long
+        middle = len(shorter) // 2
+        try:
+            found = await plan(shorter[middle])
+            shorter = shorter[:middle]
+        except InvalidRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            shorter = shorter[middle + 1 :]
+    if found is None:
+        raise too_long
+    return found
 
 
 def restore_response(
@@ -190,7 +227,7 @@ def input_items(asked: StoredRequest) -> list[Item]:
     """Return the items of the input; a text is a message of the user."""
     if isinstance(asked.input, str):
         return [InputItem(role="user", content=asked.input)]
-    return asked.input
+    return [item for item in asked.input if not isinstance(item, ItemReference)]  # those are resolved before
 
 
 def output_items(response: Mapping[str, Any]) -> list[Item]:
@@ -211,16 +248,16 @@ def _without_status(item: Mapping[str, Any]) -> Json:
     return {name: value for name, value in item.items() if name not in ("id", "status")}
 
 
-def _to_messages(asked: StoredRequest) -> list[dict[str, Any]]:
+def _to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return the messages of the conversation.
 
     Reasoning belongs to the assistant's message after it. Calls and the text beside them are one message.
     """
     messages: list[dict[str, Any]] = []
-    if asked.instructions is not None:
-        messages.append({"role": "system", "content": asked.instructions})
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
     reasoning: list[str] = []
-    for item in (*asked.earlier, *input_items(asked)):
+    for item in items:
         message = _to_message(item)
         if isinstance(item, InputItem) and item.type == "reasoning":
             reasoning += [part["text"] for part in message["content"]]

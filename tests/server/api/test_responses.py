@@ -273,10 +273,16 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         "input[0].role: input should be 'user', 'assistant', 'system' or 'developer', got 'tool'",
     ),
     (
-        {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]},
+        {"input": [{"role": "user", "content": "x"}, {"type": "compaction", "id": "msg_1"}]},
         "input[1]",
         "unsupported_parameter",
-        "input[1]: an item of the type 'item_reference' is not supported by this server",
+        "input[1]: an item of the type 'compaction' is not supported by this server",
+    ),
+    (
+        {"input": [{"type": "item_reference"}]},
+        "input[0].id",
+        "missing_required_parameter",
+        "input[0].id is required",
     ),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -298,10 +304,10 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         "a prompt template is not supported by this server; leave out prompt",
     ),
     (
-        {"truncation": "auto"},
+        {"truncation": "oldest"},
         "truncation",
-        "unsupported_parameter",
-        "truncation of the conversation is not supported by this server; leave out truncation",
+        "invalid_value",
+        "truncation: input should be 'auto' or 'disabled', got 'oldest'",
     ),
     (
         {"reasoning": {"summary": "detailed"}},
