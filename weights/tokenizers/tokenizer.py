@@ -25,8 +25,9 @@ Encoder = TiktokenEncoder | LibraryEncoder | WorkerEncoder
 class Tokenizer:
     """Encodes text, and gives the bytes of every token.
 
-    vocab_size is one more than the largest id; the model's may be larger. No token stands for more than max_token_bytes
-    bytes of a text. The same token ids mean the same text to all tokenizers with one fingerprint. If it
+    vocab_size is one more than the largest id. The model's may be larger, and it may lack added tokens: a prompt with
+    one of these is refused, like any other with an id that the model lacks. No token stands for more than
+    max_token_bytes bytes of a text. The same token ids mean the same text to all tokenizers with one fingerprint. If it
     has_workers, a text has no tokens either when one of them passes its limits.
     """
 
@@ -35,6 +36,7 @@ class Tokenizer:
         self.has_workers = isinstance(encoder, WorkerEncoder)
         self._bytes = vocabulary.token_bytes
         self.vocab_size = max(self._bytes, default=-1) + 1
+        self._largest_own = max(vocabulary.ids.values(), default=-1)
         self.special_ids = frozenset(token.token_id for token in vocabulary.added if token.special)
         tokens = (f"{token_id}:{data.hex()}" for token_id, data in sorted(self._bytes.items()))
         special = map(str, sorted(self.special_ids))
@@ -56,13 +58,16 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, folder: Path) -> Tokenizer:
-        """Open the tokenizer of a model folder; raise TokenizerError also if the model lacks one of its ids."""
+        """Open the tokenizer of a model folder; raise TokenizerError also if the model lacks one of its ids.
+
+        It may lack those of added tokens, as Gemma 3 does: its text models have no row for `<image_soft_token>`.
+        """
         limit = load_config(folder).vocab_size  # first: a model that is not served needs no tokenizer
         tokenizer = cls.open(folder)
-        if tokenizer.vocab_size > limit:
+        if tokenizer._largest_own >= limit:
             raise TokenizerError(
                 f"{folder}: the tokenizer's ids must be below config.json's vocab_size {limit}, "
-                f"got {tokenizer.vocab_size - 1}: they belong to different models"
+                f"got {tokenizer._largest_own}: they belong to different models"
             )
         return tokenizer
 

@@ -192,3 +192,18 @@ def test_a_limit_that_the_first_tokens_meet_is_met_before_a_request(
         return
     with pytest.raises(GrammarError, match=r"Current row has .* items; max is 500; consider making your grammar"):
         of_storyteller.compile(Grammar("json", json.dumps(schema)))
+
+
+def test_a_model_may_lack_special_tokens(of_storyteller: Compiler, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_text((STORYTELLER / name).read_text())
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    beyond = {**tokenizer["added_tokens"][-1], "id": 2030, "content": "<image_soft_token>", "special": True}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], beyond]})
+    )
+    grammar = Grammar("regex", "[a-z]+")
+
+    [[expected], [found]] = (made.compile(grammar).masks([], (), 0) for made in (of_storyteller, Compiler(tmp_path)))
+
+    assert found.tolist() == expected.tolist()

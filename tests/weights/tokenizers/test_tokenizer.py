@@ -159,14 +159,41 @@ def test_threads_do_not_disturb_one_another(family: Family) -> None:
         assert list(pool.map(lambda call: call(text), calls)) == expected
 
 
-def test_a_tokenizer_of_another_model_is_refused(storyteller: Path, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "config.json"):
-        (tmp_path / name).write_text((storyteller / name).read_text())
-    num_ids = Tokenizer.of_model(tmp_path).vocab_size
+def write_with_vocab_size(storyteller: Path, folder: Path, vocab_size: int) -> Path:
+    """Write storyteller's tokenizer beside the configuration of a model of this size."""
     config = json.loads((storyteller / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": num_ids - 1}))
-    with pytest.raises(TokenizerError, match=f"must be below config.json's vocab_size {num_ids - 1}, got"):
-        Tokenizer.of_model(tmp_path)
+    (folder / "tokenizer.json").write_text((storyteller / "tokenizer.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocab_size}))
+    return folder
+
+
+def test_a_tokenizer_of_another_model_is_refused(storyteller: Path, tmp_path: Path) -> None:
+    own = json.loads((storyteller / "tokenizer.json").read_text())["model"]["vocab"].values()
+    assert max(own) + 1 < Tokenizer.open(storyteller).vocab_size
+
+    with pytest.raises(TokenizerError) as refused:
+        Tokenizer.of_model(write_with_vocab_size(storyteller, tmp_path, max(own)))
+
+    assert str(refused.value) == (
+        f"{tmp_path}: the tokenizer's ids must be below config.json's vocab_size {max(own)}, got {max(own)}: they "
+        "belong to different models"
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama2", "qwen", "bloom", "gpt2"])
+def test_a_model_may_lack_added_tokens(name: str, storyteller: Path, tmp_path: Path) -> None:
+    reference = FAMILIES[name]()
+    num_ids = reference.get_vocab_size()
+    reference.add_special_tokens(["<image_soft_token>"])
+    write_with_vocab_size(storyteller, tmp_path, num_ids)
+    reference.save(str(tmp_path / "tokenizer.json"))
+
+    tokenizer = Tokenizer.of_model(tmp_path)
+
+    assert tokenizer.vocab_size == num_ids + 1
+    assert tokenizer.encode_with_special("a<image_soft_token>")[-1] == num_ids
+    assert num_ids not in tokenizer.encode("a<image_soft_token>")
+    tokenizer.close()
 
 
 def test_added_tokens_that_are_not_special_are_always_found(with_added_tokens: Path) -> None:
