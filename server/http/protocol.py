@@ -21,7 +21,8 @@ from uvicorn.server import ServerState
 from gptserve.server.api.errors import error_response
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.connections import Connections
-from gptserve.server.http.heads import without_upgrade
+from gptserve.server.http.heads import check_head, without_upgrade
+from gptserve.server.operations.logs import RareWarning
 
 SLICE_BYTES = 16 * 1024  # bytes parsed between two checks of the limits; one read may be 256,000 bytes
 MIN_BYTES_TAKEN = 16 * 1024  # that a client must read within a write limit; the slowest modem read more in 30 s
@@ -45,9 +46,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     wait_limit_s = 30.0
     idle_limit_s = 75.0  # between two requests, nginx's default; clients' pools drop connections after 5 to 60 s
 
-    def __init__(self, config: Config, state: ServerState, connections: Connections, write_limit_s: float) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        connections: Connections,
+        malformed: RareWarning,
+        *,
+        write_limit_s: float,
+    ) -> None:
         super().__init__(config, state, app_state={})
         self._connections = connections
+        self._malformed = malformed
         self._write_limit_s = write_limit_s
         # A connection begins within its first head.
         self._part: Literal["head", "body", "nothing"] = "head"
@@ -84,9 +94,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             try:
                 self._parse(part)
-            except httptools.HttpParserError:
-                self.logger.warning("Invalid HTTP request received.")
-                self.send_400_response("")
+            except httptools.HttpParserError as error:
+                refusal = self._error or ServiceError("invalid_http", "the request is not valid HTTP/1.1")
+                reason = refusal if self._error else f"{refusal} ({error})"
+                address = "a client" if self.client is None else self.client[0]
+                self._malformed.log(f"{address} sent what cannot be answered: {reason}")
+                self._refuse(refusal)
             self._count(len(part))
 
     def _parse(self, data: bytes) -> None:
@@ -119,17 +132,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.parser.get_method() == b"CONNECT":  # llhttp takes all that follows it for another protocol
-            self._stop(ServiceError("not_implemented", "this server is no proxy and does not take CONNECT"))
+        try:
+            check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        except ServiceError as error:
+            self._stop(error)
         if self.parser.should_upgrade():
             return  # `_parse` lets another parser begin this request again
         if len(self.pipeline) >= self.max_pipelined:
             message = f"at most {self.max_pipelined} requests may wait for the one before them"
             self._stop(ServiceError("too_many_pipelined", message))
+        super().on_headers_complete()
         self._part, self._has_reported = "body", True
         self._num_unread = self._num_body_parts = 0
         self._end_wait()
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._has_reported = True
@@ -155,9 +170,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._begin_wait(self.wait_limit_s if self._part == "body" else self.idle_limit_s)
         if self.transport.get_write_buffer_size() == 0:
             self._connections.set_idle(self, self.hang_up)
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._error or ServiceError("invalid_http", "the request is not valid HTTP/1.1"))
 
     def hang_up(self) -> None:
         """Drop the connection; its running request ends as if the client had hung up."""
@@ -218,14 +230,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(ServiceError("request_timeout", message))
 
     def _stop(self, error: ServiceError) -> None:
-        """Stop the parser from within a callback; uvicorn then calls `send_400_response`."""
+        """Stop the parser from within a callback; `data_received` refuses what has come."""
         self._error = error
         raise error
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answer with an error, below ASGI, which has no request yet; then close. An answer under way is broken off."""
+        """Answer with an error, below ASGI; then close. An answer under way is broken off.
+
+        A request whose body cannot be parsed is taken from the application, which has not begun to answer.
+        """
         self._end_wait()
-        if not self._is_answering() and self._part == "head":
+        if self._part == "body" and self.cycle is self._running and not self.cycle.response_started:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.transport.write(raw_response(error))
+        elif not self._is_answering() and self._part == "head":
             self.transport.write(raw_response(error))
         self.transport.close()
 

@@ -65,7 +65,9 @@ class HttpServer(uvicorn.Server):
         )
         config.load()
         super().__init__(config)
-        make_protocol = partial(protocol, config, self.server_state, connections, write_limit_s)
+        make_protocol = partial(
+            protocol, config, self.server_state, connections, RareWarning(logger), write_limit_s=write_limit_s
+        )
         self._listen = partial(Listener, make_protocol=make_protocol, connections=connections, tls=tls)
         self._on_listening = on_listening
         self.connections = connections

@@ -31,7 +31,6 @@ _NUM_TOKENS_BUCKETS = tuple(first * 10**power for power in range(6) for first in
 RESTART_KINDS = tuple(kind for kind in DeathKind if kind is not DeathKind.CLOSED)
 # A choice that waited too long to be admitted counts as an error.
 _FINISH_REASONS = tuple(reason.value for reason in FinishReason if reason is not FinishReason.QUEUE_TIMEOUT)
-_METHODS = frozenset({"GET", "HEAD", "POST"})
 NO_ROUTE = "none"
 
 
@@ -45,6 +44,7 @@ class Metrics:
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
+        self._methods = {"HEAD"}  # those with a label of their own, which routes add to
         self._background: Callable[[], Mapping[str, int]] = dict
         self._connections: Connections | None = None
         self._journal_bytes: Callable[[], int] = int
@@ -81,11 +81,12 @@ class Metrics:
 
     def count_answer(self, method: str, route: str, status: int) -> None:
         """Count an answer; `route` is a template, or NO_ROUTE."""
-        known = method if method in _METHODS else "other"
+        known = method if method in self._methods else "other"
         self._http.labels(self._model_name, known, route, str(status)).inc()
 
     def expect_answers(self, method: str, route: str, statuses: Iterable[int | str]) -> None:
         """Show answers that may come as 0 until the first comes."""
+        self._methods.add(method)
         for status in statuses:
             self._http.labels(self._model_name, method, route, str(status))
 

@@ -1,9 +1,13 @@
-"""Requests that ask for an upgrade, in any packets: each is answered as the same request that asks for none."""
+"""Heads that break a rule of HTTP, and requests that ask for an upgrade, in any packets.
+
+The latter are answered as the same requests that ask for none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,8 +18,9 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from gptserve.server.http.connections import Connections
-from gptserve.server.http.heads import without_upgrade
+from gptserve.server.http.heads import check_head, without_upgrade
 from gptserve.server.http.protocol import BoundedHttpProtocol
+from gptserve.server.operations.logs import RareWarning
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.http.test_protocol import exchange, status_and_error
@@ -81,7 +86,9 @@ async def tell(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _answers(parts: Sequence[bytes]) -> tuple[bytes, bool]:
     config = Config(tell, http=BoundedHttpProtocol, lifespan="off", log_config=None)
-    protocol = BoundedHttpProtocol(config, ServerState(), connections=Connections(1), write_limit_s=30)
+    protocol = BoundedHttpProtocol(
+        config, ServerState(), Connections(1), RareWarning(logging.getLogger()), write_limit_s=30
+    )
     transport = RecordingTransport()
     protocol.connection_made(transport)
     for part in parts:
@@ -216,6 +223,60 @@ def test_connect_is_not_implemented(serve: Callable[..., LiveServer], extra: byt
         "this server is no proxy and does not take CONNECT",
     )
     assert b"\r\nx-should-retry: false\r\n" in answer
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "message"),
+    [
+        ("1.1", b"", "a request over HTTP/1.1 must have one Host field, got 0"),
+        ("1.1", b"host: t\r\nHost: t\r\n", "a request over HTTP/1.1 must have one Host field, got 2"),
+        ("1.0", b"host: t\r\nHost: u\r\n", "a request over HTTP/1.0 must have one Host field, got 2"),
+        ("1.1", b"host: a b\r\n", "the Host field must be a name or an address, with or without a port, got 'a b'"),
+        ("1.1", b"host: a/b\r\n", "the Host field must be a name or an address, with or without a port, got 'a/b'"),
+        ("1.1", b"host: u@a\r\n", "the Host field must be a name or an address, with or without a port, got 'u@a'"),
+        ("1.1", b"host: a:b\r\n", "the Host field must be a name or an address, with or without a port, got 'a:b'"),
+        ("1.1", b"host: ::1\r\n", "the Host field must be a name or an address, with or without a port, got '::1'"),
+        ("1.1", b"host: \xff\r\n", "the Host field must be a name or an address, with or without a port, got '\xff'"),
+        ("2.0", b"host: t\r\n", "the protocol must be HTTP/1.0 or HTTP/1.1, got HTTP/2.0"),
+        ("0.9", b"host: t\r\n", "the protocol must be HTTP/1.0 or HTTP/1.1, got HTTP/0.9"),
+    ],
+)
+def test_a_head_that_breaks_a_rule_is_refused(
+    serve: Callable[..., LiveServer], version: str, fields: bytes, message: str
+) -> None:
+    head = b"GET /version HTTP/" + version.encode() + b"\r\n" + fields
+    server = serve(FakeEngineClient())
+    assert status_and_error(exchange(server, [head + b"\r\n"])) == (400, "invalid_http", message)
+    assert status_and_error(exchange(server, [head + UPGRADE + b"\r\n"])) == (400, "invalid_http", message)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [b"", b"t", b"a_b.example.org:80", b"127.0.0.1:1", b"[::1]:1", b"[fe80::1%25eth0]", b"a:", b"t \t"],
+)
+def test_a_host_is_a_name_or_an_address(host: bytes) -> None:
+    check_head(b"GET", "1.1", [(b"host", host)])
+    check_head(b"GET", "1.0", [])
+
+
+@pytest.mark.parametrize("coding", [b"xchunked", b"identity", b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
+@pytest.mark.parametrize("upgrade", [b"", UPGRADE], ids=["plain", "upgrade"])
+def test_another_transfer_encoding_is_not_implemented(
+    serve: Callable[..., LiveServer], coding: bytes, upgrade: bytes
+) -> None:
+    server = serve(FakeEngineClient())
+    fields = b"host: t\r\n" + upgrade + b"content-type: application/json\r\ntransfer-encoding: " + coding
+    head = b"POST /v1/completions HTTP/1.1\r\n" + fields + b"\r\n\r\n"
+    shown = coding.replace(b"\r\ntransfer-encoding: ", b", ").decode()
+    message = f"the only Transfer-Encoding that this server takes is chunked, got '{shown}'"
+    answer = exchange(server, [head + b"10\r\n" + b'{"prompt": "abc"}\r\n0\r\n\r\n'])
+    assert status_and_error(answer) == (501, "not_implemented", message)
+    assert server.engine.submitted == []
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked", b"chunked \t"])
+def test_chunked_is_taken_however_it_is_written(coding: bytes) -> None:
+    check_head(b"POST", "1.1", [(b"host", b"t"), (b"transfer-encoding", coding)])
 
 
 def test_a_head_lacks_only_the_upgrade() -> None:

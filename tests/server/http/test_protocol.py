@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,6 +18,7 @@ from uvicorn.server import ServerState
 
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import MIN_BYTES_TAKEN, SLICE_BYTES, BoundedHttpProtocol
+from gptserve.server.operations.logs import RareWarning
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngineClient
 
@@ -146,6 +148,24 @@ def test_what_is_no_http_gets_the_envelope(serve: Callable[..., LiveServer], gar
     assert status_and_error(answer) == (400, "invalid_http", "the request is not valid HTTP/1.1")
 
 
+def test_malformed_requests_are_logged_once_with_their_address(
+    serve: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(FakeEngineClient())
+    for _ in range(20):
+        exchange(server, [b"BREW / HTTP/1.1\r\n\r\n"])
+        exchange(server, [GET + b"host: other\r\n\r\n"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "127.0.0.1 sent what cannot be answered: the request is not valid HTTP/1.1 (Invalid method encountered)"
+    ]
+
+
+@pytest.mark.parametrize("target", [b"http://t", b"http://t:99999/", b"http://[::1/", b"//"])
+def test_a_target_without_a_path_or_a_host_gets_an_answer(serve: Callable[..., LiveServer], target: bytes) -> None:
+    head = b"GET " + target + b" HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"
+    assert exchange(serve(FakeEngineClient()), [head]).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
+
+
 def test_an_upgrade_is_not_taken_up(serve: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture) -> None:
     upgrade = GET + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n"
     assert exchange(serve(FakeEngineClient()), [upgrade]).startswith(b"HTTP/1.1 200 ")
@@ -195,7 +215,7 @@ def test_trailers_within_the_limit_are_dropped(serve: Callable[..., LiveServer])
 
 @pytest.mark.parametrize(("num_fields", "status"), [(128, 200), (129, 431)])
 def test_the_fields_of_a_head_are_bounded(serve: Callable[..., LiveServer], num_fields: int, status: int) -> None:
-    head = b"GET /version HTTP/1.1\r\nconnection: close\r\n" + b"a:b\r\n" * (num_fields - 1) + b"\r\n"
+    head = GET + b"connection: close\r\n" + b"a:b\r\n" * (num_fields - 2) + b"\r\n"
     answer = exchange(serve(FakeEngineClient()), [head])
     assert int(answer.split()[1]) == status
     if status == 431:
@@ -233,8 +253,37 @@ def test_the_chunks_of_a_body_are_bounded(serve: Callable[..., LiveServer], num_
     server = serve(FakeEngineClient(), protocol=Patient)
     spaces = b"1\r\n \r\n" * num_chunks
     answer = exchange(server, [CHUNKED + b"connection: close\r\n\r\n" + spaces + CHUNK, b"0\r\n\r\n"])
-    assert answer.startswith(b"HTTP/1.1 200 ") is is_taken
     assert len(server.engine.submitted) == is_taken
+    if is_taken:
+        assert answer.startswith(b"HTTP/1.1 200 ")
+    else:
+        assert status_and_error(answer) == (400, "too_many_chunks", "a body may come in at most 8192 chunks")
+
+
+def test_a_malformed_body_gets_an_answer(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient())
+    for parts in ([CHUNKED + b"\r\n" + CHUNK + b"x\r\n"], [CHUNKED + b"\r\n", CHUNK, b"x\r\n"]):
+        answer = exchange(server, parts)
+        assert status_and_error(answer) == (400, "invalid_http", "the request is not valid HTTP/1.1")
+    answer = exchange(server, [(GET + b"\r\n") * 2 + CHUNKED + b"\r\n" + CHUNK + b"x\r\n"])
+    assert b"HTTP/1.1 200 " not in answer, "who pipelines after a malformed body is cut off"
+    assert server.engine.submitted == []
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_malformed_body_does_not_break_into_an_answer(serve: Callable[..., LiveServer], num_parts: int) -> None:
+    server = serve(FakeEngineClient(), protocol=Patient)
+    nowhere = CHUNKED.replace(b"/v1/completions", b"/nowhere") + b"\r\n" + CHUNK
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(nowhere)
+        answer = client.recv(65536)
+        while not answer.endswith(b"}"):
+            answer += client.recv(65536)
+        client.sendall(b"x\r\n" if num_parts == 1 else b"5\r\nhello\r\nx\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(65536) == b""
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.startswith(b"HTTP/1.1 404 ")
 
 
 @contextlib.contextmanager
@@ -306,7 +355,9 @@ def make_protocol() -> tuple[BoundedHttpProtocol, FakeTransport]:
             pass
 
     config = Config(app, http=BoundedHttpProtocol, lifespan="off", log_config=None)
-    protocol = BoundedHttpProtocol(config, ServerState(), connections=Connections(1), write_limit_s=30)
+    protocol = BoundedHttpProtocol(
+        config, ServerState(), Connections(1), RareWarning(logging.getLogger()), write_limit_s=30
+    )
     transport = FakeTransport()
     protocol.connection_made(transport)
     return protocol, transport
@@ -371,7 +422,6 @@ def test_uvicorn_still_has_what_is_built_upon() -> None:
         "on_body",
         "on_message_complete",
         "on_response_complete",
-        "send_400_response",
         "_start_asgi_task",
     }
     assert hasattr(HttpToolsProtocol, "_unset_keepalive_if_required")

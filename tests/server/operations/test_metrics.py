@@ -86,11 +86,13 @@ def test_requests_are_counted_by_the_template_of_their_route(api: Api) -> None:
     api.request("HEAD", "/health")
     api.request("PATCH", "/health")
     api.request("PATCH", "/nowhere")
+    api.request("DELETE", "/v1/responses/a")
     counted = {name.partition("|")[2]: value for name, value in samples(api).items() if "http_requests_total" in name}
     assert {name: value for name, value in counted.items() if value} == {
         "/v1/completions/{id}|GET|404": 2,
         "none|GET|404": 2,
         "none|other|404": 1,
+        "/v1/responses/{id}|DELETE|404": 1,
         "/health|HEAD|200": 1,
         "/health|other|405": 1,
     }
