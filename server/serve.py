@@ -208,12 +208,13 @@ class ServingProcess:
         from gptserve.server.http.connections import Connections, affordable_connections
         from gptserve.server.http.door import Door
         from gptserve.server.http.server import HttpServer
-        from gptserve.server.http.tls import load_tls
+        from gptserve.server.http.tls import Tls
 
         settings = self._settings
         try:
             connections = Connections(affordable_connections(settings.max_connections))
-            tls = load_tls(settings.ssl_certfile, settings.ssl_keyfile)
+            files = settings.ssl_certfile, settings.ssl_keyfile
+            tls = None if files[0] is None or files[1] is None else Tls(files[0], files[1])
         except ValueError as error:
             raise StartError(str(error)) from error
         door = Door(self._progress)

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response
+from gptserve.server.http.tls import Tls
 from gptserve.server.operations.logs import RareWarning
 
 BACKLOG = 2048  # connections that the system holds until they are accepted, as uvicorn has it
@@ -33,6 +34,7 @@ TLS_LIMIT_S = 10.0  # for the handshake, and for the shutdown
 UNSENT_BYTES = 128 * 1024  # bytes that the system buffers for a client; more would hide that it does not read
 TICK_S = 0.1  # uvicorn's
 TICKS_PER_CHECK = 10
+TICKS_PER_TLS_CHECK = 100  # 10 s; a renewed certificate is in use after the second check
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class HttpServer(uvicorn.Server):
         *,
         write_limit_s: float,
         stop_limit_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
     ) -> None:
         config = uvicorn.Config(
@@ -75,7 +77,8 @@ class HttpServer(uvicorn.Server):
         self.on_lag: Callable[[float], object] = lambda seconds: None
         """Told how much too late the event loop wakes up."""
         self._ticked_at: float | None = None
-        self._scheme = "http" if tls is None else "https"
+        self._tls = tls
+        self._tls_check: asyncio.Future[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -97,11 +100,12 @@ class HttpServer(uvicorn.Server):
         self.servers = [self._listen(sockets[0])]  # type: ignore[list-item]
         self.started = True
         host, port = sockets[0].getsockname()[:2]
-        self.url = f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell how late this tick is; check for clients that do not read; return whether to stop."""
+        """Tell how late this tick is, check clients that do not read and the certificate; return whether to stop."""
         now = time.perf_counter()
         if self._ticked_at is not None:
             self.on_lag(max(0.0, now - self._ticked_at - TICK_S))
@@ -111,7 +115,14 @@ class HttpServer(uvicorn.Server):
             for connection in tuple(self.server_state.connections):
                 assert isinstance(connection, BoundedHttpProtocol)
                 connection.check_reader(now)
+        if counter % TICKS_PER_TLS_CHECK == 0:
+            self._check_tls()
         return await super().on_tick(counter)
+
+    def _check_tls(self) -> None:
+        """Begin to check the certificate, unless an earlier check waits for a disk."""
+        if self._tls is not None and (self._tls_check is None or self._tls_check.done()):
+            self._tls_check = asyncio.get_running_loop().run_in_executor(None, self._tls.follow_files)
 
 
 class Listener:
@@ -122,7 +133,7 @@ class Listener:
         listening: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
         connections: Connections,
-        tls: ssl.SSLContext | None,
+        tls: Tls | None,
     ) -> None:
         self._socket = listening
         self._make_protocol = make_protocol
@@ -174,9 +185,9 @@ class Listener:
         accepted.setblocking(False)
         with contextlib.suppress(OSError):  # the client may have hung up already
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        limit_s = None if self._tls is None else TLS_LIMIT_S
+        context, limit_s = (None, None) if self._tls is None else (self._tls.context, TLS_LIMIT_S)
         connecting = self._loop.connect_accepted_socket(
-            self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+            self._make_protocol, accepted, ssl=context, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
         )
         beginning = self._loop.create_task(connecting)
         self._beginnings.add(beginning)

@@ -1,15 +1,49 @@
-"""Loads the server's certificate and private key, or says why they are not usable."""
+"""The server's certificate and private key: loads them, says why they are not usable, and follows their renewal."""
 
 from __future__ import annotations
 
+import logging
 import ssl
 from pathlib import Path
 
+from gptserve.server.operations.keys import file_version
 
-def load_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return a TLS context with these PEM files, None without them. Raises ValueError with file and reason."""
-    if certificate is None or key is None:
-        return None
+logger = logging.getLogger(__name__)
+
+
+class Tls:
+    """The TLS context of new connections. Established connections keep the one that they began with."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        """Load the files. Raises ValueError with file and reason if they are not usable."""
+        self._certificate, self._key = certificate, key
+        # Taken before reading, so that a later change is noticed.
+        self._loaded = self._seen = self._version()
+        self.context = load_tls(certificate, key)
+
+    def follow_files(self) -> None:
+        """Load the files again if they have changed and were the same at the last two calls.
+
+        A renewal replaces the certificate and the key one after the other; between the two they do not fit. While they
+        are not usable the context stays as it is, which is logged once. Reads files: call it in a thread.
+        """
+        last, self._seen = self._seen, self._version()
+        if self._seen == self._loaded or self._seen != last:
+            return
+        self._loaded = self._seen
+        try:
+            self.context = load_tls(self._certificate, self._key)
+        except (OSError, ValueError) as error:
+            logger.error("%s; the certificate read before stays in use", error)
+        else:
+            logger.info("read the certificate again from %s, which has changed", self._certificate)
+
+    def _version(self) -> tuple[object, object]:
+        return file_version(self._certificate), file_version(self._key)
+
+
+def load_tls(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Return a TLS context with these PEM files. Raises ValueError with file and reason."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     for name, path in (("ssl-certfile", certificate), ("ssl-keyfile", key)):
         try:

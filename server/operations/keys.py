@@ -74,7 +74,7 @@ class ApiKeys:
         self._check_at = clock() + CHECK_INTERVAL_S
         self._version: object = None
         if file is not None:
-            self._version = _version(file)
+            self._version = file_version(file)
             self._names = self._of_options | _by_digest(read_key_file(file))
 
     @property
@@ -92,7 +92,7 @@ class ApiKeys:
         if self._file is None or self._clock() < self._check_at:
             return
         self._check_at = self._clock() + CHECK_INTERVAL_S
-        version = _version(self._file)  # taken before reading, so that a later change is noticed
+        version = file_version(self._file)  # taken before reading, so that a later change is noticed
         if version == self._version:
             return
         self._version = version
@@ -109,7 +109,7 @@ def _by_digest(names: Mapping[str, str]) -> dict[bytes, str]:
     return {hashlib.sha256(key.encode()).digest(): name for key, name in names.items()}
 
 
-def _version(path: Path) -> object:
+def file_version(path: Path) -> object:
     """Return a value that changes when the file is written, replaced or removed."""
     try:
         found = path.stat()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from gptserve.server.background.journal import Journal
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import BoundedHttpProtocol
 from gptserve.server.http.server import HttpServer
+from gptserve.server.http.tls import Tls
 from gptserve.weights.chat.template import ChatTemplate
 from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -89,7 +89,7 @@ class LiveServer(Api):
         protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
         max_connections: int = 1024,
         write_limit_s: float = 3600.0,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         **options: Any,
     ) -> None:
         super().__init__(engine, **options)

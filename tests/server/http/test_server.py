@@ -12,7 +12,6 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +19,7 @@ import uvicorn
 
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.server import HttpServer, Listener
+from gptserve.server.http.tls import Tls
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngineClient
 
@@ -138,15 +138,13 @@ def test_a_system_without_descriptors_is_asked_again(caplog: pytest.LogCaptureFi
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     folder = tmp_path_factory.mktemp("tls")
     make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     subprocess.run(
         [*make.split(), "-keyout", "key.pem", "-out", "cert.pem"], cwd=folder, check=True, capture_output=True
     )
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(Path(folder / "cert.pem"), Path(folder / "key.pem"))
-    return context
+    return Tls(folder / "cert.pem", folder / "key.pem")
 
 
 def ask_over_tls(server: LiveServer) -> int:
@@ -156,7 +154,7 @@ def ask_over_tls(server: LiveServer) -> int:
 
 @needs_openssl
 def test_plain_http_on_the_port_of_tls_is_logged_once(
-    serve: Callable[..., LiveServer], tls: ssl.SSLContext, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., LiveServer], tls: Tls, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(FakeEngineClient(), tls=tls)
     for _ in range(3):
@@ -171,7 +169,7 @@ def test_plain_http_on_the_port_of_tls_is_logged_once(
 
 
 @needs_openssl
-def test_tls_that_does_not_begin_is_an_idle_connection(serve: Callable[..., LiveServer], tls: ssl.SSLContext) -> None:
+def test_tls_that_does_not_begin_is_an_idle_connection(serve: Callable[..., LiveServer], tls: Tls) -> None:
     server = serve(FakeEngineClient(), tls=tls, max_connections=4)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(server)) for _ in range(8)]
