@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, by CPU affinity and control groups (both versions); whether it may have a GPU.
+"""How many CPUs this process may use, by CPU affinity and control groups; whether it may have a GPU.
 
 hardware.py and memory_ahead.py ask.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from gptserve.engine.model.control_groups import group_folders, read_text
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Linux has it while the driver is loaded; in containers, too, whether or not they were given a GPU."""
@@ -26,33 +28,11 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the quota, in CPUs, of the process's control group and of each group around it.
-
-    In a container the path in /proc may be the host's. The container's own group is then the root of the mount.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except FileNotFoundError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        relative = PurePosixPath(path.lstrip("/"))
-        for group in (relative, *relative.parents):
-            if not controllers:
-                limit = _read(mount / group / "cpu.max").split()
-            elif "cpu" in controllers.split(","):
-                folder = mount / "cpu" / group
-                limit = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
-            else:
-                continue
-            if len(limit) == 2 and all(number.isdecimal() and int(number) for number in limit):
-                yield int(limit[0]) / int(limit[1])
-
-
-def _read(path: Path) -> str:
-    """Return the file's text; empty if it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    """Yield the quota, in CPUs, of the process's control group and of each group around it."""
+    for folder, is_v1 in group_folders("cpu", root):
+        if is_v1:
+            limit = [read_text(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        else:
+            limit = read_text(folder / "cpu.max").split()
+        if len(limit) == 2 and all(number.isdecimal() and int(number) for number in limit):
+            yield int(limit[0]) / int(limit[1])

@@ -16,6 +16,7 @@ from typing import Literal
 from gptserve.engine import native
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.control_groups import group_memory_bytes
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.mxfp4_shapes import held_shapes
@@ -221,9 +222,9 @@ def _choose_num_blocks(
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes this process can take without swapping: the machine's, or its container's if that is less.
+    """Return the bytes this process can take without swapping: the machine's, or its control groups' if these are less.
 
-    Linux reports them in /proc and in version 2 of its control groups. `root` is where proc and sys are mounted.
+    `root` is where proc and sys are mounted.
     """
     try:
         meminfo = (root / "proc/meminfo").read_text()
@@ -231,21 +232,8 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":", 1) for line in meminfo.splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = _container_bytes(root / "sys/fs/cgroup")
+    limit = group_memory_bytes(root)
     return available if limit is None else min(available, limit)
-
-
-def _container_bytes(group: Path) -> int | None:
-    """Return the bytes left under the control group's limit, its file cache counted as free; None without a limit."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:
-        return None
-    return max(0, int(limit) - used + int(stat["inactive_file"]))
 
 
 def check_max_model_len(config: EngineConfig, max_position: int) -> None:

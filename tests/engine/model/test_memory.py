@@ -180,23 +180,65 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def limit(root: Path, maximum: str, current: int, inactive_file: int) -> None:
-    group = root / "sys/fs/cgroup"
-    (group / "memory.max").write_text(f"{maximum}\n")
-    (group / "memory.current").write_text(f"{current}\n")
-    (group / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
+def limit(root: Path, maximum: str, current: int, inactive_file: int, group: str = "", high: str = "max") -> None:
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{maximum}\n")
+    (folder / "memory.high").write_text(f"{high}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
+
+
+def limit_v1(root: Path, group: str, maximum: int, current: int, inactive_file: int) -> None:
+    folder = root / "sys/fs/cgroup/memory" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{maximum}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {inactive_file}\n")
+
+
+def join_group(root: Path, *lines: str) -> None:
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_without_a_limit_it_is_the_machines(root: Path) -> None:
     assert available_memory_bytes(root) == 8 * GIB
+    join_group(root, "0::/")
     limit(root, "max", 3 * GIB, 0)
     assert available_memory_bytes(root) == 8 * GIB
 
 
 def test_a_container_has_what_its_limit_leaves_and_its_file_cache(root: Path) -> None:
+    join_group(root, "0::/")
     limit(root, str(4 * GIB), 3 * GIB, GIB)
     assert available_memory_bytes(root) == 2 * GIB
     limit(root, str(64 * GIB), 3 * GIB, 0)
+    assert available_memory_bytes(root) == 8 * GIB
+    limit(root, "max", 3 * GIB, 0, high=str(5 * GIB))
+    assert available_memory_bytes(root) == 2 * GIB
+
+
+@pytest.mark.parametrize("group", ["", "system.slice", "system.slice/gptserve.service"])
+def test_the_least_that_a_group_or_one_around_it_leaves_counts(root: Path, group: str) -> None:
+    """As of a service of systemd with MemoryMax, or of a slice with one."""
+    join_group(root, "0::/system.slice/gptserve.service")
+    limit(root, "max", 9 * GIB, 0)
+    limit(root, str(7 * GIB), GIB, 0, "system.slice/gptserve.service")
+    limit(root, str(3 * GIB), 2 * GIB, 0, group)
+    assert available_memory_bytes(root) == GIB
+
+
+def test_a_group_of_version_1_counts_too(root: Path) -> None:
+    join_group(root, "9:name=systemd:/", "4:cpu,memory:/docker/5", "0::/")
+    limit_v1(root, "", 2**63 - 4096, 9 * GIB, 0)
+    assert available_memory_bytes(root) == 8 * GIB
+    limit_v1(root, "docker/5", 4 * GIB, 3 * GIB, GIB)
+    assert available_memory_bytes(root) == 2 * GIB
+
+
+def test_a_group_that_cannot_be_read_limits_nothing(root: Path) -> None:
+    join_group(root, "0::/of/the/host")
     assert available_memory_bytes(root) == 8 * GIB
 
 
