@@ -79,10 +79,10 @@ def test_what_is_populated_is_taken_and_holds_all_packed_weights(
 ) -> None:
     sizes, packed, decoders = list[int](), list[int](), list[Decoder]()
     monkeypatch.setattr(memory_ahead, "_populate", lambda _, num_bytes: sizes.append(num_bytes))
-    pack_rows, make_decoder = NativeLinear._pack_rows, Decoder.__init__
+    take_packed, make_decoder = NativeLinear._take_packed, Decoder.__init__
 
-    def noted(self: NativeLinear, *args: Any) -> int:
-        packed.append(pack_rows(self, *args))
+    def noted(self: NativeLinear) -> int:
+        packed.append(take_packed(self))
         return packed[-1]
 
     def making(self: Decoder, *args: Any) -> None:
@@ -93,7 +93,7 @@ def test_what_is_populated_is_taken_and_holds_all_packed_weights(
     populate_ahead(replace(CONFIG, dtype=dtype, quantization=quantization))
     wait_for_thread()
     memory = memory_ahead._populated[0]
-    monkeypatch.setattr(NativeLinear, "_pack_rows", noted)
+    monkeypatch.setattr(NativeLinear, "_take_packed", noted)
     monkeypatch.setattr(Decoder, "__init__", making)
     Engine(replace(CONFIG, dtype=dtype, quantization=quantization))
 
