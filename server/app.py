@@ -31,6 +31,7 @@ from gptserve.server.background.resumption import Restore
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
+from gptserve.server.completions.planning import Planning
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
@@ -59,8 +60,14 @@ def create_app(
     metrics = Metrics(engine, options.model_name)
     settings = options.settings
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if settings.needs_key else None
-    limits = KeyLimits(partial(_max_requests, settings, keys), settings.max_tokens_per_minute_per_key)
-    service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits)
+    limits = KeyLimits(
+        partial(_max_requests, settings, keys),
+        settings.max_tokens_per_minute_per_key,
+        lambda: max(1, metrics.max_connections // 2) if _has_several_owners(keys) else None,
+    )
+    planning = Planning(partial(_has_several_owners, keys), settings.engine.max_queue_time_s)
+    metrics.watch_planning(lambda: planning.num_requests)
+    service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits, planning=planning)
     dialect = dialect_of(service)
     restore: dict[str, Restore] = {
         TEXT_SHAPE.object: partial(restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=tokenizer),
@@ -86,7 +93,7 @@ def create_app(
             *([] if settings.root_path is None else [Middleware(RootPath, settings.root_path)]),
             *([] if options.tracing is None else [Middleware(options.tracing.middleware)]),
             Middleware(RequestEnvelope, metrics, limits),
-            *_guard(settings, keys),
+            *_guard(settings, keys, limits),
         ],
         exception_handlers={HTTPException: _answer_routing_error},
     )
@@ -130,19 +137,23 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
 
 def _max_requests(settings: ServerSettings, keys: ApiKeys | None) -> int | None:
     """Return how many requests of a key may run or wait; half of all, where keys have several owners."""
-    if settings.max_requests_per_key is None and keys is not None and keys.num_owners > 1:
+    if settings.max_requests_per_key is None and _has_several_owners(keys):
         return max(1, (settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs) // 2)
     return settings.max_requests_per_key
 
 
-def _guard(settings: ServerSettings, keys: ApiKeys | None) -> list[Middleware]:
+def _has_several_owners(keys: ApiKeys | None) -> bool:
+    return keys is not None and keys.num_owners > 1
+
+
+def _guard(settings: ServerSettings, keys: ApiKeys | None, limits: KeyLimits) -> list[Middleware]:
     """Return the middleware that asks for keys, if there are any."""
     if keys is None:
         return []
     open_paths = PROBE_PATHS if settings.protect_operations else PROBE_PATHS | OPERATION_PATHS
     if settings.playground:
         open_paths |= PAGE_PATHS
-    return [Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths)]
+    return [Middleware(ApiKeyGuard, keys=keys, open_paths=open_paths, limits=limits)]
 
 
 async def _answer_routing_error(request: Request, error: Exception) -> Response:

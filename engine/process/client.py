@@ -161,16 +161,19 @@ class EngineClient(BlockMapSource, ABC):
             raise self._dead()
         for request in requests:
             request.check(self.info)
-        limit, num_live = self.info.max_num_seqs + self.info.max_num_queued_reqs, len(self._live)
-        if num_live + len(requests) > limit:
-            raise QueueFullError(
-                f"the queue is full: at most {limit} requests may run or wait, {num_live} do, got {len(requests)} more"
-            )
+        self.check_room(len(requests))
         ids = {request.request_id for request in requests}
         assert len(ids) == len(requests) and self._live.keys().isdisjoint(ids), "a request id is used once"
         stream = TokenStream(ids, self.abort)
         self.enqueue(requests, stream)
         return stream
+
+    def check_room(self, num_requests: int, num_others: int = 0) -> None:
+        """Raise QueueFullError if so many requests do not fit into the queue beside others that are to come."""
+        limit, num_live = self.info.max_num_seqs + self.info.max_num_queued_reqs, len(self._live) + num_others
+        if num_live + num_requests > limit:
+            rule = f"the queue is full: at most {limit} requests may run or wait"
+            raise QueueFullError(f"{rule}, {num_live} do, got {num_requests} more")
 
     @abstractmethod
     def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:

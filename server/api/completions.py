@@ -32,9 +32,11 @@ from gptserve.server.api.fields import Take, ignored_names, take_fields
 from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
+from gptserve.server.completions.admission import admitted
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.chat import plan_chat
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
+from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.tools.dialect import dialect_of
@@ -92,27 +94,29 @@ def _router(
     )
     async def create_completion(request: Request) -> Response:
         started_at = time.perf_counter()
-        service.admit()  # refuse before reading megabytes
         key, owner, after = idempotency_key(request), owner_of(request), last_event_seen(request)
-        fields, body, is_large = await read_body(request, service, lambda _: body_model)
+        service.admit(owner if key is None else None)  # refuse before reading megabytes; a retry begins nothing
+        fields, body, num_bytes = await read_body(request, service, lambda _: body_model)
+        place = Place(owner, started_at, body.timeout_ms, request.receive)
+        make_plan = partial(admitted, plan, service, place, num_bytes)
         is_kept = body.background or key is not None
         if after is not None and not (is_kept and body.stream):
             raise after.error("may be given only with stream true, and with background or an Idempotency-Key")
         if is_kept:
             _check_id(body)
             make = partial(BackgroundRequest.of, path, fields, owner, key, started_at)
-            background = await service.in_thread(make) if is_large else make()
-            make_plan = partial(plan, background.seeded(body), service, owner)
+            background = await service.in_thread(make) if num_bytes > THREAD_BYTES else make()
+            make_plan = partial(make_plan, background.seeded(body))
             return await answer_in_background(service, store, background, body, make_plan, after)
-        return CompletionResponse(service, await plan(body, service, owner), started_at)
+        return CompletionResponse(service, await make_plan(body), started_at)
 
     return router
 
 
 async def read_body(
     request: Request, service: Service, choose: Callable[[dict[str, object]], type[Parsed]], take: Take = take_fields
-) -> tuple[dict[str, object], Parsed, bool]:
-    """Read the body within the limits; return its fields, their model, which `choose` names, whether it is large.
+) -> tuple[dict[str, object], Parsed, int]:
+    """Read the body within the limits; return its fields, their model, which `choose` names, its number of bytes.
 
     A large body is parsed in a thread. Raises what these raise, ValidationError too.
     """
@@ -125,14 +129,14 @@ async def read_body(
         return fields, model.model_validate(fields), ignored
 
     async with service.bodies.read(request, settings.max_body_bytes, service.options.body_limit_s) as raw:
-        is_large = len(raw) > THREAD_BYTES
-        fields, body, ignored = await asyncio.to_thread(parse, raw) if is_large else parse(raw)
+        num_bytes = len(raw)
+        fields, body, ignored = await asyncio.to_thread(parse, raw) if num_bytes > THREAD_BYTES else parse(raw)
     if ignored:
         log_fields(request.scope)["ignored"] = ignored_names(ignored)
     if settings.log_prompts:
         prompt = next((fields[name] for name in _PROMPTS if name in fields), None)
         log_fields(request.scope)["prompt"] = str(prompt)[:MAX_PROMPT_LOGGED]
-    return fields, body, is_large
+    return fields, body, num_bytes
 
 
 def _check_id(body: schemas.GenerationRequest) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, owner_of
-from gptserve.server.api.completions import read_body
+from gptserve.server.api.completions import THREAD_BYTES, read_body
 from gptserve.server.api.openapi import error_responses, event_stream, json_body
 from gptserve.server.api.response_fields import take_response_fields
 from gptserve.server.api.response_queries import (
@@ -40,8 +40,10 @@ from gptserve.server.api.response_schemas import (
 )
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
+from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
+from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
@@ -126,31 +128,41 @@ class _Routes:
         """Plan a response; begin it in the store, or compute it for its client alone."""
         started_at = time.perf_counter()
         service, store = self._service, self._store
-        service.admit()  # refuse before reading megabytes
         key, owner = idempotency_key(request), owner_of(request)
-        fields, body, is_large = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
+        service.admit(owner if key is None else None)  # refuse before reading megabytes; a retry begins nothing
+        fields, body, num_bytes = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
         _check_together(body, key)
+        place = Place(owner, started_at, receive=request.receive)
         if body.store is False:
-            plan = await plan_response(await self._kept.asked(body, owner), None, service, owner, self._dialect)
+            with planned(service, place, num_bytes) as planning:
+                plan = await plan_response(await self._kept.asked(body, planning), None, planning, owner, self._dialect)
             return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
         make = partial(BackgroundRequest.of, _PATH, fields, owner, key, started_at)
-        background = await service.in_thread(make) if is_large else make()
+        background = await service.in_thread(make) if num_bytes > THREAD_BYTES else make()
         # Found before its conversation is read: what came before it may have been deleted since.
-        job = await store.find_same(background) or await self._begin(body, background)
+        job = await store.find_same(background)
+        if job is None:
+            with planned(service, place, num_bytes) as planning:
+                job = await self._begin(body, background, planning)
         plan = await self._kept.plan(job)
         if body.background and not body.stream:
             return await self._answer(job, plan, request)
         ends_with_client = not body.background and key is None
         return StoredAnswer(service, store, job, plan, bool(body.stream), ends_with_client=ends_with_client)
 
-    async def _begin(self, body: ResponsesRequest, background: BackgroundRequest) -> BackgroundJob:
+    async def _begin(self, body: ResponsesRequest, background: BackgroundRequest, planning: Service) -> BackgroundJob:
         """Begin a response in the store, or find the one that has got the same key meanwhile."""
-        asked = await self._kept.asked(body, background.owner)
+        asked = await self._kept.asked(body, planning)
         kept = {**background.fields, "earlier": [item.model_dump() for item in asked.earlier]}
         if asked.input != body.input:
             kept["input"] = [item.model_dump() for item in input_items(asked)]
         background = replace(background, fields=kept)
-        make_plan = partial(plan_response, asked, background, self._service, background.owner, self._dialect)
+
+        async def make_plan() -> ResponsePlan:
+            plan = await plan_response(asked, background, planning, background.owner, self._dialect)
+            leave(planning)
+            return plan
+
         return await self._store.begin_or_find(background, make_plan)
 
     async def retrieve(self, request: Request) -> Response:

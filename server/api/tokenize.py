@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.api.background import owner_of
 from gptserve.server.api.completions import read_body
 from gptserve.server.api.openapi import error_responses, json_body
 from gptserve.server.api.token_schemas import (
@@ -22,14 +23,16 @@ from gptserve.server.api.token_schemas import (
     Tokens,
     TokensToText,
 )
+from gptserve.server.completions.admission import planned
 from gptserve.server.completions.chat import check_conversation, encode_conversation
 from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.output import token_name
+from gptserve.server.completions.planning import Place
 from gptserve.server.completions.prompt import blaming, check_length
 from gptserve.server.completions.service import Service
 
 TOKENIZE_BODIES = (TextToTokenize, ConversationToTokenize, TokensToText)
-_ERRORS = error_responses(400, 401, 404, 408, 413, 415, 503)
+_ERRORS = error_responses(400, 401, 404, 408, 413, 415, 429, 503)
 
 
 def tokenize_router(service: Service) -> APIRouter:
@@ -44,13 +47,14 @@ def tokenize_router(service: Service) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         service.check_alive()
-        _, body, _ = await read_body(request, service, _model_of)
+        _, body, num_bytes = await read_body(request, service, _model_of)
         service.check_model(body.model)
         if isinstance(body, ConversationToTokenize):
             check_conversation(body, service)
         else:
             check_length(body.prompt, service)
-        return await service.in_worker(_tokenize, body, service)
+        with planned(service, Place(owner_of(request), receive=request.receive), num_bytes) as planning:
+            return await planning.in_worker(_tokenize, body, service)
 
     @router.post(
         "/detokenize",

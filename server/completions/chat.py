@@ -67,7 +67,8 @@ async def plan_chat(
             "logprobs": "top_logprobs" if body.top_logprobs else "logprobs",
         }
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
-    return planned
+    # The messages have become the prompt; parsed, they may take ten times the bytes that were sent until the answer ends.
+    return replace(planned, body=body.model_copy(update={"messages": []}))
 
 
 async def _check_reading(reading: Reading, body: ChatRequest, service: Service) -> None:

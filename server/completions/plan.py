@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
+from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
 from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.lengths import asked_max_tokens, check_size, fit_max_tokens
@@ -140,20 +141,17 @@ def restore_plan(
 
 
 def check_request(body: GenerationRequest, service: Service, owner: str | None, num_prompts: int) -> None:
-    """Check the model, the number of choices, fields against each other. Raises ServiceError or InvalidRequestError."""
+    """Check the model, fields against each other and the number of choices, and take their places.
+
+    Raises ServiceError, QueueFullError or InvalidRequestError.
+    """
     service.check_model(body.model)
-    n, info = body.n or 1, service.engine.info
-    # A request that can never be let in must not be told to try again.
-    max_choices = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
-    if n * num_prompts > max_choices:
-        message = f"n times the number of prompts may be at most {max_choices}, got {n} times {num_prompts}"
-        raise InvalidRequestError(message, param="n")
-    service.limits.check_possible(owner, n, num_prompts)
     if body.priority and not service.options.settings.priority_scheduling:
         message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
         raise InvalidRequestError(message, param="priority")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
+    take_places(service, owner, body.n or 1, num_prompts)
 
 
 def new_identity(shape: Shape, body: GenerationRequest, service: Service, owner: str | None) -> Identity:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,10 +29,10 @@ async def encode_prompt(
     tokenizer = service.tokenizer
     encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
     with blaming("prompt"):
-        if tokenizer.has_workers:
+        if tokenizer.has_workers or len(prompt) > THREAD_CHARACTERS:
             token_ids = await service.in_worker(encode, prompt)
         else:
-            token_ids = encode(prompt) if len(prompt) <= THREAD_CHARACTERS else await asyncio.to_thread(encode, prompt)
+            token_ids = encode(prompt)
     return token_ids[-num_kept:]
 
 

@@ -14,11 +14,11 @@ from gptserve.engine.request import Request
 from gptserve.server.api.body import IncomingBodies
 from gptserve.server.api.errors import status_of, to_service_error
 from gptserve.server.completions.options import AppOptions
+from gptserve.server.completions.planning import Place, Planning
 from gptserve.server.errors import ServiceError, show, shutting_down
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import Metrics
-from gptserve.weights.workers import NUM_WORKERS
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Everything that a route needs."""
+    """Everything that a route needs. `place` is that of the request that is planned with it."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -63,7 +63,8 @@ class Service:
     limits: KeyLimits = field(default_factory=KeyLimits)
     bodies: IncomingBodies = field(default_factory=IncomingBodies)
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_WORKERS))
+    planning: Planning = field(default_factory=Planning)
+    place: Place = field(default_factory=Place)
 
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Run a long computation in a thread and return its result.
@@ -74,17 +75,14 @@ class Service:
             return await asyncio.to_thread(call, *arguments)
 
     async def in_worker(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """Make a call that may wait for a worker process, in a thread; return its result.
+        """Make a call that may wait for a worker process, in a thread, as `Planning.run` does; return its result."""
+        return await self.planning.run(self.place, call, *arguments)
 
-        Only as many run at a time as there may be workers, so that other calls find a thread.
-        """
-        async with self._waiting:
-            return await asyncio.to_thread(call, *arguments)
-
-    def admit(self) -> None:
-        """Raise ServiceError if completions are refused: the server shuts down, or no engine runs."""
+    def admit(self, owner: str | None) -> None:
+        """Raise ServiceError if completions are refused: of this owner, or of all, as the server shuts down."""
         with self.counting_rejections():
             self._check_open()
+            self.limits.check(owner, 1)
 
     def submit(self, requests: Sequence[Request], owner: str | None) -> TokenStream:
         """Queue the requests of an owner. Raises ServiceError or EngineError."""

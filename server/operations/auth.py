@@ -1,4 +1,4 @@
-"""API keys: an ASGI middleware that refuses requests without a valid key, and logs the owner of the key."""
+"""API keys: an ASGI middleware that refuses requests without a valid key, logs its owner and counts its answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.operations.keys import ApiKeys
+from gptserve.server.operations.limits import KeyLimits
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
 OPERATION_PATHS = frozenset({"/metrics", "/version", "/openapi.json"})
@@ -21,17 +22,21 @@ class ApiKeyGuard:
     The name of the key's owner becomes "owner" in the scope's state, and "key" in the log line.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str], limits: KeyLimits) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or raise ServiceError."""
-        if scope["path"] not in self._open_paths:
-            owner = self._owner(dict(scope["headers"]).get(b"authorization", b""))
-            scope["state"]["owner"] = log_fields(scope)["key"] = owner
-        await self._app(scope, receive, send)
+        if scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        owner = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+        scope["state"]["owner"] = log_fields(scope)["key"] = owner
+        with self._limits.answering(owner):
+            await self._app(scope, receive, send)
 
     def _owner(self, authorization: bytes) -> str:
         scheme, _, given = authorization.partition(b" ")

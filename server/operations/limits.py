@@ -1,6 +1,7 @@
 """What the owner of an API key may use at once and in a minute, so that no key takes the whole queue.
 
-`Service` asks before it submits; `RequestEnvelope` sends what is left as headers. Knows neither keys nor HTTP.
+`Service` asks before it plans and before it submits, `ApiKeyGuard` before all else. `RequestEnvelope` sends what is
+left as headers. Knows neither keys nor HTTP.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -19,20 +21,24 @@ from gptserve.server.errors import ServiceError
 
 @dataclass(slots=True)
 class _Use:
-    """The streams of one owner, and what its bucket of tokens held when it was last looked at."""
+    """What one owner has at once, and what its bucket of tokens held when it was last looked at."""
 
     num_tokens: float
     filled_at: float
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
+    num_planned: int = 0
+    num_answers: int = 0
 
     @property
     def num_requests(self) -> int:
-        return sum(stream.num_live for stream in self.streams)
+        return self.num_planned + sum(stream.num_live for stream in self.streams)
 
 
 class KeyLimits:
-    """The limits of each owner: requests that run or wait (a choice is one), and tokens in a minute; None is no limit.
-    max_requests returns the first, as keys come and go.
+    """The limits of each owner: requests that run or wait (a choice is one), tokens in a minute, and open answers.
+
+    None is no limit. max_requests and max_answers return theirs, as keys come and go. An answer is any of HTTP, so that
+    readers of one completion count, too.
 
     Tokens are a bucket that holds the tokens of a minute and fills evenly. Prompts and answers are taken from it as
     they come, below zero, too; nothing is admitted until it holds a token again.
@@ -42,10 +48,12 @@ class KeyLimits:
         self,
         max_requests: Callable[[], int | None] = lambda: None,
         max_tokens_per_minute: int | None = None,
+        max_answers: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens_per_minute
+        self._max_answers = max_answers
         self._clock = clock
         self._uses = defaultdict[str, _Use](lambda: _Use(max_tokens_per_minute or 0, clock()))
 
@@ -68,6 +76,23 @@ class KeyLimits:
             wait_s = math.ceil((1 - use.num_tokens) * 60 / self._max_tokens)
             message = f"a key may use {self._max_tokens} tokens a minute: {owner!r} may again in {wait_s} s"
             raise _exceeded(message, wait_s)
+
+    def note_planned(self, owner: str | None, num_requests: int) -> None:
+        """Count requests that are being planned; no more, if the number is negative."""
+        if owner is not None:
+            self._use(owner).num_planned += num_requests
+
+    @contextmanager
+    def answering(self, owner: str) -> Iterator[None]:
+        """Count an open answer. Raises ServiceError if the owner has too many."""
+        use, limit = self._use(owner), self._max_answers()
+        if limit is not None and use.num_answers >= limit:
+            raise _exceeded(f"at most {limit} answers of a key may be open: of {owner!r} {use.num_answers} are", 1)
+        use.num_answers += 1
+        try:
+            yield
+        finally:
+            use.num_answers -= 1
 
     def begin(self, owner: str | None, stream: TokenStream) -> None:
         """Count the requests of a stream until each of them ends."""

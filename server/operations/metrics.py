@@ -6,6 +6,7 @@ Names are vLLM's with another prefix, so its dashboards need only that. One regi
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
@@ -48,6 +49,7 @@ class Metrics:
         self._background: Callable[[], Mapping[str, int]] = dict
         self._connections: Connections | None = None
         self._journal_bytes: Callable[[], int] = int
+        self._num_planned: Callable[[], int] = int
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -102,6 +104,20 @@ class Metrics:
         """Show the size of the journal; `num_bytes` returns it."""
         self._journal_bytes = num_bytes
 
+    def watch_planning(self, num_requests: Callable[[], int]) -> None:
+        """Count requests that are being planned as waiting, too."""
+        self._num_planned = num_requests
+
+    @property
+    def max_connections(self) -> int:
+        """How many connections may be open."""
+        return sys.maxsize if self._connections is None else self._connections.limit
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests are being planned or wait in the engine's queue."""
+        return self._engine.stats.num_waiting + self._num_planned()
+
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -112,7 +128,7 @@ class Metrics:
         usage = stats.num_used_blocks / engine.info.num_blocks if engine.is_alive else 0.0
         gauges: list[tuple[str, str, float]] = [
             ("num_requests_running", "Requests being computed", stats.num_running),
-            ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
+            ("num_requests_waiting", "Requests being planned or in the queue", self.num_waiting),
             ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all", usage),
             ("journal_bytes", "Size of the journal's files", self._journal_bytes()),
         ]

@@ -101,7 +101,7 @@ def playground_router(service: Service) -> APIRouter:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+            num_waiting=service.metrics.num_waiting,
             blocks=None if blocks is None else BlockCells(blocks_per_cell=blocks.blocks_per_cell, cells=blocks.cells),
         )
 

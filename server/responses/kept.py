@@ -12,6 +12,7 @@ from typing import Any
 from gptserve.server.api.response_schemas import GivenItem, Item, ItemReference, ResponsesRequest, StoredRequest
 from gptserve.server.background.job import BackgroundJob
 from gptserve.server.background.store import BackgroundStore
+from gptserve.server.completions.admission import hold
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
 from gptserve.server.errors import ServiceError, show
@@ -50,25 +51,29 @@ class KeptResponses:
         tokenizer = self._service.tokenizer
         return await self._service.in_thread(render_response, plan, batches, tokenizer, status, error)
 
-    async def asked(self, body: ResponsesRequest, owner: str | None) -> StoredRequest:
-        """Return a request with the conversation that it goes on and the items that it names. Raises ServiceError."""
-        earlier = await self._conversation(body.previous_response_id, owner)
-        given = body.input if isinstance(body.input, str) else await self._resolved(body.input, owner)
+    async def asked(self, body: ResponsesRequest, planning: Service) -> StoredRequest:
+        """Return a request with the conversation that it goes on and the items that it names. Raises ServiceError.
+
+        What is read for them counts for the request that is planned with the service.
+        """
+        earlier = await self._conversation(body.previous_response_id, planning)
+        given = body.input if isinstance(body.input, str) else await self._resolved(body.input, planning)
         return StoredRequest.model_construct(**{**dict(body), "input": given, "earlier": earlier})
 
-    async def _conversation(self, response_id: str | None, owner: str | None) -> list[Item]:
+    async def _conversation(self, response_id: str | None, planning: Service) -> list[Item]:
         """Return the items of a response, its input and output, and of those before it. Raises ServiceError."""
         if response_id is None:
             return []
-        job = self.find(response_id, owner, "previous_response_id")
+        job = self.find(response_id, planning.place.owner, "previous_response_id")
         if job.status != "completed":
             message = f"previous_response_id must be of a response that has ended well; {response_id!r} is {job.status}"
             raise ServiceError("invalid_value", message, param="previous_response_id")
+        hold(planning, job.num_bytes)
         plan = await self.plan(job)
         answer = await self.read(job, plan)
         return [*plan.asked.earlier, *input_items(plan.asked), *output_items(answer)]
 
-    async def _resolved(self, items: list[GivenItem], owner: str | None) -> list[Item]:
+    async def _resolved(self, items: list[GivenItem], planning: Service) -> list[Item]:
         """Return items with those that are referred to in the places of their references. Raises ServiceError."""
         resolved: list[Item] = []
         read: dict[str, dict[str, Item | Json]] = {}
@@ -78,7 +83,7 @@ class KeptResponses:
                 continue
             response_id, where = _response_of(item.id), f"input[{i}]"
             if response_id not in read:
-                read[response_id] = await self._items(response_id, owner, where)
+                read[response_id] = await self._items(response_id, planning, where)
             found = read[response_id].get(item.id)
             if found is None:
                 message = f"{where}: item {show(item.id)} does not exist: {_GONE}"
@@ -87,17 +92,18 @@ class KeptResponses:
             resolved += made
         return resolved
 
-    async def _items(self, response_id: str, owner: str | None, where: str) -> dict[str, Item | Json]:
+    async def _items(self, response_id: str, planning: Service, where: str) -> dict[str, Item | Json]:
         """Return the items of a response by their ids: those of its output as JSON; none if there is no such response.
 
         Raises ServiceError.
         """
-        job = self._find(response_id, owner)
+        job = self._find(response_id, planning.place.owner)
         if job is None:
             return {}
         if not job.has_ended:
             message = f"{where}: the response of the item must have ended; {response_id!r} is {job.status}"
             raise ServiceError("invalid_value", message, param=where)
+        hold(planning, job.num_bytes)
         plan = await self.plan(job)
         told = [*plan.asked.earlier, *input_items(plan.asked)]
         output: Any = (await self.read(job, plan))["output"]

@@ -155,8 +155,7 @@ class FakeEngineClient:
             raise EngineDiedError("the fake engine is dead")
         for request in requests:
             request.check(self.info)
-        if len(self._live) + len(requests) > self.max_requests:
-            raise QueueFullError("the queue is full", retry_after_s=self.retry_after_s)
+        self.check_room(len(requests))
         self._loop = asyncio.get_running_loop()
         stream = TokenStream((request.request_id for request in requests), self._forget)
         for request in requests:
@@ -166,6 +165,10 @@ class FakeEngineClient:
         self._note(lambda: self.submitted.extend(requests))
         self._schedule()
         return stream
+
+    def check_room(self, num_requests: int, num_others: int = 0) -> None:
+        if len(self._live) + num_requests + num_others > self.max_requests:
+            raise QueueFullError("the queue is full", retry_after_s=self.retry_after_s)
 
     def look(self, show: Callable[[BlockMap], None]) -> None:
         self.num_looks += 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,61 @@ def test_no_key_fills_the_queue_for_others(serve: Callable[..., LiveServer], tmp
         "at most 160 requests of a key may run or wait: of 'alice' 128 do, got 33 more"
     )
     assert let_in.status_code == 202
+
+
+@pytest.mark.parametrize("way", ["events", "retries"])
+def test_no_key_opens_every_connection_as_readers(serve: Callable[..., LiveServer], tmp_path: Any, way: str) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: a\nbob: b\n")
+    engine = FakeEngineClient(say("abc"), auto=False)
+    server = serve(engine, api_key_file=keys, max_connections=8, max_requests_per_key=1)
+    alice, bob = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+    body = {"prompt": "x", "stream": True, "background": True}
+    path = "/v1/completions"
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=20))
+
+        def read(headers: dict[str, str]) -> httpx.Response:
+            if way == "retries":
+                return stack.enter_context(
+                    client.stream("POST", path, json=body, headers={**headers, "idempotency-key": "k"})
+                )
+            return stack.enter_context(client.stream("GET", f"{path}/{completion_id}/events", headers=headers))
+
+        completion_id = client.post(path, json={**body, "stream": False}, headers=alice).json()["id"]
+        if way == "retries":
+            client.post(f"{path}/{completion_id}/cancel", headers=alice)
+        readers = [read(alice) for _ in range(4)]
+        assert [reader.status_code for reader in readers] == [200] * 4
+        refused = client.get(f"{path}/{completion_id}", headers=alice)
+        assert (refused.status_code, refused.headers["retry-after"], refused.json()["error"]) == (
+            429,
+            "1",
+            {
+                "message": "at most 4 answers of a key may be open: of 'alice' 4 are",
+                "type": "rate_limit_error",
+                "param": None,
+                "code": "rate_limit_exceeded",
+            },
+        )
+        assert client.get("/v1/models", headers=bob).status_code == 200
+        assert client.get("/health").status_code == 200
+        readers[0].close()
+        while (again := client.get(f"{path}/{completion_id}", headers=alice)).status_code == 429:
+            pass  # until the server notices; the time limit of tests ends it
+        assert again.status_code == 200
+
+
+def test_the_only_key_may_open_all_connections(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(auto=False), api_keys=("k",), max_connections=8)
+    headers = {"authorization": "Bearer k"}
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=20))
+        body = {"prompt": "x", "stream": True}
+        readers = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=body, headers=headers)) for _ in range(6)
+        ]
+        assert [reader.status_code for reader in readers] == [200] * 6
 
 
 def test_a_key_without_others_may_have_the_whole_queue(make_api: Callable[..., Api], tmp_path: Any) -> None:

@@ -1,0 +1,74 @@
+"""Lets requests in before any work is done for them, within the limits of their owner, the queue and bytes.
+
+Routes enter with `planned`; `plan.py` takes the places of the choices once it knows how many they are. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.completions.planning import Place
+from gptserve.server.completions.service import Service
+
+Body = TypeVar("Body")
+Plan = TypeVar("Plan")
+
+
+async def admitted(
+    plan: Callable[[Body, Service, str | None], Awaitable[Plan]],
+    service: Service,
+    place: Place,
+    num_bytes: int,
+    body: Body,
+) -> Plan:
+    """Return the plan of a body of so many bytes; count it meanwhile. Raises ServiceError, and what `plan` raises."""
+    with planned(service, place, num_bytes) as planning:
+        return await plan(body, planning, place.owner)
+
+
+@contextmanager
+def planned(service: Service, place: Place, num_bytes: int) -> Iterator[Service]:
+    """Count a request, whose body has so many bytes, while it is planned; yield the service to plan it with.
+
+    Raises ServiceError.
+    """
+    planning = replace(service, place=place)
+    service.planning.enter(place)
+    try:
+        hold(planning, num_bytes)
+        yield planning
+    finally:
+        leave(planning)
+
+
+def hold(service: Service, num_bytes: int) -> None:
+    """Count more bytes that are held for the request that is planned. Raises ServiceError."""
+    with service.counting_rejections():
+        service.planning.hold(service.place, num_bytes)
+
+
+def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -> None:
+    """Count n choices of each prompt as waiting. Raises ServiceError, QueueFullError or InvalidRequestError."""
+    num_requests, info = n * num_prompts, service.engine.info
+    # A request that can never be let in must not be told to try again.
+    most = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
+    if num_requests > most:
+        message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
+        raise InvalidRequestError(message, param="n")
+    service.limits.check_possible(owner, n, num_prompts)
+    with service.counting_rejections():
+        service.limits.check(owner, num_requests)
+        service.engine.check_room(num_requests, service.planning.num_requests)
+    if service.planning.take(service.place, num_requests):
+        service.limits.note_planned(owner, num_requests)
+
+
+def leave(service: Service) -> None:
+    """Count a request no more, as it is planned or is not to be; does nothing if it has left."""
+    place = service.place
+    if service.planning.leave(place):
+        service.limits.note_planned(place.owner, -place.num_requests)
