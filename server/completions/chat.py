@@ -67,7 +67,7 @@ async def plan_chat(
             "logprobs": "top_logprobs" if body.top_logprobs else "logprobs",
         }
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
-    # The messages have become the prompt; parsed, they may take ten times the bytes that were sent until the answer ends.
+    # The messages have become the prompt, and parsed they take up to ten times the bytes that were sent.
     return replace(planned, body=body.model_copy(update={"messages": []}))
 
 

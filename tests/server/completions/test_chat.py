@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gptserve.server.completions.harmony import MARKS
+from gptserve.server.completions.run import CompletionRun
 from tests.server.conftest import Api
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
 
@@ -182,3 +183,17 @@ def test_a_completion_of_a_harmony_model_is_not_split(make_api: MakeApi) -> None
     for skip, text in ((None, "final4"), (True, "final4"), (False, answer)):
         response = api.complete(prompt="x", max_tokens=99, skip_special_tokens=skip)
         assert response.json()["choices"][0]["text"] == text
+
+
+def test_the_messages_are_not_held_while_the_answer_is_computed(
+    make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[object] = []
+
+    def note(*arguments: Any, **fields: Any) -> CompletionRun:
+        held.append(arguments[0].body.messages)
+        return CompletionRun(*arguments, **fields)
+
+    monkeypatch.setattr("gptserve.server.completions.answer.CompletionRun", note)
+    assert make_api(FakeEngineClient()).chat("hi", max_tokens=1).status_code == 200
+    assert held == [[]]
