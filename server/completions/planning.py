@@ -77,7 +77,7 @@ class Planning:
     """The places of one server. Owners take turns at the workers, and together their bodies are bounded.
 
     Where there are several owners, none holds more than half of the bytes, nor the last worker that the machine has a
-    CPU for. An owner that holds nothing may always have one body, of any size.
+    CPU for. An owner that holds nothing else may always have one request, of any size.
     """
 
     def __init__(
@@ -110,11 +110,12 @@ class Planning:
     def hold(self, place: Place, num_bytes: int) -> None:
         """Count bytes that are held for a place that has entered. Raises ServiceError."""
         own, held = self._num_bytes[place.owner], self._num_bytes.total()
-        if own and held + num_bytes > MAX_PLANNING_BYTES:
+        has_others = own > place.num_bytes
+        if has_others and held + num_bytes > MAX_PLANNING_BYTES:
             rule = f"requests that are being prepared may have {MAX_PLANNING_BYTES} bytes"
             raise ServiceError("queue_full", f"{rule}: they have {held}, got {num_bytes} more", retry_after_s=1)
         most = MAX_PLANNING_BYTES // 2
-        if own and own + num_bytes > most and self._has_several_owners():
+        if has_others and own + num_bytes > most and self._has_several_owners():
             rule = f"requests of a key that are being prepared may have {most} bytes"
             counts = f"those of {place.owner!r} have {own}, got {num_bytes} more"
             raise ServiceError("rate_limit_exceeded", f"{rule}: {counts}", retry_after_s=1)

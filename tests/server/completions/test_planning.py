@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gptserve.server.completions.planning import Place, Planning
+from gptserve.server.completions.planning import MAX_PLANNING_BYTES, Place, Planning
 from gptserve.server.errors import ServiceError
 from gptserve.weights.workers import NUM_WORKERS
 from tests.server.conftest import LiveServer
@@ -244,3 +244,15 @@ def test_what_is_held_for_requests_that_are_planned_is_bounded(
     gate.tokenizer.gate.set()
     assert [first.result().status_code, second.result().status_code] == [200, 200]
     assert gate.post("alice").status_code == 200
+
+
+def test_one_request_of_an_owner_may_be_of_any_size() -> None:
+    planning, place, second = Planning(lambda: True), Place("alice"), Place("alice")
+    planning.enter(place)
+    planning.hold(place, MAX_PLANNING_BYTES)
+    planning.hold(place, MAX_PLANNING_BYTES)  # as its conversation has so many
+    planning.enter(second)
+    with pytest.raises(ServiceError):
+        planning.hold(second, 1)
+    assert planning.leave(place) and not planning.leave(place)
+    planning.hold(second, MAX_PLANNING_BYTES)
