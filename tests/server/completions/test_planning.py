@@ -254,5 +254,6 @@ def test_one_request_of_an_owner_may_be_of_any_size() -> None:
     planning.enter(second)
     with pytest.raises(ServiceError):
         planning.hold(second, 1)
-    assert planning.leave(place) and not planning.leave(place)
+    assert planning.leave(place)
+    assert not planning.leave(place)
     planning.hold(second, MAX_PLANNING_BYTES)
