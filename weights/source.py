@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from gptserve.weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError, shown
 from gptserve.weights.families import open_config
+from gptserve.weights.hub_cache import CONFIG_FILES, find_cached, lack_of, missing_files
 
 EMBEDDED_MODEL = "storyteller"
 
 # Files in sub-folders are other formats of the same weights, and consolidated.* other names for the same tensors.
 HUB_ALLOWED = ("*.safetensors", "*.json", "merges.txt", "chat_template.jinja")
-CONFIG_FILES = ("config.json", "generation_config.json")
 HUB_IGNORED = ("*/*", "consolidated*.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -160,14 +160,23 @@ def fetch_model(repo_id: str, revision: str | None = None, download: Download | 
 
 
 def _fetch(repo_id: str, revision: str | None, files: tuple[str, ...], download: Download | None = None) -> Path:
-    """Download the files of a hub model that match `files` into the cache; return its folder there."""
+    """Download the files of a hub model that match `files` into the cache; return its folder there.
+
+    If the hub does not answer, the folder need only have the files that are read.
+    """
     options = {"revision": revision, "allow_patterns": list(files), "ignore_patterns": list(HUB_IGNORED)}
 
     def fetch(hub: Any) -> str:
         bars = {} if download is None else {"tqdm_class": _watched_bar(hub.utils.tqdm, download)}
-        return str(hub.snapshot_download(repo_id, **options, **bars))
+        try:
+            return str(hub.snapshot_download(repo_id, **options, **bars))
+        except hub.errors.LocalEntryNotFoundError:
+            folder = find_cached(hub, repo_id, revision)
+            if folder is None or missing_files(hub, repo_id, folder, only_config=files == CONFIG_FILES):
+                raise
+            return str(folder)
 
-    return Path(_ask_hub(repo_id, revision, fetch))
+    return Path(_ask_hub(repo_id, revision, fetch, only_config=files == CONFIG_FILES))
 
 
 def _watched_bar(bar: type[Any], download: Download) -> type[Any]:
@@ -190,19 +199,19 @@ def _watched_bar(bar: type[Any], download: Download) -> type[Any]:
     return WatchedBar
 
 
-def _ask_hub(repo_id: str, revision: str | None, call: Callable[[Any], T]) -> T:
+def _ask_hub(repo_id: str, revision: str | None, call: Callable[[Any], T], *, only_config: bool = False) -> T:
     """Return the result of `call` on huggingface_hub, imported only here. Raises ModelNotFoundError."""
+    import huggingface_hub.errors
     import huggingface_hub.utils
 
     try:
         return call(huggingface_hub)
     except Exception as fault:  # from the library, its HTTP client or the disk: one kind to a user
-        raise ModelNotFoundError(_why_not_fetched(repo_id, revision, fault)) from fault
+        raise ModelNotFoundError(_why_not_fetched(huggingface_hub, repo_id, revision, fault, only_config)) from fault
 
 
-def _why_not_fetched(repo_id: str, revision: str | None, fault: Exception) -> str:
-    from huggingface_hub import constants, errors
-
+def _why_not_fetched(hub: Any, repo_id: str, revision: str | None, fault: Exception, only_config: bool) -> str:
+    errors = hub.errors
     if isinstance(fault, errors.GatedRepoError):
         return f"hub model {repo_id} is gated: ask for access on its page, then set HF_TOKEN"
     if isinstance(fault, errors.RepositoryNotFoundError):
@@ -213,6 +222,7 @@ def _why_not_fetched(repo_id: str, revision: str | None, fault: Exception) -> st
     if not isinstance(fault, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return f"hub model {repo_id}{at_revision} could not be fetched: {shown(str(fault))}"
     cause = f"the hub did not answer: {shown(str(fault.__cause__))}"
-    if constants.HF_HUB_OFFLINE:
+    if hub.constants.HF_HUB_OFFLINE:
         cause = "HF_HUB_OFFLINE is set"
-    return f"hub model {repo_id}{at_revision} is not complete in the cache, and {cause}"
+    lack = lack_of(hub, repo_id, revision, only_config=only_config)
+    return f"hub model {repo_id}{at_revision} {lack}, and {cause}"

@@ -170,13 +170,57 @@ def test_what_cannot_be_fetched_is_one_sentence(
 
 def test_model_that_is_not_cached_says_why_it_was_not_fetched(hub: Hub, resolve: Resolve) -> None:
     answer = resolve("someone/good", "v1", HF_HUB_OFFLINE="1")
-    sentence = "hub model someone/good at revision 'v1' is not complete in the cache, and HF_HUB_OFFLINE is set"
+    sentence = "hub model someone/good at revision 'v1' is not in the cache, and HF_HUB_OFFLINE is set"
     assert (answer["error"], answer["message"]) == ("ModelNotFoundError", sentence)
     assert hub.paths == []
     answer = resolve("someone/good", HF_ENDPOINT="http://127.0.0.1:9")
-    assert "is not complete in the cache, and the hub did not answer: " in str(answer["message"])
+    assert "is not in the cache, and the hub did not answer: " in str(answer["message"])
     hub.broken = True
     assert "500 Internal Server Error" in str(resolve("someone/good")["message"])
+
+
+def snapshot(tmp_path: Path, repo_id: str = "someone/good") -> Path:
+    [folder] = (tmp_path / "cache" / "hub" / f"models--{repo_id.replace('/', '--')}" / "snapshots").iterdir()
+    return folder
+
+
+def test_a_cache_without_files_that_nobody_reads_is_complete(hub: Hub, resolve: Resolve, tmp_path: Path) -> None:
+    unread = {"vocab.json": b"{}", "merges.txt": b"", "extra.json": b"{}", "other.safetensors": b"other"}
+    files = {"config.json": WANTED["config.json"], "tokenizer.json": b"{}", "model.safetensors": b"all"}
+    hub.repositories["someone/good"]["main"] = files | unread
+    resolve("someone/good")
+    for name in unread:
+        (snapshot(tmp_path) / name).unlink()
+
+    assert resolve("someone/good", HF_HUB_OFFLINE="1")["files"] == text(files)
+    hub.broken = True
+    assert resolve("someone/good")["files"] == text(files)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "vocab.json", "chat_template.jinja"]
+)
+def test_a_file_that_the_cache_lacks_is_named(resolve: Resolve, tmp_path: Path, hub: Hub, name: str) -> None:
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = json.dumps({"weight_map": weight_map}).encode()
+    hub.repositories["someone/good"]["main"] = WANTED | {"model.safetensors.index.json": index}
+    resolve("someone/good")
+    (snapshot(tmp_path) / name).unlink()
+
+    answer = resolve("someone/good", HF_HUB_OFFLINE="1")
+
+    sentence = f"hub model someone/good lacks {name!r} in the cache, and HF_HUB_OFFLINE is set"
+    assert (answer["error"], answer["message"]) == ("ModelNotFoundError", sentence)
+    assert resolve("someone/good")["files"] == text(WANTED | {"model.safetensors.index.json": index})
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_name_of_a_commit_may_end_its_line(resolve: Resolve, tmp_path: Path, end: str) -> None:
+    resolve("plain")
+    reference = snapshot(tmp_path, "plain").parents[1] / "refs" / "main"
+    reference.write_text(reference.read_text() + end)
+
+    assert resolve("plain", HF_HUB_OFFLINE="1")["files"] == text(PINNED)
 
 
 def test_no_model_is_the_embedded_one() -> None:

@@ -87,7 +87,7 @@ def open_config(folder: Path) -> tuple[RawConfig, Family]:
     Raises InvalidConfigError, or UnsupportedModelError for a kind of model or weights that is not supported.
     """
     raw = RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
-    model_type = raw.text("model_type")
+    model_type = _model_type(raw)
     if "auto_map" in raw and model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{shown(model_type)} brings its own code (config.json: auto_map), which is never run; use a checkpoint in "
@@ -96,6 +96,17 @@ def open_config(folder: Path) -> tuple[RawConfig, Family]:
     family = find_family(model_type)
     _refuse_quantized(raw, family, folder)
     return raw, family
+
+
+def _model_type(raw: RawConfig) -> str:
+    """Return model_type; an error says what `architectures` says, by which a reader knows the model."""
+    try:
+        return raw.text("model_type")
+    except InvalidConfigError as fault:
+        names = raw.value("architectures")
+        if not isinstance(names, list) or not names:
+            raise
+        raise InvalidConfigError(f"{fault}; architectures is {shown(names)}") from fault
 
 
 def load_config(folder: Path) -> ModelConfig:

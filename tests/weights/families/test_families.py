@@ -126,6 +126,18 @@ def test_end_of_text_id_outside_the_vocabulary_is_refused(tmp_path: Path, token_
         load(tmp_path, {"eos_token_id": token_id})
 
 
+@pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM"])
+def test_without_model_type_the_architectures_are_named(tmp_path: Path, names: object) -> None:
+    missing = "config.json: model_type must be a string, but is missing"
+    for architectures, reason in (
+        (names, missing),
+        (["XForCausalLM"], f"{missing}; architectures is ['XForCausalLM']"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+        with pytest.raises(InvalidConfigError, match=f"^{re.escape(reason)}$"):
+            load_config(tmp_path)
+
+
 @pytest.mark.parametrize("model_type", [None, "", 3, ["gpt2"]])
 def test_model_type_must_be_a_name(tmp_path: Path, model_type: object) -> None:
     with pytest.raises(InvalidConfigError, match=r"config\.json: model_type must be a string, got"):
