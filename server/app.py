@@ -36,6 +36,7 @@ from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.envelope import RequestEnvelope, report
+from gptserve.server.http.hosts import HostGuard
 from gptserve.server.http.root_path import RootPath
 from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
 from gptserve.server.operations.keys import ApiKeys
@@ -93,6 +94,7 @@ def create_app(
             *([] if settings.root_path is None else [Middleware(RootPath, settings.root_path)]),
             *([] if options.tracing is None else [Middleware(options.tracing.middleware)]),
             Middleware(RequestEnvelope, metrics, limits),
+            *_hosts(settings),
             *_guard(settings, keys, limits),
         ],
         exception_handlers={HTTPException: _answer_routing_error},
@@ -133,6 +135,13 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
             expose_headers=["x-request-id", "x-gptserve-ignored", "retry-after"],
         )
     ]
+
+
+def _hosts(settings: ServerSettings) -> list[Middleware]:
+    """Return the middleware that refuses other hosts, unless all are allowed. Probes and scrapers use any address."""
+    if "*" in settings.hosts:
+        return []
+    return [Middleware(HostGuard, hosts=settings.hosts, open_paths=PROBE_PATHS | {"/metrics"})]
 
 
 def _max_requests(settings: ServerSettings, keys: ApiKeys | None) -> int | None:

@@ -29,6 +29,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 VARIABLE_PREFIX = "GPTSERVE_"
 _REDACTED = "***"
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")  # as a browser sends it: no path, and no slash at its end
+_HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*|\[[0-9a-fA-F:.]+\]", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 _COLLECTOR = re.compile(r"https?://[^/\s?#@]+/[^\s#]+")  # the whole URL; a password would be shown by `config`
 _TRACES_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
@@ -143,6 +144,11 @@ class ServerSettings:
         str | None,
         "web pages that may call the API: their origins, such as https://chat.example.com, with commas between, or *",
     ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        "hosts to answer to, such as llm.example.com,*.example.org, with commas between, or * (default: localhost, "
+        "127.0.0.1 and [::1] if only this machine can connect and no key is needed, else *)",
+    ] = None
     playground: Annotated[bool, "serve a page to try the model on at /"] = True
     strict_fields: Annotated[bool, "refuse requests with fields that nobody reads"] = False
     ssl_keyfile: Annotated[Path | None, "private key for TLS, in PEM"] = None
@@ -214,6 +220,11 @@ class ServerSettings:
                 f"allowed-origins must be * or such as https://a.example,http://b.example:3000, got "
                 f"{self.allowed_origins!r}"
             )
+        if not all(map(_HOST.fullmatch, self.hosts)):
+            raise SettingsError(
+                f"allowed-hosts must be * or names and addresses without a port, such as "
+                f"llm.example.com,*.example.org,[::1], got {self.allowed_hosts!r}"
+            )
         if self.otlp_traces_endpoint is not None:
             _check_traces(self.otlp_traces_endpoint)
         for name, path in (("ssl-keyfile", self.ssl_keyfile), ("ssl-certfile", self.ssl_certfile)):
@@ -229,6 +240,16 @@ class ServerSettings:
     def origins(self) -> tuple[str, ...]:
         """The allowed origins, each apart."""
         return () if self.allowed_origins is None else tuple(map(str.strip, self.allowed_origins.split(",")))
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts to answer to, each apart; * is all."""
+        if self.allowed_hosts is not None:
+            return tuple(map(str.strip, self.allowed_hosts.split(",")))
+        if self.needs_key or not self.is_local:
+            return ("*",)
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        return tuple(dict.fromkeys(("localhost", "127.0.0.1", "[::1]", own)))
 
     @property
     def is_local(self) -> bool:

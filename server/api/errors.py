@@ -32,6 +32,7 @@ _NO_FIELDS = frozenset(
 # The codes of each status. All others are of requests that break a rule, with status 400.
 _CODES = {
     401: "invalid_api_key",
+    403: "host_not_allowed",
     404: "not_found model_not_found completion_not_found",
     405: "method_not_allowed",
     408: "request_timeout",

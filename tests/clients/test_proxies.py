@@ -78,7 +78,7 @@ HIDDEN = b"GET /version HTTP/1.1\r\nHost: t\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with served("--dtype", "float32", *OFTEN) as url:
+    with served("--dtype", "float32", "--allowed-hosts", "*", *OFTEN) as url:
         yield url.removesuffix("/v1")
 
 

@@ -40,6 +40,7 @@ WRITTEN = {
     "playground": "false",
     "strict-fields": "true",
     "allowed-origins": "https://a.example,http://b.example:3000",
+    "allowed-hosts": "llm.example.com,*.example.org,[::1]",
     "ssl-keyfile": __file__,
     "ssl-certfile": __file__,
     "max-body-bytes": "1MiB",
@@ -387,6 +388,14 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
         (
             ("--allowed-origins", "https://a.example/"),
             "allowed-origins must be * or such as https://a.example,http://b.example:3000, got 'https://a.example/'",
+        ),
+        *(
+            (
+                ("--allowed-hosts", hosts),
+                "allowed-hosts must be * or names and addresses without a port, such as "
+                f"llm.example.com,*.example.org,[::1], got {hosts!r}",
+            )
+            for hosts in ("", "a:80", "a,", "a,,b", "*.*.a", "a.*", "::1", "http://a", "a/b", "[::1]:80", "*a", ".a")
         ),
         *(
             (
