@@ -5,6 +5,7 @@ It does not start or stop the engine and reads no configuration; `serve.py` and 
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from fastapi import APIRouter, FastAPI
@@ -27,6 +28,7 @@ from gptserve.server.api.responses import responses_router
 from gptserve.server.api.schemas import ChatRequest, CompletionRequest
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
+from gptserve.server.background.owners import FormerOwners
 from gptserve.server.background.resumption import Restore
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.options import AppOptions
@@ -47,6 +49,8 @@ from gptserve.server.playground.router import PAGE_PATHS, playground_router
 from gptserve.server.responses.plan import RESPONSE_SHAPE, restore_response
 from gptserve.server.settings import ServerSettings
 from gptserve.server.tools.dialect import dialect_of
+
+logger = logging.getLogger(__name__)
 
 MAX_PATH = 200  # characters of a path in a message
 
@@ -82,6 +86,10 @@ def create_app(
     metrics.watch_background(store.counts)
     metrics.watch_journal(journal.num_bytes)
     journal.on_write = metrics.journal_write_time.observe
+    if keys is not None:
+        journal.former_owners = FormerOwners(keys.positions, keys.owners)
+        for name in keys.positions.keys() & set(settings.operators) - keys.owners:
+            logger.warning("--operator %s names no key any more: that key is now %s", name, keys.positions[name])
     app = FastAPI(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
@@ -152,7 +160,7 @@ def _max_requests(settings: ServerSettings, keys: ApiKeys | None) -> int | None:
 
 
 def _has_several_owners(keys: ApiKeys | None) -> bool:
-    return keys is not None and keys.num_owners > 1
+    return keys is not None and len(keys.owners) > 1
 
 
 def _guard(settings: ServerSettings, keys: ApiKeys | None, limits: KeyLimits) -> list[Middleware]:

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from gptserve.server.background import records
 from gptserve.server.background.database import FILE_NAME, connect, disconnect, give_back
+from gptserve.server.background.owners import FormerOwners, rename_owners
 from gptserve.server.background.records import CompletionRecord, EndRecord, IndexRow, OutputBatch, Statement
 from gptserve.server.completions.encoding import PIECE_ENTRIES
 from gptserve.server.errors import ServiceError
@@ -53,6 +54,8 @@ class Journal:
         self._decoding = asyncio.Lock()
         self.on_write: Callable[[float], object] = lambda seconds: None
         """Told how long each transaction took."""
+        self.former_owners = FormerOwners()
+        """Renamed by `load`."""
 
     def num_bytes(self) -> int:
         """Return the size of its files; 0 in memory."""
@@ -72,6 +75,7 @@ class Journal:
 
     async def load(self) -> list[IndexRow]:
         """Return all completions: first those that ended, by time of end; then the others, oldest first."""
+        await self._run(lambda connection: rename_owners(connection, self.former_owners))
         return await self._run(_read_index)
 
     async def read_record(self, completion_id: str) -> CompletionRecord:

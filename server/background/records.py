@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -85,6 +85,12 @@ def insert_completion(record: CompletionRecord) -> Statement:
     values = {name: getattr(record, name) for name in record.__slots__}
     values |= {"prompts": json.dumps(record.prompts), "batch_invariant": int(record.batch_invariant)}
     return _insert("completions", *values.values())
+
+
+def update_owner(record: CompletionRecord, owner: str) -> Statement:
+    """Return the statement that gives a completion to another owner."""
+    _, row = insert_completion(replace(record, owner=owner))
+    return "UPDATE completions SET owner = ?, checksum = ? WHERE id = ?", (owner, row[-1], record.completion_id)
 
 
 def insert_outputs(completion_id: str, n: int, outputs: OutputBatch) -> Statement:

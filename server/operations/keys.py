@@ -17,6 +17,7 @@ from pathlib import Path
 KEY_RULE = "one or more printable ASCII characters without a space"
 LINE_RULE = "a # comment or NAME: KEY, a name of 1 to 64 letters, digits and ._@+- and a key without a space"
 MAX_FILE_BYTES = 2**17  # some 2,000 keys; the event loop reads them in a few milliseconds
+NAME_DIGITS = 12  # no two keys have the same; a guess at a weak key can be checked with fewer, too
 CHECK_INTERVAL_S = 1.0  # a key that is removed from the file stays valid for so long
 
 _KEY = re.compile(r"[!-~]+")
@@ -32,6 +33,11 @@ class KeyFileError(Exception):
 def is_key(text: str) -> bool:
     """Return whether `text` can be a key: KEY_RULE."""
     return _KEY.fullmatch(text) is not None
+
+
+def option_name(key: str) -> str:
+    """Return the name of the owner of a key that an option gives."""
+    return f"key-{hashlib.sha256(key.encode()).hexdigest()[:NAME_DIGITS]}"
 
 
 def read_key_file(path: Path) -> dict[str, str]:
@@ -60,15 +66,18 @@ def read_key_file(path: Path) -> dict[str, str]:
 class ApiKeys:
     """The valid keys. It holds their SHA-256 digests only.
 
-    Keys of options are named key-1, key-2 and so on; the file names its own. A lookup checks the file for changes, at
-    most every CHECK_INTERVAL_S. While the file is not usable, the keys read last stay valid.
+    Keys of options are named by their digests, as `option_name` says, so that a key keeps its name when another is
+    taken away; the file names its own. A lookup checks the file for changes, at most every CHECK_INTERVAL_S. While the
+    file is not usable, the keys read last stay valid.
     """
 
     def __init__(
         self, keys: Sequence[str] = (), file: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Read the file, which may raise KeyFileError."""
-        self._names = self._of_options = _by_digest({key: f"key-{number}" for number, key in enumerate(keys, 1)})
+        self._names = self._of_options = _by_digest({key: option_name(key) for key in keys})
+        self.positions = {f"key-{number}": option_name(key) for number, key in enumerate(keys, 1)}
+        """The names of the keys of options by those that they had in earlier versions."""
         self._file = file
         self._clock = clock
         self._check_at = clock() + CHECK_INTERVAL_S
@@ -78,9 +87,9 @@ class ApiKeys:
             self._names = self._of_options | _by_digest(read_key_file(file))
 
     @property
-    def num_owners(self) -> int:
-        """How many names the keys read last have."""
-        return len(set(self._names.values()))
+    def owners(self) -> set[str]:
+        """The names of the keys read last."""
+        return set(self._names.values())
 
     def name_of(self, key: bytes) -> str | None:
         """Return the name of the key's owner, or None for a key that is not valid."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gptserve.server.operations.keys import option_name
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
 
@@ -71,8 +72,8 @@ def test_the_name_of_a_key_is_in_the_log_line(guarded: Api, caplog: pytest.LogCa
     guarded.get("/v1/models", headers=bearer("wr0ng"))
 
     lines = [record for record in caplog.records if record.name == "gptserve.server.http.envelope"]
-    assert [vars(line).get("key") for line in lines] == ["key-2", None, None]
-    assert " key=key-2 " in lines[0].getMessage()
+    assert [vars(line).get("key") for line in lines] == [option_name(KEYS[1]), None, None]
+    assert f" key={option_name(KEYS[1])} " in lines[0].getMessage()
     assert not any(key in str(vars(record)) for record in caplog.records for key in (*KEYS, "wr0ng"))
 
 
@@ -80,7 +81,7 @@ def test_an_error_is_logged_with_the_name_of_the_key(guarded: Api, caplog: pytes
     caplog.set_level(logging.INFO, logger="gptserve")
     assert guarded.get("/nowhere", headers=bearer(KEYS[0])).status_code == 404
     [line] = [record for record in caplog.records if record.name == "gptserve.server.http.envelope"]
-    assert (vars(line)["key"], vars(line)["error"]) == ("key-1", "not_found")
+    assert (vars(line)["key"], vars(line)["error"]) == (option_name(KEYS[0]), "not_found")
 
 
 def test_keys_of_a_file_open_under_the_names_it_gives(

@@ -61,10 +61,12 @@ def test_anything_else_is_no_key(key: str) -> None:
     assert not is_key(key)
 
 
-def test_keys_of_options_are_numbered() -> None:
+def test_keys_of_options_are_named_by_their_digests() -> None:
     keys = ApiKeys(("first", "second,third"))
 
-    assert [keys.name_of(key) for key in (b"first", b"second,third")] == ["key-1", "key-2"]
+    assert [keys.name_of(key) for key in (b"first", b"second,third")] == ["key-a7937b64b8ca", "key-2117ce061572"]
+    assert keys.owners == {"key-a7937b64b8ca", "key-2117ce061572"}
+    assert ApiKeys(("second,third",)).name_of(b"second,third") == keys.name_of(b"second,third")
     assert [keys.name_of(key) for key in (b"second", b"third", b"", b"fir", b"first ", b"\xff")] == [None] * 6
 
 
@@ -87,7 +89,7 @@ def test_two_keys_of_one_owner_both_open_during_a_rotation(path: Path) -> None:
 def test_keys_of_options_and_of_a_file_open_side_by_side(path: Path) -> None:
     keys = ApiKeys(("mine",), path)
 
-    assert (keys.name_of(b"mine"), keys.name_of(b"first")) == ("key-1", "alice")
+    assert (keys.name_of(b"mine"), keys.name_of(b"first")) == ("key-3fd30542fe3f", "alice")
 
 
 @pytest.mark.parametrize(
