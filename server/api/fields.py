@@ -87,6 +87,13 @@ UNREAD: dict[str, Unread] = {
     "logits_processors": Unread(([],), "a processor of logits is"),
     "prompt_embeds": Unread((), "a prompt of embeddings is"),
     "kv_transfer_params": Unread(({},), "transfer of the KV cache is"),
+    "ec_transfer_params": Unread(({},), "transfer of an encoder's cache is"),
+    "watermarking": Unread((False,), "a watermark is"),
+    "logprob_token_ids": Unread((), "a choice of the tokens with logprobs is"),
+    "repetition_detection": Unread((), "an end at repetitions is"),
+    "return_prompt_text": Unread((False,), "the text of the prompt in an answer is"),
+    **dict.fromkeys(("session_id", "stream_interval", "return_token_offsets", "return_mm_kwargs"), _HINT),
+    "routed_experts_prompt_start": _HINT,
     "vllm_xargs": Unread(({},), "an argument of vLLM's plugins is"),
 }
 """Fields of OpenAI's API, of vLLM and of others."""
@@ -156,6 +163,8 @@ class FieldReader:
             return
         shown = show(name)[1:-1]
         if any(name in route.model_fields for route in _ROUTES):
+            if value is False:  # of a switch that is off, as vLLM's clients send echo with chats
+                return
             raise _unknown(f"{shown} is not a field of this route", shown)
         if self.strict:
             raise _unknown(f"unknown field {shown}, got {show(value)}", shown)

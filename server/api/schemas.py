@@ -347,6 +347,7 @@ class ChatLogprobs(_Model):
     """One entry per generated token, including those of the reasoning and its frame."""
 
     content: list[TokenLogprob]
+    refusal: None
 
 
 class AnswerMessage(_Model):
@@ -354,6 +355,7 @@ class AnswerMessage(_Model):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    refusal: None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[AnswerToolCall] | None = None
@@ -364,6 +366,7 @@ class MessageDelta(_Model):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    refusal: None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None

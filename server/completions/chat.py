@@ -122,7 +122,7 @@ def _check_together(body: ChatRequest) -> None:
             f"max_completion_tokens must be max_tokens, which is {body.max_tokens}, got {body.max_completion_tokens}"
         )
         raise InvalidRequestError(message, param="max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs may be given only with logprobs true", param="top_logprobs")
 
 

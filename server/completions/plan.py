@@ -95,7 +95,7 @@ class CompletionPlan:
         """Return the answer in one piece from the deltas of each choice, which may be empty."""
         joined = [join_deltas(deltas or [Delta("")]) for deltas in choices]
         rendered = [self.shape.choice(index, delta) for index, delta in enumerate(joined)]
-        after_choices = self.shape.after_choices(joined[0]) if joined else {}
+        after_choices = {**dict.fromkeys(self.shape.nulls), **(self.shape.after_choices(joined[0]) if joined else {})}
         return {**self.head(), "choices": rendered, **after_choices, "usage": usage}
 
 

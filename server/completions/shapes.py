@@ -13,6 +13,8 @@ from gptserve.server.completions.output import Delta, RankedToken, TokenScore, t
 from gptserve.server.tools.calls import call_json
 
 Json = dict[str, object]
+_REASONING = ("reasoning", "reasoning_content")
+_OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,8 @@ class Shape:
     """How to render the parts of an answer, in the shapes that schemas.py describes.
 
     `choice` renders a whole choice and `part` a chunk's addition to one; both put the index first. `after_choices`
-    takes the first choice and renders the fields that follow the choices. `opening` renders the chunk before the first
-    one of a choice, in shapes that have one.
+    takes the first choice and renders the fields that follow the choices; those of `nulls` that it leaves out are null
+    in a whole answer. `opening` renders the chunk before the first one of a choice, in shapes that have one.
     """
 
     id_prefix: str
@@ -31,6 +33,16 @@ class Shape:
     part: Callable[[int, Delta], Json]
     after_choices: Callable[[Delta], Json]
     opening: Callable[[int], Json] | None = None
+    nulls: tuple[str, ...] = ()
+
+
+def _whole_text_choice(index: int, delta: Delta) -> Json:
+    return _with_nulls(_text_choice(index, delta), "token_ids", *_OF_PROMPT)
+
+
+def _with_nulls(given: Json, *names: str) -> Json:
+    """Add null for names that are left out: vLLM's clients read its fields without asking whether they are there."""
+    return {**given, **{name: None for name in names if name not in given}}
 
 
 def _text_choice(index: int, delta: Delta) -> Json:
@@ -82,8 +94,9 @@ def _top_by_name(score: TokenScore) -> dict[str, float] | None:
 def _message_choice(index: int, delta: Delta) -> Json:
     calls: Json = {"tool_calls": list(map(call_json, delta.tool_calls))} if delta.tool_calls else {}
     content = delta.text or (None if calls else "")
-    message = {"role": "assistant", "content": content, **_reasoning(delta), **calls}
-    return {"index": index, "message": message, "logprobs": _token_list(delta), **_end(delta)}
+    message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(delta), **calls}
+    choice = {"index": index, "message": _with_nulls(message, *_REASONING), "logprobs": _token_list(delta)}
+    return _with_nulls({**choice, **_end(delta)}, "token_ids")
 
 
 def _delta_choice(index: int, delta: Delta) -> Json:
@@ -94,18 +107,18 @@ def _delta_choice(index: int, delta: Delta) -> Json:
 
 
 def _opening_choice(index: int) -> Json:
-    return {**_delta_choice(index, Delta("")), "delta": {"role": "assistant", "content": ""}}
+    return {**_delta_choice(index, Delta("")), "delta": {"role": "assistant", "content": "", "refusal": None}}
 
 
 def _reasoning(delta: Delta) -> Mapping[str, str]:
     # vLLM has renamed the field; clients read one or the other.
-    return dict.fromkeys(("reasoning", "reasoning_content"), delta.reasoning) if delta.reasoning else {}
+    return dict.fromkeys(_REASONING, delta.reasoning) if delta.reasoning else {}
 
 
 def _token_list(delta: Delta) -> Json | None:
     if delta.logprobs is None:
         return None
-    return {"content": map(token_with_top, delta.logprobs)}
+    return {"content": map(token_with_top, delta.logprobs), "refusal": None}
 
 
 def token_with_top(score: TokenScore) -> Json:
@@ -123,7 +136,7 @@ def _end(delta: Delta) -> Json:
     return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, **token_ids}
 
 
-TEXT_SHAPE = Shape("cmpl-", "text_completion", "text_completion", _text_choice, _text_choice, _nothing)
+TEXT_SHAPE = Shape("cmpl-", "text_completion", "text_completion", _whole_text_choice, _text_choice, _nothing)
 CHAT_SHAPE = Shape(
     id_prefix="chatcmpl-",
     object="chat.completion",
@@ -132,4 +145,5 @@ CHAT_SHAPE = Shape(
     part=_delta_choice,
     after_choices=_of_prompt,
     opening=_opening_choice,
+    nulls=_OF_PROMPT,
 )

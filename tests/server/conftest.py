@@ -29,6 +29,13 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}>{% endif %}"
 )
+SAID: dict[str, Any] = {"role": "assistant", "refusal": None, "reasoning": None, "reasoning_content": None}
+"""What every message of a whole answer has, beside its content."""
+OPENING = {"role": "assistant", "content": "", "refusal": None}
+"""The first delta of a choice."""
+NO_IDS: dict[str, None] = {"token_ids": None}
+OF_PROMPT: dict[str, None] = {"prompt_logprobs": None, "prompt_token_ids": None}
+"""What a whole answer has beside its text unless it is asked for more."""
 
 
 class Api:

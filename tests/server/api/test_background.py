@@ -18,7 +18,7 @@ import gptserve.server.api.background
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.api.schemas import BackgroundCompletion, KeptChatCompletion, KeptCompletion
 from tests.server.api.test_completions import TEXT, Events, send_raw, stream
-from tests.server.conftest import MODEL, LiveServer
+from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, OPENING, LiveServer
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
 
 Serve = Callable[..., LiveServer]
@@ -126,11 +126,19 @@ def test_a_background_completion_is_answered_at_once_and_goes_on(serve: Serve) -
     KeptCompletion.model_validate(whole, strict=True, extra="forbid")
     assert (partial["status"], partial["error"]) == ("in_progress", None)
     assert partial["choices"] == [
-        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None, "stop_reason": None}
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None, "stop_reason": None, **NO_IDS, **OF_PROMPT}
     ]
     assert (whole["status"], whole["error"], whole["usage"]["total_tokens"]) == ("completed", None, 4)
     assert whole["choices"] == [
-        {"index": 0, "text": "abc", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        {
+            "index": 0,
+            "text": "abc",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            **NO_IDS,
+            **OF_PROMPT,
+        }
     ]
     assert {name: whole[name] for name in accepted if name != "status"} | {"status": "queued"} == accepted
 
@@ -249,7 +257,7 @@ def check_ids(events: list[str]) -> None:
     for event in events:
         event_id, choices = id_of(event), json.loads(event.partition("data: ")[2])["choices"]
         if event_id is None:
-            assert (choices[0]["delta"], had) == ({"role": "assistant", "content": ""}, [0] * len(had))
+            assert (choices[0]["delta"], had) == (OPENING, [0] * len(had))
         elif choices:
             counts = list(map(int, event_id.split(".")))
             assert counts[choices[0]["index"]] > had[choices[0]["index"]]

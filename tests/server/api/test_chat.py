@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from gptserve.server.api.schemas import ChatCompletion, ChatCompletionChunk, Completion
 from gptserve.server.completions.harmony import MARKS
-from tests.server.conftest import MODEL, Api, LiveServer
+from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, OPENING, SAID, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
 
 TEXT = 'Once, "é✓😀"\u2028\n'
@@ -46,14 +46,24 @@ def test_an_answer(api: Api) -> None:
     assert response.headers["content-type"] == "application/json"
     assert body.pop("id").startswith("chatcmpl-")
     assert body.pop("created") > 0
-    message = {"role": "assistant", "content": "abca"}
+    message = {**SAID, "content": "abca"}
     assert body == {
         "object": "chat.completion",
         "model": MODEL,
         "system_fingerprint": "fake-1",
         "batch_invariant": True,
         "seed": api.engine.submitted[0].seed,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+                **NO_IDS,
+            }
+        ],
+        **OF_PROMPT,
         "usage": {
             "prompt_tokens": 10,
             "completion_tokens": 4,
@@ -70,7 +80,8 @@ def test_logprobs_have_openais_chat_shape(api: Api) -> None:
         "content": [
             {"token": "a", "logprob": -97 / 8, "bytes": [97], "top_logprobs": top},
             {"token": "b", "logprob": -98 / 8, "bytes": [98], "top_logprobs": top},
-        ]
+        ],
+        "refusal": None,
     }
 
 
@@ -86,7 +97,7 @@ def test_prompt_logprobs_stand_beside_the_choices_as_in_vllm(api: Api) -> None:
         "0": {"logprob": 0.0, "rank": 1, "decoded_token": "\x00"},
     }
     assert all("prompt_logprobs" not in choice for choice in body["choices"])
-    assert "prompt_logprobs" not in api.chat("a").json()
+    assert api.chat("a").json()["prompt_logprobs"] is None
 
 
 def test_a_stream_opens_with_the_role_and_ends_with_the_reason(api: Api) -> None:
@@ -94,7 +105,7 @@ def test_a_stream_opens_with_the_role_and_ends_with_the_reason(api: Api) -> None
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     chunks = parse_events(response.text)
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": ""},
+        OPENING,
         {"content": "a"},
         {"content": "b"},
     ]
@@ -147,7 +158,7 @@ def test_a_stream_adds_up_to_the_whole(make_api: Callable[..., Api], body: dict[
         assert [name for part in parts for name in part["delta"] if name == "role"] == ["role"]
         for name in ("content", "reasoning_content"):
             text = "".join(part["delta"].get(name, "") for part in parts)
-            assert text == expected["message"].get(name, "")
+            assert text == (expected["message"][name] or "")
         assert parts[-1]["finish_reason"] == expected["finish_reason"]
         assert parts[-1]["stop_reason"] == expected["stop_reason"]
         assert all(part["finish_reason"] is None for part in parts[:-1])
@@ -188,7 +199,7 @@ def test_reasoning_comes_apart_from_the_content(make_api: Callable[..., Api]) ->
     api = harmony_api(make_api)
     body = api.chat("2+2?").json()
     thought = dict.fromkeys(("reasoning", "reasoning_content"), "Hm, é.")
-    message = {"role": "assistant", "content": "Four ✓", **thought}
+    message = {**SAID, "content": "Four ✓", **thought}
     assert body["choices"][0]["message"] == message
     num_tokens = len(ByteTokenizer(*MARKS).encode_with_special(ANSWER)) + 1
     assert body["usage"]["completion_tokens"] == num_tokens, "reasoning and frames count"
@@ -199,7 +210,7 @@ def test_reasoning_comes_apart_from_the_content(make_api: Callable[..., Api]) ->
 
 def test_reasoning_that_fills_the_limit_leaves_no_content(make_api: Callable[..., Api]) -> None:
     choice = harmony_api(make_api).chat(max_tokens=12).json()["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "", "reasoning": "Hm", "reasoning_content": "Hm"}
+    assert choice["message"] == {**SAID, "content": "", "reasoning": "Hm", "reasoning_content": "Hm"}
     assert choice["finish_reason"] == "length"
 
 

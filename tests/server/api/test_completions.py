@@ -20,7 +20,7 @@ import gptserve.server.completions.plan
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.api.schemas import Completion, CompletionRequest
 from gptserve.server.completions.output import Delta, join_deltas
-from tests.server.conftest import MODEL, Api, LiveServer
+from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient, say
 
 TEXT = 'Once, "é✓😀"\u2028\n'
@@ -101,7 +101,17 @@ def test_a_completion(api: Api) -> None:
         "system_fingerprint": "fake-1",
         "batch_invariant": True,
         "seed": api.engine.submitted[0].seed,
-        "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "abca",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+                **NO_IDS,
+                **OF_PROMPT,
+            }
+        ],
         "usage": {
             "prompt_tokens": 2,
             "completion_tokens": 4,
@@ -248,12 +258,12 @@ def test_no_call_that_encodes_an_answer_has_more_than_one_of_its_choices(
 
     monkeypatch.setattr(json.JSONEncoder, "encode", spy)
     response = api.complete(prompt="hi", max_tokens=1, n=3, logprobs=1, prompt_logprobs=1)
-    assert [len(entry) for entry in response.json()["choices"]] == [6] * 3
+    assert [len(entry) for entry in response.json()["choices"]] == [8] * 3
     assert max(text.count('"finish_reason"') for text in encoded) == 1
 
 
 def test_prompt_logprobs_come_only_where_they_are_asked_for(api: Api) -> None:
-    assert "prompt_logprobs" not in api.complete(prompt="hi", echo=True, logprobs=1).json()["choices"][0]
+    assert api.complete(prompt="hi", echo=True, logprobs=1).json()["choices"][0]["prompt_logprobs"] is None
     assert "logprobs" in api.complete(prompt="hi", prompt_logprobs=1).json()["choices"][0]
 
 

@@ -16,7 +16,7 @@ from gptserve.server.completions.harmony import MARKS
 from gptserve.server.tools.calls import call_id
 from gptserve.server.tools.dialect import NO_FORMAT, NO_TOOLS
 from tests.server.api.test_chat import parse_events
-from tests.server.conftest import Api, LiveServer
+from tests.server.conftest import SAID, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, Reply, say
 
 MakeApi = Callable[..., Api]
@@ -106,7 +106,7 @@ def test_an_answer_without_calls_is_as_without_tools(make_api: MakeApi) -> None:
     api = api_of(make_api, "hermes", "No <tool>, thanks.\n")
     given, without = api.chat(tools=TOOLS).json()["choices"], api.chat().json()["choices"]
     assert given == without
-    assert given[0]["message"] == {"role": "assistant", "content": "No <tool>, thanks.\n"}
+    assert given[0]["message"] == {**SAID, "content": "No <tool>, thanks.\n"}
     assert given[0]["finish_reason"] == "stop"
 
 
@@ -127,12 +127,12 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(
 def test_a_forced_call_that_is_cut_off_before_its_name_is_no_text(make_api: MakeApi, choice: str, content: str) -> None:
     api = api_of(make_api, "hermes", ANSWERS["hermes"].removeprefix("Hm."))
     [cut] = api.chat(tools=TOOLS, tool_choice=choice, max_tokens=19).json()["choices"]
-    assert (cut["message"], cut["finish_reason"]) == ({"role": "assistant", "content": content}, "length")
+    assert (cut["message"], cut["finish_reason"]) == ({**SAID, "content": content}, "length")
 
 
 def test_the_marks_of_calls_have_no_text_without_tools(make_api: MakeApi) -> None:
     [choice] = api_of(make_api, "mistral-v11").chat().json()["choices"]
-    assert choice["message"] == {"role": "assistant", "content": f"Hm.get_weather{OSLO}get_time{{}}"}
+    assert choice["message"] == {**SAID, "content": f"Hm.get_weather{OSLO}get_time{{}}"}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_reasoning_comes_apart_from_the_text(
     body = {"chat_template_kwargs": {"opens": opens}, "logprobs": True}
     [choice] = api.chat("<think>", **body).json()["choices"]
     expected = {} if thought is None else {"reasoning": thought, "reasoning_content": thought}
-    assert choice["message"] == {"role": "assistant", "content": content, **expected}
+    assert choice["message"] == {**SAID, "content": content, **expected}
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["content"]) == len(answer) + 1
     deltas = [chunk["choices"][0]["delta"] for chunk in parse_events(api.chat("<think>", **body, stream=True).text)]
@@ -164,7 +164,7 @@ def test_reasoning_comes_apart_from_the_text(
 def test_structured_output_comes_after_the_reasoning(make_api: MakeApi) -> None:
     api = api_of(make_api, "thinking", "So.</think>{}")
     body = {"chat_template_kwargs": {"opens": True}, "response_format": {"type": "json_object"}}
-    message = {"role": "assistant", "content": "{}", "reasoning": "So.", "reasoning_content": "So."}
+    message = {**SAID, "content": "{}", "reasoning": "So.", "reasoning_content": "So."}
     assert api.chat(**body).json()["choices"][0]["message"] == message
 
 
@@ -266,7 +266,7 @@ def test_an_empty_list_of_calls_is_none(make_api: MakeApi) -> None:
 @pytest.mark.parametrize("body", [{"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tool_choice": "auto"}])
 def test_tools_that_may_not_be_called_are_not_shown(make_api: MakeApi, body: dict[str, Any]) -> None:
     api = api_of(make_api, "hermes")
-    assert api.chat(**body).json()["choices"][0]["message"] == {"role": "assistant", "content": ANSWERS["hermes"]}
+    assert api.chat(**body).json()["choices"][0]["message"] == {**SAID, "content": ANSWERS["hermes"]}
     assert prompt_of(api) == json.dumps([USER]) + "null"
 
 

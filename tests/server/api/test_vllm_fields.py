@@ -54,7 +54,7 @@ def test_token_ids_come_with_the_text(api: Api) -> None:
     Completion.model_validate(body, strict=True, extra="forbid")
     assert [entry["token_ids"] for entry in body["choices"]] == [[97, 98]] * 4
     assert [entry["prompt_token_ids"] for entry in body["choices"]] == [[120]] * 2 + [[121, 122]] * 2
-    assert not {"token_ids", "prompt_token_ids"} & set(choice(api))
+    assert (choice(api)["token_ids"], choice(api)["prompt_token_ids"]) == (None, None)
 
 
 def test_token_ids_come_with_every_chunk_even_without_text(make_api: MakeApi) -> None:
@@ -185,6 +185,52 @@ def test_the_scores_of_a_prompt_come_in_a_stream_too(api: Api, route: str) -> No
     for expected in whole["choices"]:
         found = [c for part in parts for c in part["choices"] if c["index"] == expected["index"]]
         assert [c.get("prompt_logprobs") for c in found] == [expected["prompt_logprobs"], None, None]
+
+
+SHARED_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("frequency_penalty", "logit_bias", "presence_penalty", "seed", "stream_options", "temperature")),
+    **dict.fromkeys(
+        ("top_p", "user", "top_k", "min_p", "repetition_penalty", "watermarking", "truncate_prompt_tokens")
+    ),
+    **dict.fromkeys(("truncation_side", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids", "session_id")),
+    **dict.fromkeys(("response_format", "structured_outputs", "return_tokens_as_token_ids", "return_token_ids")),
+    **dict.fromkeys(("cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection")),
+    **dict.fromkeys(("thinking_token_budget", "stream_interval", "model")),
+    **dict.fromkeys(("echo", "stream", "use_beam_search", "include_stop_str_in_output", "ignore_eos"), False),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "return_mm_kwargs"), True),
+    **{"n": 1, "stop": [], "length_penalty": 1.0, "stop_token_ids": [], "min_tokens": 0, "bad_words": []},
+    **{"priority": 0, "request_id": "mine", "routed_experts_prompt_start": 0, "return_token_offsets": False},
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "complete": {
+        **SHARED_DEFAULTS,
+        **{"prompt": "x", "logprobs": None, "max_tokens": 16, "suffix": None, "prompt_embeds": None},
+        "add_special_tokens": True,
+    },
+    "chat": {
+        **SHARED_DEFAULTS,
+        **{"logprobs": False, "top_logprobs": 0, "max_tokens": None, "max_completion_tokens": None, "tools": None},
+        **{"tool_choice": "none", "reasoning_effort": None, "include_reasoning": True, "parallel_tool_calls": True},
+        **{"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False},
+        **dict.fromkeys(
+            ("documents", "chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs")
+        ),
+        "return_prompt_text": None,
+    },
+}
+"""vLLM's own values of all fields that its request models have."""
+
+
+@pytest.mark.parametrize("values", ["defaults", "nulls"])
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_all_fields_of_vllm_may_be_sent_with_what_asks_for_nothing(api: Api, route: str, values: str) -> None:
+    given = {"prompt": "x"} if route == "complete" else {}
+    defaults = DEFAULTS[route] if values == "defaults" else {**dict.fromkeys(DEFAULTS[route]), **given}
+    plain, full = (getattr(api, route)(**body, **{"strange": None}) for body in (given, defaults))
+    assert (plain.status_code, full.status_code) == (200, 200), full.json()
+    assert "x-gptserve-ignored" not in full.headers
+    ours, theirs = api.engine.submitted
+    assert ours == replace(theirs, request_id=ours.request_id, seed=ours.seed)
 
 
 RULE = "input should be a valid"

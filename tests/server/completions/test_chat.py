@@ -11,7 +11,7 @@ import pytest
 
 from gptserve.server.completions.harmony import MARKS
 from gptserve.server.completions.run import CompletionRun
-from tests.server.conftest import Api
+from tests.server.conftest import SAID, Api
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
 
 MakeApi = Callable[..., Api]
@@ -173,7 +173,7 @@ def harmony_api(make_api: MakeApi, answer: str) -> Api:
 def test_each_choice_of_a_harmony_model_is_split_by_itself(make_api: MakeApi) -> None:
     api = harmony_api(make_api, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>4")
     choices = api.chat("2+2?", n=2).json()["choices"]
-    message = {"role": "assistant", "content": "4", "reasoning": "Hm", "reasoning_content": "Hm"}
+    message = {**SAID, "content": "4", "reasoning": "Hm", "reasoning_content": "Hm"}
     assert [choice["message"] for choice in choices] == [message, message]
 
 

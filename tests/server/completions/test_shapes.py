@@ -11,6 +11,7 @@ from gptserve.server.api.schemas import ChatChoice, Choice, ChunkChoice
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.output import Delta, TokenScore
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
+from tests.server.conftest import NO_IDS, OF_PROMPT, OPENING, SAID
 
 SCORES = [
     TokenScore(b" a", 0, -1.0, ((b"b", -0.25), (b"\xe2", -0.5))),
@@ -27,7 +28,7 @@ def sent(value: object) -> Any:
 def test_a_completion_has_parallel_lists_of_logprobs() -> None:
     choice = sent(TEXT_SHAPE.choice(1, DELTA))
     Choice.model_validate(choice, strict=True, extra="forbid")
-    assert choice == sent(TEXT_SHAPE.part(1, DELTA))
+    assert choice == sent(TEXT_SHAPE.part(1, DELTA)) | NO_IDS | OF_PROMPT
     assert choice == {
         "index": 1,
         "text": " a\ufffd",
@@ -39,6 +40,8 @@ def test_a_completion_has_parallel_lists_of_logprobs() -> None:
         },
         "finish_reason": "stop",
         "stop_reason": "END",
+        **NO_IDS,
+        **OF_PROMPT,
     }
 
 
@@ -75,10 +78,11 @@ def test_a_chat_has_a_list_of_tokens_with_their_logprobs() -> None:
     ]
     assert choice == {
         "index": 1,
-        "message": {"role": "assistant", "content": " a\ufffd", "reasoning": "Hm.", "reasoning_content": "Hm."},
-        "logprobs": {"content": tokens},
+        "message": {**SAID, "content": " a\ufffd", "reasoning": "Hm.", "reasoning_content": "Hm."},
+        "logprobs": {"content": tokens, "refusal": None},
         "finish_reason": "stop",
         "stop_reason": "END",
+        **NO_IDS,
     }
 
 
@@ -102,7 +106,7 @@ def test_a_chat_opens_with_its_role_and_a_completion_with_nothing() -> None:
     assert CHAT_SHAPE.opening is not None
     assert sent(CHAT_SHAPE.opening(2)) == {
         "index": 2,
-        "delta": {"role": "assistant", "content": ""},
+        "delta": OPENING,
         "logprobs": None,
         "finish_reason": None,
         "stop_reason": None,
