@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gptserve.weights.chat.files import MORE_TEMPLATES
 from gptserve.weights.errors import InvalidCheckpointError, ModelNotFoundError, shown
 from gptserve.weights.families import load_config
 
 NANOGPT_FIELDS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-COMPANIONS = ("*.json", "*.jinja", "merges.txt")
+COMPANIONS = ("*.json", "*.jinja", "merges.txt", f"{MORE_TEMPLATES}/*.jinja")
 
 
 def convert(source: Path, target: Path, tokenizer: Path | None = None) -> None:
@@ -64,8 +65,10 @@ def _find_files(source: Path) -> list[Path]:
 
 def _copy_companions(folder: Path, target: Path) -> None:
     for path in (path for pattern in COMPANIONS for path in sorted(folder.glob(pattern))):
-        if not path.name.endswith(".index.json") and not (target / path.name).exists():
-            shutil.copy(path, target / path.name)
+        copied = target / path.relative_to(folder)
+        if not path.name.endswith(".index.json") and not copied.exists():
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copied)
 
 
 def _convert_file(source: Path, target: Path) -> dict[str, Any]:

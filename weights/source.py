@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gptserve.weights.chat.files import MORE_TEMPLATES
 from gptserve.weights.errors import ModelNotFoundError, UnsafeCheckpointError, UnsupportedModelError, shown
 from gptserve.weights.families import open_config
 from gptserve.weights.hub_cache import CONFIG_FILES, find_cached, lack_of, missing_files
@@ -20,8 +21,8 @@ from gptserve.weights.hub_cache import CONFIG_FILES, find_cached, lack_of, missi
 EMBEDDED_MODEL = "storyteller"
 
 # Files in sub-folders are other formats of the same weights, and consolidated.* other names for the same tensors.
-HUB_ALLOWED = ("*.safetensors", "*.json", "merges.txt", "chat_template.jinja")
-HUB_IGNORED = ("*/*", "consolidated*.safetensors")
+HUB_ALLOWED = ("*.safetensors", "*.json", "merges.txt", "chat_template.jinja", f"{MORE_TEMPLATES}/*.jinja")
+HUB_IGNORED = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 T = TypeVar("T")

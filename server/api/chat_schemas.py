@@ -67,12 +67,13 @@ class Message(_RequestModel):
     """another name of reasoning_content"""
 
     def to_template(self) -> dict[str, Any]:
-        """Return the given fields; text parts are joined with line ends."""
+        """Return the given fields."""
         given = {name: value for name, value in self if value is not None}
         texts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
         if refusal := given.pop("refusal", None):
             texts = [*filter(None, texts), refusal]
-        given["content"] = "\n".join(texts)
+        if texts != [self.content]:
+            given["content"] = [{"type": "text", "text": text} for text in texts]
         if self.role == "function":
             given["role"] = "tool"
         if self.tool_calls is not None:

@@ -160,10 +160,11 @@ class AnswerReader:
 def dialect_of(service: Service) -> Dialect:
     """Return the dialect of the model that a service has."""
     template, name = service.options.chat_template, service.options.settings.tool_call_format
-    source = "" if template is None else template.source
-    form = format_of(source) if name is None else FORMATS[name]
-    knows_tools = re.search(r"\btools\b", source) is not None
-    return Dialect(service.tokenizer, find_marks(service.tokenizer), form, knows_tools, reasoning.END in source)
+    source, tool_source = ("", "") if template is None else (template.source, template.tool_source)
+    form = format_of(tool_source) if name is None else FORMATS[name]
+    knows_tools = re.search(r"\btools\b", tool_source) is not None
+    thinks = reasoning.END in source or reasoning.END in tool_source
+    return Dialect(service.tokenizer, find_marks(service.tokenizer), form, knows_tools, thinks)
 
 
 def _read(

@@ -82,6 +82,8 @@ def test_a_folder_of_pickles_becomes_what_it_was_saved_from(
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "merges.txt").write_text("#version: 0.2\n")
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
 
     convert(source, tmp_path / "target", tokenizer)
 
@@ -89,6 +91,8 @@ def test_a_folder_of_pickles_becomes_what_it_was_saved_from(
     assert Checkpoint(tmp_path / "target", config).digest == Checkpoint(original, config).digest
     files = {path.name for path in (tmp_path / "target").iterdir()}
     assert {"config.json", "merges.txt"} <= files
+    copied = tmp_path / "target" / "additional_chat_templates" / "tool_use.jinja"
+    assert copied.read_text() == "{{ tools }}"
     assert "pytorch_model.bin.index.json" not in files
 
 

@@ -23,6 +23,8 @@ WANTED = {
     "model.safetensors.index.json": b"{}",
     "merges.txt": b"#version: 0.2\n",
     "chat_template.jinja": b"{{ messages }}",
+    "chat_template.json": b"{}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "vocab.json": b"{}",
 }
 UNWANTED = {
@@ -34,6 +36,8 @@ UNWANTED = {
     "consolidated.safetensors": b"again",
     "onnx/model.safetensors": b"another format",
     "original/params.json": b"{}",
+    "original/chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/README.md": b"#",
     "tf_model.h5": b"tensorflow",
 }
 PINNED = {"config.json": b'{"model_type": "gpt2", "name": "pinned"}', "model.safetensors": b"pinned"}

@@ -1,27 +1,32 @@
-"""Rewrites a conversation that a template refuses: the same calls and results, in a form that more templates take.
+"""Rewrites a conversation that a template refuses: the same messages, in a form that more templates take.
 
-Llama's template takes one call a message, and some read arguments only as an object. A server returns what a model
-writes, and a client sends that back. Called by template.py; knows no Jinja.
+Llama's template takes one call a message; some read arguments only as an object and some only as a text; some take one
+system message. A server returns what a model writes, and a client sends that back. Called by template.py; knows no
+Jinja.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any
 
-Message = dict[str, Any]
+from gptserve.weights.chat.fitting import Message, one_system_message
 
 
 def versions(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield a conversation as it is, then again with each concession that changes it, and those before."""
+    """Yield a conversation as it is, then other versions, each with more that was conceded."""
     version = list(messages)
     yield version
-    for concede in _CONCESSIONS:
+    for concede in (one_system_message, one_call_each):
         changed = concede(version)
         if changed != version:
             version = changed
             yield version
+    for concede in (arguments_as_texts, arguments_as_objects):
+        changed = concede(version)
+        if changed != version:
+            yield changed
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
@@ -45,25 +50,30 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
     return split
 
 
+def arguments_as_texts(messages: Sequence[Message]) -> list[Message]:
+    """Put JSON in the place of arguments that are an object."""
+    return _with_arguments(
+        messages, lambda value: json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+    )
+
+
 def arguments_as_objects(messages: Sequence[Message]) -> list[Message]:
     """Put an empty object in the place of arguments that are a text."""
+    return _with_arguments(messages, lambda value: value if isinstance(value, dict) else {})
+
+
+def _with_arguments(messages: Sequence[Message], change: Callable[[object], object]) -> list[Message]:
+    def changed(call: Message) -> Message:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
+
     return [
-        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
+        {**message, "tool_calls": list(map(changed, message["tool_calls"]))} if message.get("tool_calls") else message
         for message in messages
     ]
-
-
-_CONCESSIONS: tuple[Callable[[Sequence[Message]], list[Message]], ...] = one_call_each, arguments_as_objects
 
 
 def _place(result: Message, i: int, ids: Sequence[str | None]) -> int:
     """Return the place of the call that a result belongs to."""
     named = result.get("tool_call_id")
     return ids.index(named) if named is not None and named in ids else min(i, len(ids) - 1)
-
-
-def _with_object(call: Message) -> Message:
-    function = call["function"]
-    return call if isinstance(function["arguments"], dict) else {**call, "function": {**function, "arguments": {}}}

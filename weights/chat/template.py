@@ -8,14 +8,17 @@ worker processes, as sandbox.py has it. Knows no tokenizer. Called by the server
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gptserve.weights.chat.concessions import versions
-from gptserve.weights.errors import ChatTemplateError, TokenizerError, shown
+from gptserve.weights.chat.files import DEFAULT, TOOL_USE, named_templates
+from gptserve.weights.chat.fitting import Fitting, Message
+from gptserve.weights.errors import ChatTemplateError, TokenizerError
 from gptserve.weights.json_file import read_json_object, read_text
 from gptserve.weights.tokenizers.special_tokens import special_tokens
-from gptserve.weights.workers import CannotOpenError, ForeignCodeError, Limits, Workers
+from gptserve.weights.workers import CannotOpenError, ForeignCodeError, Limits, WorkerDiedError, Workers
 
 LIMITS = Limits()
 PLAIN_NAME = "plain"
@@ -30,12 +33,24 @@ _FINAL = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; it ends in a blank
 
 
 class ChatTemplate:
-    """A template and the special tokens it may name. Compiled by the first worker; threads may share it."""
+    """A template and the special tokens it may name. Compiled by the first worker; threads may share it.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    `for_tools` takes its place in chats with tools.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, for_tools: ChatTemplate | None = None
+    ) -> None:
         self.source = source
+        self._for_tools = for_tools
         self._special_tokens = special_tokens
         self._workers = Workers("gptserve.weights.chat.sandbox:open_template", source, LIMITS)
+        self._fitting = Fitting(source, partial(_try, self._workers, special_tokens))
+
+    @property
+    def tool_source(self) -> str:
+        """The source of the template for chats with tools."""
+        return self.source if self._for_tools is None else self._for_tools.source
 
     def render(
         self,
@@ -48,16 +63,21 @@ class ChatTemplate:
     ) -> str:
         """Return the text of the prompt; the variables are JSON. Raises ChatTemplateError.
 
-        continue_final_message leaves the last message open at its end.
+        A content is a text or a list of text parts. continue_final_message leaves the last message open at its end.
         """
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(
+                messages,
+                variables,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
         more = {**variables, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         refusal: ChatTemplateError | None = None
         for version in versions([_with_reasoning(message) for message in messages]):
-            *before, last = version
-            final = last["content"]
-            shown = [*before, {**last, "content": final + _FINAL}] if continue_final_message else version
             try:
-                text = self._render({**more, "messages": shown})
+                final, text = self._render(version, more, continue_final_message)
             except ChatTemplateError as fault:
                 refusal = refusal or fault  # the first is about what the client sent
             else:
@@ -65,13 +85,19 @@ class ChatTemplate:
         assert refusal is not None, "there is a version"
         raise refusal
 
-    def _render(self, variables: Mapping[str, object]) -> str:
+    def _render(self, messages: Sequence[Message], more: Mapping[str, object], is_continued: bool) -> tuple[str, str]:
+        """Return the text of the final message, if that is continued, and that of the prompt."""
+        final = ""
         try:
-            return str(self._workers.call(variables={**self._special_tokens, **variables}))
+            shown = self._fitting.fit(messages)
+            if is_continued:
+                final, shown[-1] = _open(shown[-1])
+            text = str(self._workers.call(variables={**self._special_tokens, **more, "messages": shown}))
         except CannotOpenError as fault:
             raise ChatTemplateError(f"the chat template is not valid: {fault}") from fault
         except ForeignCodeError as fault:
             raise ChatTemplateError(f"the chat template refuses this conversation: {fault}") from fault
+        return final, text
 
     def check(self) -> None:
         """Raise ChatTemplateError unless it is valid Jinja."""
@@ -85,37 +111,51 @@ class ChatTemplate:
     def close(self) -> None:
         """End its workers. Without this they end with the template itself."""
         self._workers.close()
+        if self._for_tools is not None:
+            self._for_tools.close()
 
 
 def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate | None:
     """Return the template of a model folder, or the one `chosen`: a Jinja file, or "plain". None if there is none.
 
-    chat_template.jinja takes precedence over chat_template in tokenizer_config.json; of several there, "default" does.
     Raises TokenizerError or ChatTemplateError.
     """
-    path = folder / "tokenizer_config.json"
-    config = read_json_object(path, TokenizerError, required=False)
-    source: object = config.get("chat_template")
-    if isinstance(source, list):
-        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = entries[-1].get("template") if entries else None
-    if (folder / "chat_template.jinja").is_file():
-        source = read_text(folder / "chat_template.jinja", ChatTemplateError)
+    config = read_json_object(folder / "tokenizer_config.json", TokenizerError, required=False)
     if chosen is not None:
         source = PLAIN_TEMPLATE if chosen == PLAIN_NAME else read_text(Path(chosen), ChatTemplateError)
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise TokenizerError(f"{path}: chat_template must be text or a list of named texts, got {shown(source)}")
-    template = ChatTemplate(source, special_tokens(folder, config))
-    if chosen is not None:
+        template = ChatTemplate(source, special_tokens(folder, config))
         template.check()
-    return template
+        return template
+    named, tokens = named_templates(folder, config), special_tokens(folder, config)
+    if DEFAULT not in named:
+        return None
+    for_tools = ChatTemplate(named[TOOL_USE], tokens) if TOOL_USE in named else None
+    return ChatTemplate(named[DEFAULT], tokens, for_tools=for_tools)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy that has reasoning_content also as "thinking", which gpt-oss's template reads."""
     return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else {**message}
+
+
+def _try(workers: Workers, special_tokens: Mapping[str, str], messages: Sequence[Message]) -> str | None:
+    """Return the text of a conversation; None if the template refuses it. Raises ForeignCodeError if it cannot tell."""
+    variables = {**special_tokens, "messages": messages, "tools": None, "documents": None}
+    try:
+        return str(workers.call(variables={**variables, "add_generation_prompt": True}))
+    except (CannotOpenError, WorkerDiedError):
+        raise
+    except ForeignCodeError:
+        return None
+
+
+def _open(message: Message) -> tuple[str, Message]:
+    """Return the text of a message, or of its last part, and the message with the tag after that."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content, {**message, "content": content + _FINAL}
+    *before, last = content
+    return last["text"], {**message, "content": [*before, {**last, "text": last["text"] + _FINAL}]}
 
 
 def _cut_after(final: str, text: str) -> str:

@@ -45,11 +45,29 @@ def test_the_template_sees_what_was_given_and_nothing_else(make_api: MakeApi) ->
     ]
     api.chat(messages=messages, max_tokens=1, chat_template_kwargs={"x": [1, {"y": None}]})
     shown = (
-        '[{"role": "developer", "content": "a\\nb"}, '
+        '[{"role": "system", "content": "a\\nb"}, '
         '{"thinking": "Hm", "role": "assistant", "content": "", "reasoning_content": "Hm"}, '
         '{"role": "tool", "content": "4", "name": "add", "tool_call_id": "t"}]'
     )
     assert prompt_of(api) == shown + ' True [1, {"y": null}] None None'
+
+
+READS_PARTS = (
+    "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'text' %}"
+    "{{ m['role'] }}: {{ c['text'] }};{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}]])
+def test_a_template_that_reads_parts_loses_no_text(make_api: MakeApi, content: object) -> None:
+    api = make_api(FakeEngineClient(), template=READS_PARTS)
+    messages = [{"role": "developer", "content": content}, {"role": "user", "content": content}]
+    assert api.chat(messages=messages, max_tokens=1).status_code == 200
+    assert prompt_of(api) == "system: hi;user: hi;"
+    items = [{"role": "developer", "content": "hi"}, {"role": "user", "content": "hi"}]
+    asked = {"input": items, "instructions": "Be brief", "store": False, "max_output_tokens": 1}
+    assert api.request("POST", "/v1/responses", json=asked).status_code == 200
+    assert prompt_of(api) == "system: Be brief;system: hi;user: hi;"
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,26 @@ def test_arguments_that_are_a_text_are_an_empty_object_where_a_template_takes_no
     assert ChatTemplate(source, {}).render(asked(call("f", arguments)), {}) == expected
 
 
+def test_arguments_are_json_where_a_template_takes_only_a_text() -> None:
+    source = CALLS.replace("SHOWN", "{{ '(' + call.function.arguments + ')' }}")
+    assert ChatTemplate(source, {}).render(asked(call("f", {"a": "é"}), call("g", "Oslo")), {}) == '({"a": "é"})(Oslo)'
+
+
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}{{ raise_exception('it must come first') }}"
+    "{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+def test_system_messages_are_one_where_a_template_takes_one() -> None:
+    system, developer, user = ({"role": role, "content": role[0]} for role in ("system", "developer", "user"))
+    template = ChatTemplate(ONE_SYSTEM, {})
+    assert template.render([system, developer, user], {}) == "[system:s\n\nd][user:u]"
+    assert template.render([system, user], {}) == "[system:s][user:u]"
+    with pytest.raises(ChatTemplateError, match="it must come first"):
+        template.render([system, user, system], {})
+
+
 def test_both_are_conceded_at_once() -> None:
     source = SINGLE.replace(".name }}", ".name }}{{ m.tool_calls[0].function.arguments | items | list }}")
     text = ChatTemplate(source, {}).render(asked(call("f", "x"), call("g", {"a": 1})), {})
@@ -87,12 +107,13 @@ def test_what_is_refused_all_the_same_is_told_of_what_was_given() -> None:
         ChatTemplate(source, {}).render(asked(call("f"), call("g")), {})
 
 
-def test_a_conversation_without_such_calls_has_one_version_and_none_is_changed() -> None:
+def test_a_version_is_there_only_if_it_differs_and_none_is_changed() -> None:
+    assert list(versions([{"role": "user", "content": "hi"}])) == [[{"role": "user", "content": "hi"}]]
     plain = asked(call("f", {"a": 1}))
-    assert list(versions(plain)) == [plain]
+    assert list(versions(plain)) == [plain, asked(call("f", '{"a": 1}'))]
     both = asked(call("f", "x"), call("g"))
     kept = [dict(message) for message in both]
-    assert len(list(versions(both))) == 3
+    assert len(list(versions(both))) == 4
     assert both == kept
 
 
