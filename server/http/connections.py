@@ -12,8 +12,9 @@ from collections.abc import Callable, Hashable
 
 from gptserve.server.operations.logs import RareWarning
 
+PROBE_CONNECTIONS = 8  # a kubelet and two scrapers open one each now and then
 # An idle server has about 20 open, with its engine, journal and listener. A restart of the engine needs 10 more for a
-# moment, and sockets that are being refused or closed need a few.
+# moment, the connections of probes 8, and sockets that are being refused or closed need a few.
 RESERVED_DESCRIPTORS = 64
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,13 @@ class Connections:
     """The connections of one server: at most `limit`, and at most half of that idle.
 
     A connection is busy from the end of a request until the system has taken the whole answer. Otherwise it is idle:
-    its TLS or its request is incomplete, or it is kept alive. Strangers without a key are nearly always idle, as a
-    request without a key is answered at once. A new connection replaces the longest idle one; when all are busy, it
-    is refused.
+    its TLS or its request is incomplete, or it is kept alive. Unauthenticated clients are almost always idle, as a
+    request without a key is answered at once. A new connection replaces the longest idle one; when all are busy, there
+    is no room for it.
     """
+
+    probes_only = False
+    _noun = "connections"
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,18 +51,21 @@ class Connections:
         return len(self._idle)
 
     def admit(self) -> bool:
-        """Make room for one more connection and return whether there is room; count and log closed and refused ones."""
+        """Make room for one more connection and return whether there is room; count and log those closed for it."""
         if len(self._busy) >= self.limit:
-            self.num_refused += 1
-            self._refusals.log(f"refusing connections: all {self.limit} that may be open are busy")
             return False
         most_idle = max(1, self.limit // 2)
         while self._idle and (len(self._idle) >= most_idle or len(self) >= self.limit):
             _, drop = self._idle.popitem(last=False)
             self.num_closed_idle += 1
-            self._closings.log(f"closing idle connections: {most_idle} may be idle and {self.limit} may be open")
+            self._closings.log(f"closing idle {self._noun}: {most_idle} may be idle and {self.limit} may be open")
             drop()
         return True
+
+    def refuse(self) -> None:
+        """Count and log a connection that is refused."""
+        self.num_refused += 1
+        self._refusals.log(f"refusing connections: all {self.limit} that may be open are busy")
 
     def set_idle(self, connection: Hashable, drop: Callable[[], object]) -> None:
         """Mark one as without a running request; `drop` hangs up. One that is idle keeps its place in the order."""
@@ -74,6 +81,24 @@ class Connections:
         """Forget one."""
         self._idle.pop(connection, None)
         self._busy.discard(connection)
+
+
+class ProbeConnections(Connections):
+    """Connections beyond the limit of the others: they serve probes and metrics only, one request each.
+
+    So the server never looks dead because its clients hold all the connections that they may have.
+    """
+
+    probes_only = True
+    _noun = "connections of probes"
+
+    def __init__(self, others: Connections) -> None:
+        super().__init__(PROBE_CONNECTIONS)
+        self._others = others
+
+    def refuse(self) -> None:
+        """Count and log a connection for which the others have no room."""
+        self._others.refuse()
 
 
 def affordable_connections(wanted: int) -> int:

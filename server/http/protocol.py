@@ -25,6 +25,8 @@ from gptserve.server.http.heads import check_head, without_upgrade
 from gptserve.server.operations.logs import RareWarning
 
 SLICE_BYTES = 16 * 1024  # bytes parsed between two checks of the limits; one read may be 256,000 bytes
+# What connections for probes serve, under any root path. Other paths that end so are answered at once, too.
+PROBES = (b"/health", b"/ready", b"/metrics")
 MIN_BYTES_TAKEN = 16 * 1024  # that a client must read within a write limit; the slowest modem read more in 30 s
 
 
@@ -51,8 +53,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         config: Config,
         state: ServerState,
         connections: Connections,
-        malformed: RareWarning,
         *,
+        malformed: RareWarning,
         write_limit_s: float,
     ) -> None:
         super().__init__(config, state, app_state={})
@@ -98,7 +100,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 refusal = self._error or ServiceError("invalid_http", "the request is not valid HTTP/1.1")
                 reason = refusal if self._error else f"{refusal} ({error})"
                 address = "a client" if self.client is None else self.client[0]
-                self._malformed.log(f"{address} sent what cannot be answered: {reason}")
+                if refusal.code != "too_many_connections":
+                    self._malformed.log(f"{address} sent what cannot be answered: {reason}")
                 self._refuse(refusal)
             self._count(len(part))
 
@@ -141,7 +144,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= self.max_pipelined:
             message = f"at most {self.max_pipelined} requests may wait for the one before them"
             self._stop(ServiceError("too_many_pipelined", message))
+        if self._connections.probes_only and not self.url.partition(b"?")[0].endswith(PROBES):
+            self._connections.refuse()
+            self._stop(too_many_connections())
         super().on_headers_complete()
+        if self._connections.probes_only:
+            self.cycle.keep_alive = False
         self._part, self._has_reported = "body", True
         self._num_unread = self._num_body_parts = 0
         self._end_wait()
@@ -282,6 +290,11 @@ def raw_response(error: ServiceError) -> bytes:
     status_line = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
     lines = [status_line, *map(b": ".join, response.raw_headers), b"", b""]
     return b"\r\n".join(lines) + bytes(response.body)
+
+
+def too_many_connections() -> ServiceError:
+    """Return the error for a request or a connection for which there is no room."""
+    return ServiceError("too_many_connections", "all connections that this server takes are in use")
 
 
 def _head_too_large(limit: str) -> ServiceError:

@@ -21,9 +21,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from gptserve.server.errors import ServiceError
-from gptserve.server.http.connections import Connections
-from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response
+from gptserve.server.http.connections import Connections, ProbeConnections
+from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response, too_many_connections
 from gptserve.server.http.tls import Tls
 from gptserve.server.operations.logs import RareWarning
 
@@ -68,7 +67,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         super().__init__(config)
         make_protocol = partial(
-            protocol, config, self.server_state, connections, RareWarning(logger), write_limit_s=write_limit_s
+            protocol, config, self.server_state, malformed=RareWarning(logger), write_limit_s=write_limit_s
         )
         self._listen = partial(Listener, make_protocol=make_protocol, connections=connections, tls=tls)
         self._on_listening = on_listening
@@ -126,18 +125,19 @@ class HttpServer(uvicorn.Server):
 
 
 class Listener:
-    """Accepts connections if `connections` has room. It has the methods of asyncio.Server that uvicorn calls."""
+    """Accepts connections if there is room, and a few more for probes. It has the methods that uvicorn calls."""
 
     def __init__(
         self,
         listening: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
+        make_protocol: Callable[[Connections], asyncio.Protocol],
         connections: Connections,
         tls: Tls | None,
     ) -> None:
         self._socket = listening
         self._make_protocol = make_protocol
         self._connections = connections
+        self._probes = ProbeConnections(connections)
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
@@ -175,28 +175,32 @@ class Listener:
                     )
                     return
                 continue  # this client has already hung up
-            if self._connections.admit():
-                self._begin(accepted, address[0])
+            room = next((room for room in (self._connections, self._probes) if room.admit()), None)
+            if room is not None:
+                self._begin(accepted, address[0], room)
             else:
                 self._refuse(accepted)
 
-    def _begin(self, accepted: socket.socket, address: str) -> None:
+    def _begin(self, accepted: socket.socket, address: str, room: Connections) -> None:
         """Give a connection its transport and protocol; it is idle until its TLS handshake is complete."""
         accepted.setblocking(False)
         with contextlib.suppress(OSError):  # the client may have hung up already
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         context, limit_s = (None, None) if self._tls is None else (self._tls.context, TLS_LIMIT_S)
+        make_protocol = partial(self._make_protocol, room)
         connecting = self._loop.connect_accepted_socket(
-            self._make_protocol, accepted, ssl=context, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+            make_protocol, accepted, ssl=context, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
         )
         beginning = self._loop.create_task(connecting)
         self._beginnings.add(beginning)
-        self._connections.set_idle(beginning, beginning.cancel)
-        beginning.add_done_callback(partial(self._end_beginning, accepted, address))
+        room.set_idle(beginning, beginning.cancel)
+        beginning.add_done_callback(partial(self._end_beginning, accepted, address, room))
 
-    def _end_beginning(self, accepted: socket.socket, address: str, beginning: asyncio.Task[Any]) -> None:
+    def _end_beginning(
+        self, accepted: socket.socket, address: str, room: Connections, beginning: asyncio.Task[Any]
+    ) -> None:
         self._beginnings.discard(beginning)
-        self._connections.remove(beginning)
+        room.remove(beginning)
         error = None if beginning.cancelled() else beginning.exception()
         if beginning.cancelled() or error is not None:
             accepted.close()
@@ -207,10 +211,10 @@ class Listener:
 
     def _refuse(self, accepted: socket.socket) -> None:
         """Answer 503 and close a connection; with TLS only close it, as there has been no handshake."""
+        self._connections.refuse()
         with accepted, contextlib.suppress(OSError):
             accepted.setblocking(False)
             if self._tls is None:
-                message = f"all {self._connections.limit} connections that this server takes are in use"
-                accepted.send(raw_response(ServiceError("too_many_connections", message)))
+                accepted.send(raw_response(too_many_connections()))
                 accepted.shutdown(socket.SHUT_WR)
                 accepted.recv(SLICE_BYTES)  # closing with unread bytes would reset the connection and lose the answer

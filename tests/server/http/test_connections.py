@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gptserve.server.http.connections import Connections
+from gptserve.server.http.connections import PROBE_CONNECTIONS, Connections, ProbeConnections
 from tests.server.serving import ROOT
 
 
@@ -64,9 +64,20 @@ def test_when_all_are_busy_a_new_one_is_refused_until_one_goes() -> None:
     connections = Connections(4)
     busy = open_busy(connections, 4)
     assert [connections.admit() for _ in range(3)] == [False] * 3
-    assert connections.num_refused == 3
     connections.remove(busy[0])
     assert connections.admit()
+
+
+def test_connections_of_probes_are_few_and_apart_from_the_others() -> None:
+    others = Connections(2)
+    open_busy(others, 2)
+    probes = ProbeConnections(others)
+    idle = open_idle(probes, 20)
+    assert [peer.is_dropped for peer in idle].count(False) == PROBE_CONNECTIONS // 2
+    open_busy(probes, PROBE_CONNECTIONS)
+    assert not probes.admit()
+    probes.refuse()
+    assert (len(probes), len(others), others.num_refused) == (PROBE_CONNECTIONS, 2, 1)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -82,7 +93,9 @@ def test_what_happens_a_thousand_times_is_one_line(caplog: pytest.LogCaptureFixt
     open_idle(connections, 1000)
     open_busy(connections, 2)
     for _ in range(1000):
-        connections.admit()
+        assert not connections.admit()
+        connections.refuse()
+    assert connections.num_refused == 1000
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert [record.getMessage() for record in caplog.records] == [
         "closing idle connections: 1 may be idle and 2 may be open",

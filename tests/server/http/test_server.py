@@ -17,7 +17,8 @@ import httpx
 import pytest
 import uvicorn
 
-from gptserve.server.http.connections import Connections
+from gptserve.server.http import connections as connections_module
+from gptserve.server.http.connections import PROBE_CONNECTIONS, Connections
 from gptserve.server.http.server import HttpServer, Listener
 from gptserve.server.http.tls import Tls
 from tests.server.conftest import LiveServer
@@ -48,25 +49,74 @@ def test_when_all_connections_are_busy_a_new_one_gets_a_503(
     serve: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(FakeEngineClient(auto=False), max_connections=3)
+    body = json.dumps({"prompt": "x"}).encode()
     with streams(server, 3) as clients:
-        responses = [httpx.get(server.url + "/health", timeout=20) for _ in range(20)]
+        responses = [httpx.get(server.url + "/v1/models", timeout=20) for _ in range(20)]
+        responses += [httpx.post(server.url + "/v1/completions", content=body, timeout=20) for _ in range(5)]
         clients[0].close()
         server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
         while len(server.connections) - server.connections.num_idle == 3:
             pass
-        assert httpx.get(server.url + "/health", timeout=20).status_code == 200
-        assert server.metric("gptserve_connections_refused_total") == 20
+        assert httpx.get(server.url + "/v1/models", timeout=20).status_code == 200
+        assert server.metric("gptserve_connections_refused_total") == 25
     assert {response.status_code for response in responses} == {503}
     assert responses[0].json()["error"] == {
-        "message": "all 3 connections that this server takes are in use",
+        "message": "all connections that this server takes are in use",
         "type": "server_error",
         "param": None,
         "code": "too_many_connections",
     }
     assert int(responses[0].headers["retry-after"]) >= 1
-    assert [record.getMessage() for record in caplog.records if "refusing" in record.getMessage()] == [
+    said = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+    assert said - {"closing idle connections: 1 may be idle and 3 may be open"} == {
         "refusing connections: all 3 that may be open are busy"
-    ]
+    }
+    assert len(server.engine.submitted) == 3
+
+
+@pytest.mark.parametrize("root_path", [None, "/llm"])
+def test_probes_are_answered_when_all_connections_are_busy(
+    serve: Callable[..., LiveServer], root_path: str | None
+) -> None:
+    server = serve(FakeEngineClient(auto=False), max_connections=3, root_path=root_path)
+    with streams(server, 3), contextlib.ExitStack() as stack, httpx.Client(timeout=20) as client:
+        idle = [stack.enter_context(connect(server)) for _ in range(2 * PROBE_CONNECTIONS)]
+        for path in ("/health", "/ready?x=1", "/metrics") * 5:
+            response = client.get(server.url + (root_path or "") + path)
+            assert (response.status_code, response.headers["connection"]) == (200, "close")
+        assert client.get(server.url + "/v1/models").status_code == 503
+        open_ = [connection for connection in idle if not has_ended(connection)]
+        assert len(open_) < PROBE_CONNECTIONS
+
+
+def has_ended(client: socket.socket) -> bool:
+    client.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        return client.recv(1) == b""
+    return False
+
+
+def test_all_is_refused_when_the_connections_of_probes_are_busy_too(
+    serve: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "PROBE_CONNECTIONS", 0)
+    server = serve(FakeEngineClient(auto=False), max_connections=2)
+    with streams(server, 2):
+        response = httpx.get(server.url + "/health", timeout=20)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "too_many_connections")
+
+
+def test_a_connection_for_probes_serves_no_other_request_in_its_pipeline(serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngineClient(auto=False), max_connections=2)
+    with streams(server, 2), connect(server) as client:
+        health, models = (b"GET %b HTTP/1.1\r\nhost: t\r\n\r\n" % path for path in (b"/health", b"/v1/models"))
+        client.sendall(health + models)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while received := client.recv(65536):
+                answer += received
+    assert b'"object":"list"' not in answer
+    assert answer.count(b"HTTP/1.1 200 ") <= 1
 
 
 def test_idle_connections_make_room_and_streams_go_on(serve: Callable[..., LiveServer]) -> None:
@@ -125,7 +175,7 @@ def test_a_system_without_descriptors_is_asked_again(caplog: pytest.LogCaptureFi
     async def run() -> bytes:
         with Exhausted() as listening:
             listening.bind(("127.0.0.1", 0))
-            listener = Listener(listening, Greeting, Connections(10), None)
+            listener = Listener(listening, lambda _: Greeting(), Connections(10), None)
             reader, writer = await asyncio.open_connection(*listening.getsockname())
             said = await reader.read()
             writer.close()
