@@ -6,7 +6,8 @@ caller gets a ForeignCodeError, and the next call starts another worker. Knows n
 
 A worker is a Python without torch that calls `main` with its end of a socket. It gets an opener and its argument, then
 requests, one at a time, all as JSON. Each has one reply: a byte for its kind, then text or token ids. Its stdin is a
-pipe that is never written to: when the caller closes it or dies, the kernel kills the worker.
+pipe that is never written to: when the caller closes it or dies, the kernel kills the worker. Before it opens anything
+foreign it gives up what the system lets it give up (confinement.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import importlib
 import json
+import logging
 import os
 import resource
 import select
@@ -25,13 +27,17 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socketpair
 from typing import Any
+
+from gptserve.weights.confinement import confine
+
+logger = logging.getLogger(__name__)
 
 NUM_WORKERS = 4  # so many slow calls must come at once to hold up another
 
@@ -71,18 +77,20 @@ class Limits:
     open_memory_bytes: int = 2**29
     reply_bytes: int = 2**24  # eight times the largest request body
     wait_s: float = 120.0  # by the clock, for a worker that neither uses CPU time nor reads or writes
-    starts_threads: bool = False  # or processes
+    starts_threads: bool = False  # or processes; such a worker is not confined
 
 
 class Workers:
     """At most NUM_WORKERS processes that hold what `opener` returned, started as they are needed. Threads share it.
 
-    `opener` is the "module:name" of a function: it takes `argument` and returns the function that answers requests.
+    `opener` is the "module:name" of a function: it takes `argument` and returns the function that answers requests. Of
+    files that are not Python's own both may read those named, and what lies in folders named.
     """
 
-    def __init__(self, opener: str, argument: object, limits: Limits) -> None:
+    def __init__(self, opener: str, argument: object, limits: Limits, readable: Iterable[str | Path] = ()) -> None:
         self._limits = limits
-        self._first = json.dumps([opener, argument, asdict(self._limits)]).encode()
+        paths = [str(Path(path).absolute()) for path in readable]
+        self._first = json.dumps([opener, argument, asdict(self._limits), paths]).encode()
         self._slots = threading.BoundedSemaphore(NUM_WORKERS)
         self._lock = threading.Lock()
         self._all: set[_Worker] = set()
@@ -128,13 +136,14 @@ class Workers:
             worker = _Worker(self._limits)
             self._all.add(worker)
         try:
-            worker.ask(self._first, self._limits.open_cpu_s, self._limits.open_memory_bytes)
+            confinement = worker.ask(self._first, self._limits.open_cpu_s, self._limits.open_memory_bytes)
         except BaseException as fault:
             self._drop(worker)
             if isinstance(fault, WorkerDiedError) or not isinstance(fault, ForeignCodeError):
                 raise
             self._refusal = str(fault)
             raise CannotOpenError(self._refusal) from fault
+        logger.debug("workers: %s", confinement)
         return worker
 
     def _drop(self, worker: _Worker) -> None:
@@ -246,16 +255,16 @@ def _obey_signals() -> None:
 def _work(socket: Connection) -> None:
     with suppress(OSError):  # where memory runs out, a worker is to die and not the server
         Path("/proc/self/oom_score_adj").write_text("1000")
-    opener, argument, values = json.loads(socket.recv_bytes())
+    opener, argument, values, readable = json.loads(socket.recv_bytes())
     limits = Limits(**values)
     module_name, _, name = opener.partition(":")
     open_it = getattr(importlib.import_module(module_name), name)
-    _give_up_rights(limits)
+    confinement = _give_up_rights(limits, readable)
     answer: list[Callable[..., Any]] = []
 
     def opening() -> str:
         answer.append(open_it(argument))
-        return ""
+        return confinement
 
     _limit_memory(limits.open_memory_bytes)
     _reply(socket, opening, {}, limits.open_cpu_s, limits.reply_bytes)
@@ -265,12 +274,14 @@ def _work(socket: Connection) -> None:
         _reply(socket, answer[0], request, limits.cpu_s, limits.reply_bytes)
 
 
-def _give_up_rights(limits: Limits) -> None:
-    """Keep what escapes from a sandbox from the log, from files, and from processes where this is not root."""
+def _give_up_rights(limits: Limits, readable: list[str]) -> str:
+    """Keep what escapes from a sandbox from the log, files, sockets and processes; return what holds it."""
     with open(os.devnull, "wb") as nowhere:  # what libraries print of their faults, any client could have them print
         os.dup2(nowhere.fileno(), 2)
+    # These limits do not hold for root, and do where the system cannot confine a process.
     for kind, value in (RESOURCES if limits.starts_threads else {**RESOURCES, resource.RLIMIT_NPROC: 0}).items():
         _limit(kind, value, for_good=True)
+    return "" if limits.starts_threads else str(confine(readable))
 
 
 def _reply(

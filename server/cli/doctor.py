@@ -17,6 +17,7 @@ from typing import Literal
 from gptserve.server.cli.bench.launch import started_server
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.settings import ServerSettings, as_text, server_options
+from gptserve.weights.confinement import Confinement, available
 
 Verdict = Literal["ok", "warn", "fail"]
 Finding = tuple[Verdict, str]
@@ -32,6 +33,7 @@ def examine(settings: ServerSettings, environment: Mapping[str, str]) -> Iterato
     """Yield what is found, as it is found. The server gets the options of model and engine, and this environment."""
     versions = f"gptserve {version('gptserve')}, torch {version('torch')}, Python {platform.python_version()}"
     yield "ok", f"versions: {versions} on {platform.system()} {platform.machine()}"
+    yield _workers(available())
     yield "ok", f"settings: {settings.describe()[0] or 'all as by default'}"
     if not (settings.needs_key or settings.is_local):
         yield "warn", f"no API key is set: whoever can reach {settings.host} can use the server"
@@ -80,6 +82,11 @@ def _ask(url: str) -> Iterator[Finding]:
         yield "ok", f"request: {url} decoded a token in {took_s:.2f} s: {response.json()['choices'][0]['text']!r}"
     else:
         yield "fail", f"request: {url} answered {response.status_code}: {response.text}"
+
+
+def _workers(held: Confinement) -> Finding:
+    """Return what keeps the workers of templates, tokenizers and grammars from the rest of this machine."""
+    return ("ok" if held.landlock and held.filters_calls else "warn"), f"workers: {held}"
 
 
 def _kernels(build: Mapping[str, str]) -> Finding:

@@ -24,7 +24,7 @@ class GrammarChecker:
     """Tells whether grammars compile for a model. Threads may share it; the first call starts a worker."""
 
     def __init__(self, folder: Path) -> None:
-        self._workers = Workers("gptserve.engine.grammar.compiler:open_checker", str(folder), LIMITS)
+        self._workers = Workers("gptserve.engine.grammar.compiler:open_checker", str(folder), LIMITS, readable=[folder])
         self.close = self._workers.close
         self._good: OrderedDict[Grammar, None] = OrderedDict()
 

@@ -5,6 +5,7 @@ The foreign code is Python here: `eval` opens it, and what it opens evaluates th
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
@@ -16,10 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socket
+from typing import Any
 
 import psutil
 import pytest
 
+from gptserve.weights.confinement import available
 from gptserve.weights.workers import (
     ENVIRONMENT,
     NUM_WORKERS,
@@ -41,8 +44,8 @@ MakeWorkers = Callable[..., Workers]
 def make() -> Iterator[MakeWorkers]:
     made = []
 
-    def make(source: str = EVALUATE, **limits: float) -> Workers:
-        made.append(Workers("builtins:eval", source, Limits(**limits)))  # type: ignore[arg-type]
+    def make(source: str = EVALUATE, readable: tuple[Path, ...] = (), **limits: float) -> Workers:
+        made.append(Workers("builtins:eval", source, Limits(**limits), readable))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -161,17 +164,21 @@ def test_a_worker_that_died_while_idle_is_noticed(make: MakeWorkers) -> None:
         pytest.param(ENDLESS, "it took more than 1 s of CPU time", marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_opened_is_tried_once(make: MakeWorkers, tmp_path: Path, source: str, cause: str) -> None:
-    workers = make(f"[__import__('tempfile').mkstemp(dir={str(tmp_path)!r}), {source}]", open_cpu_s=1)
+def test_what_cannot_be_opened_is_tried_once(
+    make: MakeWorkers, monkeypatch: pytest.MonkeyPatch, source: str, cause: str
+) -> None:
+    started, start = list[Any](), subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(1) or start(*args, **options))
+    workers = make(source, open_cpu_s=1)
     for attempt in (workers.open, workers.call, workers.call):
         with pytest.raises(CannotOpenError) as caught:
             attempt()
         assert str(caught.value) == cause
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(started) == 1
 
 
 def test_slow_calls_hold_up_no_other_until_all_workers_are_busy(make: MakeWorkers, tmp_path: Path) -> None:
-    workers, gates = make(), [tmp_path / str(number) for number in range(NUM_WORKERS)]
+    workers, gates = make(readable=(tmp_path,)), [tmp_path / str(number) for number in range(NUM_WORKERS)]
     for gate in gates:
         os.mkfifo(gate)
     with ThreadPoolExecutor(NUM_WORKERS + 1) as pool:
@@ -196,7 +203,7 @@ def test_few_calls_need_few_workers(make: MakeWorkers) -> None:
 
 def test_closing_ends_busy_and_idle_workers_and_refuses_calls(make: MakeWorkers, tmp_path: Path) -> None:
     others = set(psutil.Process().children())
-    workers, gate = make(), tmp_path / "gate"
+    workers, gate = make(readable=(tmp_path,)), tmp_path / "gate"
     os.mkfifo(gate)
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(workers.call, code=f"str({PID}) + open({str(gate)!r}).read()")
@@ -254,10 +261,10 @@ def test_signals_of_a_terminal_and_a_service_manager_are_for_the_server(make: Ma
 def test_workers_end_with_a_killed_caller(is_busy: bool, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    busy = f"open({str(gate)!r}, 'w').close() or sum(range(10**13))"
+    busy = f"open({str(gate)!r}).close() or sum(range(10**13))"
     code = (
         "import sys; from gptserve.weights.workers import Limits, Workers\n"
-        f"workers = Workers('builtins:eval', {EVALUATE!r}, Limits(cpu_s=10**6))\n"
+        f"workers = Workers('builtins:eval', {EVALUATE!r}, Limits(cpu_s=10**6), [{str(tmp_path)!r}])\n"
         f"print(workers.call(code={PID!r}), flush=True)\n"
         + (f"workers.call(code={busy!r})" if is_busy else "sys.stdin.read()")
     )
@@ -265,7 +272,7 @@ def test_workers_end_with_a_killed_caller(is_busy: bool, tmp_path: Path) -> None
         assert caller.stdout is not None
         pid = int(caller.stdout.readline())
         if is_busy:
-            gate.read_bytes()
+            gate.open("w").close()
         caller.kill()
     wait_until_gone(pid)
 
@@ -302,12 +309,26 @@ def test_a_worker_sees_no_keys_and_the_time_zone_of_its_caller(
 
 
 def test_a_worker_writes_no_files_and_opens_few(make: MakeWorkers, tmp_path: Path) -> None:
-    workers, path = make(), tmp_path / "file"
-    with pytest.raises(ForeignCodeError, match="File too large"):
+    workers, path = make(readable=(tmp_path,)), tmp_path / "file"
+    with pytest.raises(ForeignCodeError, match=r"File too large|Operation not permitted|Permission denied"):
         workers.call(code=f"open({str(path)!r}, 'w', buffering=1).write('a\\n')")
-    assert path.read_bytes() == b""
+    assert not path.exists() or path.read_bytes() == b""
     with pytest.raises(ForeignCodeError, match="Too many open files"):
         workers.call(code="[open('/dev/null') for _ in range(64)]")
+
+
+def test_a_worker_is_confined_unless_it_starts_processes(
+    make: MakeWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("secret")
+    code = f"open({str(tmp_path / 'file')!r}).read()"
+    assert make(starts_threads=True).call(code=code) == make(readable=(tmp_path,)).call(code=code) == "secret"
+    if available().landlock:
+        with pytest.raises(ForeignCodeError, match=r"^PermissionError: \[Errno 13\] Permission denied"):
+            make().call(code=code)
+    with caplog.at_level(logging.DEBUG):
+        make().open()
+    assert f"workers: {available()}" in caplog.messages
 
 
 @pytest.mark.parametrize("code", ["os.fork() or os._exit(0)", "threading.Thread(target=print).start()"])
@@ -321,7 +342,7 @@ def test_a_worker_starts_no_processes_or_threads_unless_it_is_root(
     monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
     with (
         closing(Workers("nobody:open_it", code, Limits())) as workers,
-        pytest.raises(ForeignCodeError, match=r"temporarily unavailable|can't start new thread"),
+        pytest.raises(ForeignCodeError, match=r"temporarily unavailable|Operation not permitted|can't start new"),
     ):
         workers.call()
     with closing(Workers("nobody:open_it", code, Limits(starts_threads=True))) as workers:

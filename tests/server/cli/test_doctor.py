@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gptserve.server.cli import doctor
+from gptserve.weights.confinement import Confinement, available
 
 
 @pytest.mark.slow
@@ -17,7 +18,8 @@ def test_a_machine_that_is_well_gets_status_0(run: Any, monkeypatch: pytest.Monk
     assert "sk-secret" not in out
     lines = out.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warn"}
-    parts = [line.split()[1] for line in lines if line.startswith("ok")]
+    assert f"workers: {available()}" in out
+    parts = [line.split()[1] for line in lines if line.startswith("ok") and "workers:" not in line]
     assert parts[:5] == ["versions:", "settings:", "model:", "kernels:", "memory:"]
     assert "context of 128 tokens" in out
     assert lines[-1].startswith("ok    request: http://127.0.0.1:")
@@ -29,6 +31,18 @@ def test_a_model_that_cannot_be_served_is_a_fail_and_status_1(run: Any) -> None:
     assert status == 1
     assert out.splitlines()[-1].startswith("fail  the model cannot be served: gptserve: ")
     assert "/no/such/model" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("held", "verdict"),
+    [
+        (Confinement(7, filters_calls=True), "ok"),
+        (Confinement(0, filters_calls=True), "warn"),
+        (Confinement(1, filters_calls=False), "warn"),
+    ],
+)
+def test_workers_that_are_not_confined_are_told(held: Confinement, verdict: str) -> None:
+    assert doctor._workers(held) == (verdict, f"workers: {held}")
 
 
 @pytest.mark.parametrize(
