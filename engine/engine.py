@@ -57,7 +57,7 @@ class Engine:
         """
         if drafter is None:
             drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
-        self._grammar_queue = GrammarQueue(config.model_dir)
+        self._grammar_queue = GrammarQueue(config.model_dir, config.max_queue_time_s)
         with KeptWarnings() as warnings:
             self._runner = ModelRunner(config, progress, warnings.messages) if runner is None else runner
         self.info: EngineInfo = self._runner.info
@@ -81,7 +81,7 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Whether a request is live."""
-        return self._scheduler.has_work or self._grammar_queue.has_work
+        return self._scheduler.has_work or self._grammar_queue.num_waiting > 0
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +94,7 @@ class Engine:
         return replace(
             self._scheduler.stats,
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=self._scheduler.num_waiting + self._grammar_queue.num_waiting,
             num_used_blocks=self._pool.num_used,
             num_cached_blocks=self._pool.num_cached,
         )

@@ -1,17 +1,15 @@
 """From a grammar to a matcher, by llguidance over the model's own tokens.
 
-The engine compiles in a thread of its own. Before that the server has compiled the same grammar in a worker process
-(`open_checker`), whose limits hold where llguidance's do not. Torch-free; llguidance is imported with the first tokens.
+The engine compiles in a thread of its own, by `compiling.py`. Before that the server has compiled the same grammar in a
+worker process (`open_checker`), whose limits hold where llguidance's do not. Torch-free; llguidance is imported with
+the first tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +23,6 @@ from gptserve.weights.tokenizers.vocabulary import load_vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-MAX_COMPILED = 64
-"""Compiled grammars that are kept for the next request with the same one. Most take some 100 KB."""
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -94,34 +89,6 @@ class Compiler:
                 break
             matcher.consume_token(int(allowed[step * _STRIDE % len(allowed)]))
         matcher.reset()
-
-
-class CompilingThread:
-    """Compiles in a thread, for an engine that goes on with its steps. Grammars are kept by their content.
-
-    The first one opens the tokens, so that other starts need not. llguidance holds the interpreter's lock meanwhile:
-    0.13 s for 50,000 tokens and 0.65 s for 200,000 on 2 cores of an Intel Xeon.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, "gptserve-grammar")
-
-    @cached_property
-    def _compiler(self) -> Compiler:
-        return Compiler(self._folder)
-
-    def compile(self, grammar: Grammar) -> Future[Matcher]:
-        """Begin to compile. The future raises what `Compiler` raises."""
-        return self._thread.submit(self._compile, grammar)
-
-    def _compile(self, grammar: Grammar) -> Matcher:
-        compiled = self._compiled.pop(grammar, None) or self._compiler.compile(grammar)
-        self._compiled[grammar] = compiled
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        return compiled.copy()
 
 
 def open_checker(folder: str) -> Callable[..., str]:

@@ -186,7 +186,7 @@ def after_grammars(engine: Engine) -> Callable[[], list[TokenOutput]]:
     step = engine.step
 
     def step_later() -> list[TokenOutput]:
-        wait([future for _, future in engine._grammar_queue._waiting.values()], LIMIT_S)
+        wait([waiting.future for waiting in engine._grammar_queue._waiting.values()], LIMIT_S)
         return step()
 
     return step_later

@@ -9,10 +9,9 @@ import pytest
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar import compiler
-from gptserve.engine.grammar.compiler import MAX_COMPILED, Compiler, CompilingThread, GrammarError
+from gptserve.engine.grammar.compiler import Compiler, GrammarError
 from gptserve.engine.grammar.grammar import ANY_WHITESPACE, MAX_GRAMMAR_LENGTH, Grammar
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
-from tests.engine.client_harness import LIMIT_S
 
 STORYTELLER = Path(__file__).parents[3] / "weights" / "storyteller"
 EOS = 0
@@ -140,35 +139,6 @@ def test_a_grammar_has_a_longest_text() -> None:
     ):
         with pytest.raises(InvalidRequestError, match="may have at most 65536 characters, got 65537"):
             Grammar("json", **fields)
-
-
-def test_tokens_are_opened_with_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, open_one = list[Path](), Compiler.__init__
-
-    def counting(self: Compiler, folder: Path) -> None:
-        opened.append(folder)
-        open_one(self, folder)
-
-    monkeypatch.setattr(Compiler, "__init__", counting)
-    thread = CompilingThread(STORYTELLER)
-    assert opened == []
-    for text in ("a", "b"):
-        thread.compile(Grammar("regex", text)).result(LIMIT_S)
-    assert opened == [STORYTELLER]
-
-
-def test_grammars_are_compiled_once_and_the_oldest_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, compiled, compile_one = CompilingThread(STORYTELLER), list[str](), Compiler.compile
-
-    def counting(self: Compiler, grammar: Grammar) -> object:
-        compiled.append(grammar.text)
-        return compile_one(self, grammar)
-
-    monkeypatch.setattr(Compiler, "compile", counting)
-    texts = [str(n) for n in range(MAX_COMPILED)]
-    for text in (*texts, *texts, "0", "new", "0", "1"):
-        thread.compile(Grammar("regex", text)).result(LIMIT_S)
-    assert compiled == [*texts, "new", "1"]
 
 
 def test_what_was_tried_out_changes_no_mask(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
