@@ -12,7 +12,8 @@ from typing import Any
 from pydantic_core import from_json
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"?', re.DOTALL)
-_ESCAPES = {code: f"\\u{code:04x}" for code in range(0x20)}
+ESCAPES = {code: f"\\u{code:04x}" for code in range(0x20)}
+"""From the control characters that JSON takes only escaped to their escapes."""
 _NOTHING = frozenset(("", "null", '""'))
 
 
@@ -34,4 +35,4 @@ def read_arguments(text: str) -> dict[str, Any] | str:
 
 def escape_controls(text: str) -> str:
     """Return JSON with the control characters within its strings escaped, as JSON wants them."""
-    return _STRING.sub(lambda found: found[0].translate(_ESCAPES), text)
+    return _STRING.sub(lambda found: found[0].translate(ESCAPES), text)

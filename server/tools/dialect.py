@@ -20,12 +20,12 @@ from gptserve.server.api.schemas import ChatRequest, GenerationRequest
 from gptserve.server.completions.harmony import HarmonyChannels, Mark, find_marks
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.service import Service, Tokenizer
-from gptserve.server.tools import reasoning
 from gptserve.server.tools.calls import call_id
 from gptserve.server.tools.format import ToolFormat
 from gptserve.server.tools.formats import FORMATS, format_of
 from gptserve.server.tools.grammar import harmony_grammar, spelling, text_grammar, thinking_grammar
 from gptserve.server.tools.parts import Parts
+from gptserve.server.tools.reasoning import ThinkMarks, marks_of, read_reasoning, state_after
 from gptserve.server.tools.request import asked_tools
 from gptserve.server.tools.tape import Steps, Tape, drop
 
@@ -43,14 +43,15 @@ NO_FORMAT = (
 class Dialect:
     """Of one model. `marks` are the special tokens of harmony's channels, None for a model without them.
 
-    `form` is the format of its calls in other models. A model that `thinks` begins with <think>…</think>.
+    `form` is the format of its calls in other models. Between the marks `think` it reasons
+    first; None if it does not.
     """
 
     tokenizer: Tokenizer
     marks: Mapping[int, Mark] | None
     form: ToolFormat | None
     knows_tools: bool
-    thinks: bool
+    think: ThinkMarks | None
 
     def check(self, body: ChatRequest) -> None:
         """Raise InvalidRequestError if the model cannot do what a body asks of its tools and its text."""
@@ -83,26 +84,27 @@ class Dialect:
             channels = HarmonyChannels(self.marks).follow(prompt, self.tokenizer)
             grammar = harmony_grammar(asked, spell, wanted) if has_grammar else None
             return Reading(grammar, special_ids, channels=channels, has_tools=asked is not None)
-        form = None if asked is None else self.form
+        form, think = None if asked is None else self.form, self.think
         is_continued = bool(body.continue_final_message)
-        state = reasoning.state_after(prompt, self.tokenizer, is_continued=is_continued) if self.thinks else "closed"
+        state = "closed" if think is None else state_after(prompt, self.tokenizer, think, is_continued=is_continued)
         is_open = state == "open"
         # Text that matches a regex could be taken for the mark of a reasoning, JSON could not.
-        thinks = self.thinks and (wanted is None or is_open or (wanted.kind == "json" and state == "none"))
-        if form is None and not thinks:
+        if not (wanted is None or is_open or (wanted.kind == "json" and state == "none")):
+            think = None
+        if form is None and think is None:
             return None
         if has_grammar and asked is not None and form is not None:
-            grammar = text_grammar(asked, form, spell, thinks=thinks, is_open=is_open, wanted=wanted)
-        elif wanted is not None:
-            grammar = thinking_grammar(wanted, spell, is_open=is_open)
+            grammar = text_grammar(asked, form, spell, think=think, is_open=is_open, wanted=wanted)
+        elif wanted is not None and think is not None:
+            grammar = thinking_grammar(wanted, spell, think, is_open=is_open)
         names = frozenset(function.name for function in asked.functions) if asked is not None else frozenset[str]()
         text: _Text = "apart" if wanted is not None else "none" if asked is not None and asked.must_call else "before"
-        steps = partial(_read, form=form, names=names, thinks=thinks, is_open=is_open, text=text)
-        return Reading(grammar, special_ids - self._mark_ids(form, thinks=thinks), steps=steps)
+        steps = partial(_read, form=form, names=names, think=think, is_open=is_open, text=text)
+        return Reading(grammar, special_ids - self._mark_ids(form, think), steps=steps)
 
-    def _mark_ids(self, form: ToolFormat | None, *, thinks: bool) -> set[int]:
+    def _mark_ids(self, form: ToolFormat | None, think: ThinkMarks | None) -> set[int]:
         """Return the special tokens that are marks to read."""
-        marks = (*(() if form is None else form.marks), *((reasoning.BEGIN, reasoning.END) if thinks else ()))
+        marks = (*(() if form is None else form.marks), *(think or ()))
         ids = map(self.tokenizer.encode_with_special, marks)
         return {found[0] for found in ids if len(found) == 1}
 
@@ -163,8 +165,7 @@ def dialect_of(service: Service) -> Dialect:
     source, tool_source = ("", "") if template is None else (template.source, template.tool_source)
     form = format_of(tool_source) if name is None else FORMATS[name]
     knows_tools = re.search(r"\btools\b", tool_source) is not None
-    thinks = reasoning.END in source or reasoning.END in tool_source
-    return Dialect(service.tokenizer, find_marks(service.tokenizer), form, knows_tools, thinks)
+    return Dialect(service.tokenizer, find_marks(service.tokenizer), form, knows_tools, marks_of(source + tool_source))
 
 
 def _read(
@@ -173,7 +174,7 @@ def _read(
     *,
     form: ToolFormat | None,
     names: frozenset[str],
-    thinks: bool,
+    think: ThinkMarks | None,
     is_open: bool,
     text: _Text,
 ) -> Steps[None]:
@@ -183,8 +184,8 @@ def _read(
     """
     if text == "none":
         parts.add_text = drop
-    if thinks:
-        yield from reasoning.read_reasoning(tape, parts, is_open=is_open)
+    if think is not None:
+        yield from read_reasoning(tape, parts, think, is_open=is_open)
     if form is None or (text == "apart" and not (yield from tape.sees(form.begin))):
         yield from tape.pass_until((), parts.add_text)
     else:

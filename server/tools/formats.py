@@ -19,8 +19,9 @@ FORMATS: dict[ToolFormatName, ToolFormat] = {
 }
 """The first that a chat template has all signs of is its format. gpt-oss has its own, `completions/harmony.py`."""
 
-FOREIGN = ("<function=", "<arg_key>", "<invoke")
-"""Signs of formats that resemble one of these: Qwen3-Coder, GLM and MiniMax put no JSON between <tool_call>."""
+FOREIGN = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")
+"""Signs of formats that resemble one of these: Qwen3-Coder, GLM and MiniMax put no JSON between <tool_call>, Hunyuan
+has <tool_calls> around."""
 
 
 def format_of(template: str) -> ToolFormat | None:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar
 from gptserve.server.completions.service import Tokenizer
-from gptserve.server.tools import reasoning
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
+from gptserve.server.tools.reasoning import ThinkMarks
 from gptserve.server.tools.request import AskedTools
 
 # Models are trained on JSON with a space after a comma and a colon, and on JSON without.
@@ -34,15 +34,22 @@ def spelling(tokenizer: Tokenizer) -> Spell:
 
 
 def text_grammar(
-    asked: AskedTools, form: ToolFormat, spell: Spell, *, thinks: bool, is_open: bool, wanted: Grammar | None = None
+    asked: AskedTools,
+    form: ToolFormat,
+    spell: Spell,
+    *,
+    think: ThinkMarks | None,
+    is_open: bool,
+    wanted: Grammar | None = None,
 ) -> Grammar:
     """Return the grammar of an answer in a format. Raises InvalidRequestError.
 
-    An answer of a model that `thinks` may begin with reasoning; where the prompt has opened that, it has to. A text
+    An answer may begin with reasoning between the marks `think`; where the prompt has opened that, it has to. A text
     matches `wanted`, and then calls have none before them.
     """
     calls = f"{spell(form.begin)} calls" if form.begin else "calls"
-    excluded = [*([] if form.begin else [r"\s*\{"]), *([rf"\s*{reasoning.BEGIN}"] if thinks and not is_open else [])]
+    thought = [rf"\s*{re.escape(think.begin)}"] if think is not None and not is_open else []
+    excluded = [*([] if form.begin else [r"\s*\{"]), *thought]
     # In a format without a begin both are JSON, which is told apart token by token: they need the same white space.
     whitespace = None if wanted is None or form.begin else wanted.whitespace
     names = [function.name for function in asked.functions]
@@ -53,7 +60,7 @@ def text_grammar(
     else:
         answer = "TEXT | free_calls"
     rules = [
-        _start(spell, thinks=thinks, is_open=is_open),
+        _start(spell, think, is_open=is_open),
         f"answer: {answer}",
         f"calls_of_answer: {calls}",
         _free_calls(form, spell),
@@ -64,9 +71,9 @@ def text_grammar(
     return _join(rules, wanted)
 
 
-def thinking_grammar(wanted: Grammar, spell: Spell, *, is_open: bool) -> Grammar:
+def thinking_grammar(wanted: Grammar, spell: Spell, think: ThinkMarks, *, is_open: bool) -> Grammar:
     """Return the grammar of an answer without tools that begins with reasoning, as in `text_grammar`."""
-    return _join([_start(spell, thinks=True, is_open=is_open), "answer: framed"], wanted)
+    return _join([_start(spell, think, is_open=is_open), "answer: framed"], wanted)
 
 
 def harmony_grammar(asked: AskedTools | None, spell: Spell, wanted: Grammar | None = None) -> Grammar:
@@ -115,16 +122,19 @@ def _free_calls(form: ToolFormat, spell: Spell) -> str:
     return f"free_calls: before calls\nbefore{'[lazy]' if begin.startswith(chr(34)) else ''}: TEXT {begin}"
 
 
-def _start(spell: Spell, *, thinks: bool, is_open: bool) -> str:
+def _start(spell: Spell, think: ThinkMarks | None, *, is_open: bool) -> str:
     """Return the rules of an answer with its reasoning and the white space after that."""
-    begin, end = spell(reasoning.BEGIN), spell(reasoning.END)
+    rules = ["ANY: /(?s:.*)/"]
+    if think is None:
+        return "\n".join(["start: answer", *rules])
+    begin, end = map(spell, think)
     opened = "" if is_open else rf"/\s*/ {begin} "
     return "\n".join(
         (
-            "start: " + ("thought " if is_open else "thought? " if thinks else "") + "answer",
+            f"start: {'thought' if is_open else 'thought?'} answer",
             "thought: marked /\\s{0,2}/",
             f"marked{'[lazy]' if end.startswith(chr(34)) else ''}: {opened}ANY {end}",
-            "ANY: /(?s:.*)/",
+            *rules,
         )
     )
 

@@ -1,6 +1,8 @@
 """Reads one call that is a JSON object with a name and arguments, as its text arrives.
 
-The arguments are passed on as the model writes them; their JSON is not checked. Three formats call it.
+The arguments are passed on as the model writes them; their JSON is not checked. But what a weak model writes is read,
+too: control characters within strings are escaped, and arguments that are no object stay the JSON that they are. Three
+formats call it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 
+from gptserve.server.tools.arguments import ESCAPES
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Emit, Steps, Tape
 
@@ -17,6 +20,8 @@ _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("id", "type")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
 _CHARS = re.compile(r'[^"\\]+')
+_WORD = re.compile(r"[^\s,:\"{}\[\]]+")
+_SCALAR = re.compile(r"null|true|false|-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
@@ -51,7 +56,7 @@ def read_call(tape: Tape, parts: Parts, is_known: Callable[[str], bool] = lambda
 
 
 def read_object(tape: Tape, emit: Emit) -> Steps[bool]:
-    """Pass a JSON object on, up to the bracket that closes it; return whether it came."""
+    """Pass a JSON object or an array on, up to the bracket that closes it; return whether it came."""
     depth = 0
     while char := (yield from tape.peek()):
         if char == '"':
@@ -83,16 +88,29 @@ class _Call:
             self._begin()
 
     def read_arguments(self) -> Steps[bool]:
-        """Read an object, or the text of one; return whether it came."""
+        """Read a JSON value, or the text of an object; return whether it came. Null is an object without fields."""
         yield from self._tape.skip_space()
-        if (yield from self._tape.peek()) == "{":
+        char = yield from self._tape.peek()
+        if char in ("{", "["):
             self._set_arguments()
             return (yield from read_object(self._tape, self._emit))
-        text = yield from _read_text(self._tape)
-        if text is not None:
+        written = yield from (self._read_string() if char == '"' else self._read_scalar())
+        if written is not None:
             self._set_arguments()
-            self._emit(text)
-        return text is not None
+            self._emit(written)
+        return written is not None
+
+    def _read_string(self) -> Steps[str | None]:
+        text = yield from _read_text(self._tape)
+        if text is None or text.lstrip().startswith("{"):
+            return text
+        return json.dumps(text, ensure_ascii=False) if text.strip() else "{}"
+
+    def _read_scalar(self) -> Steps[str | None]:
+        pieces: list[str] = []
+        yield from self._tape.pass_run(_WORD, pieces.append)
+        word = "".join(pieces)
+        return None if _SCALAR.fullmatch(word) is None else "{}" if word == "null" else word
 
     def end(self) -> bool:
         """End the object; return whether it is a call."""
@@ -121,14 +139,15 @@ class _Call:
 
 
 def _pass_string(tape: Tape, emit: Emit) -> Steps[None]:
-    """Pass a JSON string on, with its quotes."""
+    """Pass a JSON string on, with its quotes and with control characters escaped."""
     emit(tape.read())
     while char := (yield from tape.peek()):
-        emit(tape.read_run(_CHARS) or tape.read())
+        emit((tape.read_run(_CHARS) or tape.read()).translate(ESCAPES))
         if char == '"':
             return
         if char == "\\" and (yield from tape.peek()):
-            emit(tape.read())
+            escaped = tape.read()
+            emit(ESCAPES[ord(escaped)][1:] if ord(escaped) in ESCAPES else escaped)
 
 
 def _read_text(tape: Tape) -> Steps[str | None]:

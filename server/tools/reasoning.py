@@ -1,22 +1,37 @@
 """<think>…</think>: the reasoning of Qwen3, of DeepSeek's distillations and of others, apart from the answer.
 
-Some templates end the prompt with <think>, so that the answer begins within the reasoning.
+Magistral writes [THINK]…[/THINK]. Some templates end the prompt with the first mark, so that the answer begins within
+the reasoning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gptserve.server.completions.service import Tokenizer
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import SPACE, Steps, Tape
 
-BEGIN, END = "<think>", "</think>"
+
+class ThinkMarks(NamedTuple):
+    """What a reasoning stands between."""
+
+    begin: str
+    end: str
+
+
+THINK = ThinkMarks("<think>", "</think>")
+_KNOWN = THINK, ThinkMarks("[THINK]", "[/THINK]")
+
+
+def marks_of(template: str) -> ThinkMarks | None:
+    """Return the marks of a model by its chat template; None if it has none."""
+    return next((marks for marks in _KNOWN if marks.end in template), None)
 
 
 def state_after(
-    prompt: Sequence[int], tokenizer: Tokenizer, *, is_continued: bool
+    prompt: Sequence[int], tokenizer: Tokenizer, marks: ThinkMarks, *, is_continued: bool
 ) -> Literal["open", "closed", "none"]:
     """Return whether the prompt ends within a reasoning or after one.
 
@@ -24,24 +39,24 @@ def state_after(
     it ends, as what a user wrote comes before.
     """
     special = (at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in tokenizer.special_ids)
-    begin = tokenizer.encode_with_special(BEGIN), tokenizer.encode_with_special(END)
-    start = next((at + 1 for at in special if [prompt[at]] not in begin), 0)
+    own = [tokenizer.encode_with_special(mark) for mark in marks]
+    start = next((at + 1 for at in special if [prompt[at]] not in own), 0)
     tail = b"".join(map(tokenizer.token_bytes, prompt[start:])).decode(errors="replace").rstrip()
     if not is_continued:
-        tail = tail[-len(END) :]
-    if tail.rfind(BEGIN) > tail.rfind(END):
+        tail = tail[-len(marks.end) :]
+    if tail.rfind(marks.begin) > tail.rfind(marks.end):
         return "open"
-    return "closed" if END in tail else "none"
+    return "closed" if marks.end in tail else "none"
 
 
-def read_reasoning(tape: Tape, parts: Parts, *, is_open: bool) -> Steps[None]:
+def read_reasoning(tape: Tape, parts: Parts, marks: ThinkMarks, *, is_open: bool) -> Steps[None]:
     """Read the reasoning at the beginning of an answer, and the white space around it."""
     if not is_open:
         blank: list[str] = []
         yield from tape.pass_run(SPACE, blank.append)
-        if not (yield from tape.accept(BEGIN)):
+        if not (yield from tape.accept(marks.begin)):
             parts.add_text("".join(blank))
             return
     yield from tape.skip_space()
-    yield from tape.pass_until((END,), parts.add_reasoning)
+    yield from tape.pass_until((marks.end,), parts.add_reasoning)
     yield from tape.skip_space()

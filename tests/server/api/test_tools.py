@@ -168,6 +168,18 @@ def test_structured_output_comes_after_the_reasoning(make_api: MakeApi) -> None:
     assert api.chat(**body).json()["choices"][0]["message"] == message
 
 
+@pytest.mark.parametrize("special", [(), ("[THINK]", "[/THINK]")])
+def test_reasoning_has_the_marks_of_the_template(make_api: MakeApi, special: tuple[str, ...]) -> None:
+    tokenizer = ByteTokenizer(*special)
+    answer = '[THINK]So.[/THINK]Hm.[TOOL_CALLS]get_time[ARGS]{"a": 1}'
+    reply = say(tokenizer.encode_with_special(answer), then_eos=True)
+    info = replace(INFO, vocab_size=EOS + 3, max_model_len=4096)
+    template = SHOWN + "{# [TOOL_CALLS] [ARGS] [/THINK] #}"
+    [choice] = make_api(FakeEngineClient(reply, info=info), tokenizer, template).chat(tools=TOOLS).json()["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("So.", "Hm.")
+    assert function_calls(choice["message"]) == [("get_time", '{"a": 1}')]
+
+
 TEXT_WITH_A_CALL = json.dumps({"a": ANSWERS["hermes"]}, ensure_ascii=False)
 
 

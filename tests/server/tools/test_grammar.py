@@ -21,6 +21,7 @@ from gptserve.server.completions.harmony import MARKS, find_marks
 from gptserve.server.completions.output import ChoiceOutput, Delta
 from gptserve.server.tools.dialect import Dialect, Reading
 from gptserve.server.tools.formats import FORMATS
+from gptserve.server.tools.reasoning import THINK, ThinkMarks
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 SPECIAL = (*MARKS, "<|constrain|>", "[TOOL_CALLS]", "[ARGS]")
@@ -67,9 +68,11 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.open(folder)
 
 
-def reading_of(tokenizer: Tokenizer, kind: str, prompt: str = "", *, thinks: bool = False, **fields: Any) -> Reading:
+def reading_of(
+    tokenizer: Tokenizer, kind: str, prompt: str = "", *, think: ThinkMarks | None = None, **fields: Any
+) -> Reading:
     marks, form = (find_marks(tokenizer), None) if kind == "harmony" else (None, FORMATS[kind])  # type: ignore[index]
-    dialect = Dialect(tokenizer, marks, form, knows_tools=True, thinks=thinks)
+    dialect = Dialect(tokenizer, marks, form, knows_tools=True, think=think)
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields})
     dialect.check(body)
     prompt = "<|start|>assistant" if kind == "harmony" else prompt
@@ -210,23 +213,23 @@ def test_a_strict_answer_may_be_text_unless_calls_are_required(
     assert given == cases
 
 
-THOUGHT = "<think>I <tool_call> may call.</think>\n\n"
-
-
+@pytest.mark.parametrize("think", [THINK, ThinkMarks("[THINK]", "[/THINK]")])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("is_open", [True, False])
-def test_reasoning_comes_before_calls(compiler: Compiler, tokenizer: Tokenizer, choice: str, is_open: bool) -> None:
-    prompt = "Hi<think>\n" if is_open else "Hi <think>\n\n</think>\n\n"
-    reading = reading_of(tokenizer, "hermes", prompt, thinks=True, tool_choice=choice)
+def test_reasoning_comes_before_calls(
+    compiler: Compiler, tokenizer: Tokenizer, choice: str, is_open: bool, think: ThinkMarks
+) -> None:
+    prompt = f"Hi{think.begin}\n" if is_open else f"Hi {think.begin}\n\n{think.end}\n\n"
+    reading = reading_of(tokenizer, "hermes", prompt, think=think, tool_choice=choice)
     assert reading.grammar is not None
     matcher = compiler.compile(reading.grammar)
-    thought = THOUGHT.removeprefix("<think>") if is_open else THOUGHT
+    thought = f"{'' if is_open else think.begin}I <tool_call> may call.{think.end}\n\n"
     cases = {
         thought + CALL["hermes"]: True,
         thought + "Four.": choice == "auto",
         CALL["hermes"]: not is_open,
         thought + "<tool_call>x": False,
-        thought.replace("</think>", ""): False,
+        thought.replace(think.end, ""): False,
     }
     assert {case: allows(matcher.copy(), tokenizer.encode(case)) for case in cases} == cases
     delta = split(reading, tokenizer, tokenizer.encode(thought + CALL["hermes"]))
@@ -338,7 +341,7 @@ def test_reasoning_comes_before_a_wanted_text(
     if kind == "harmony":
         reading, before = reading_of(tokenizer, kind, **fields), ANALYSIS + "<|channel|>final<|message|>"
     else:
-        reading, before = reading_of(tokenizer, "hermes", "Hi<think>", thinks=True, **fields), "Hm.</think>"
+        reading, before = reading_of(tokenizer, "hermes", "Hi<think>", think=THINK, **fields), "Hm.</think>"
     assert reading.grammar is not None
     matcher = compiler.compile(reading.grammar)
     cases = {before + good: True, good: False, **({} if bad is None else {before + bad: False})}
@@ -348,7 +351,7 @@ def test_reasoning_comes_before_a_wanted_text(
 
 
 def test_json_may_come_after_reasoning_that_the_prompt_has_not_opened(compiler: Compiler, tokenizer: Tokenizer) -> None:
-    reading = reading_of(tokenizer, "hermes", "Hi", thinks=True, tools=None, **wanting())
+    reading = reading_of(tokenizer, "hermes", "Hi", think=THINK, tools=None, **wanting())
     assert reading.grammar is not None
     matcher = compiler.compile(reading.grammar)
     cases = {'<think>Hm.</think>{"name":"x"}': True, '{"name":"x"}': True, "<think>": False, "Hm.": False}
@@ -358,7 +361,7 @@ def test_json_may_come_after_reasoning_that_the_prompt_has_not_opened(compiler: 
 def test_no_reasoning_comes_before_json_where_the_prompt_has_ended_one(
     tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
-    reading = reading_of(tokenizer, "hermes", "Hi<think>\n\n</think>\n\n", thinks=True, **wanting())
+    reading = reading_of(tokenizer, "hermes", "Hi<think>\n\n</think>\n\n", think=THINK, **wanting())
     assert reading.grammar is not None
     matcher = compiler.compile(reading.grammar)
     cases = {"<think>Hm.</think>" + CALL["hermes"]: False, CALL["hermes"]: True, '{"name":"x"}': True}
