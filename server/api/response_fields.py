@@ -22,6 +22,8 @@ _HINT = Unread()
 UNREAD: dict[str, Unread] = {
     **dict.fromkeys(("service_tier", "safety_identifier", "stream_options", "client_metadata"), _HINT),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"), _HINT),
+    **dict.fromkeys(("background_options", "access_programs", "image"), _HINT),
+    "personality": Unread((), "a personality is"),
     "conversation": Unread((), "a conversation object (previous_response_id is another way) is"),
     "prompt": Unread((), "a prompt template is"),
     "context_management": Unread(([],), "compaction of the conversation is"),
@@ -29,12 +31,20 @@ UNREAD: dict[str, Unread] = {
 }
 """Fields of OpenAI's API."""
 
-_SUMMARY = Unread(("auto",), "a summary of the reasoning (the reasoning itself comes) is")
-_OF_REASONING = {"summary": _SUMMARY, "generate_summary": _SUMMARY}
+_SUMMARY = Unread(("auto", "concise", "detailed", "none"), "this summary of the reasoning is")
+OF_REASONING = {
+    **dict.fromkeys(("summary", "generate_summary"), _SUMMARY),
+    "context": Unread(("auto",), "a choice of the reasoning that the model sees again is"),
+    "mode": Unread(("standard",), "another mode of reasoning is"),
+}
+OF_CACHE = {
+    **dict.fromkeys(("mode", "ttl", "comparison_response_id"), _HINT),
+    "prewarm": Unread((False,), "filling the prompt cache without an answer is"),
+}
 _OF_ITEMS = dict.fromkeys(("id", "status", "phase", "summary", "encrypted_content", "caller", "async"), _HINT)
 _OF_RESULTS = {**_OF_ITEMS, **dict.fromkeys(("name", "namespace"), _HINT)}  # the call with its call_id has them
 _OF_PARTS = dict.fromkeys(("annotations", "logprobs", "prompt_cache_breakpoint"), _HINT)
-_PART_TYPES = ("input_text", "output_text", "reasoning_text")
+_PART_TYPES = ("input_text", "output_text", "reasoning_text", "refusal")
 
 
 def take_response_fields(
@@ -53,7 +63,9 @@ def take_response_fields(
         if isinstance(wanted := options.get("format"), dict):
             options["format"] = reader.take(wanted, TextFormat, {}, "text.format.")
     if isinstance(options := taken.get("reasoning"), dict):
-        taken["reasoning"] = reader.take(options, ReasoningOptions, _OF_REASONING, "reasoning.")
+        taken["reasoning"] = reader.take(options, ReasoningOptions, OF_REASONING, "reasoning.")
+    if isinstance(options := given.get("prompt_cache_options"), dict):
+        reader.take(options, BaseModel, OF_CACHE, "prompt_cache_options.")
     if isinstance(tools := taken.get("tools"), list):
         taken["tools"] = take_tools(tools, reader)
     if isinstance(choice := taken.get("tool_choice"), dict):
@@ -81,7 +93,12 @@ def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
 def _take_part(where: str, part: Any, reader: FieldReader) -> Any:
     if not isinstance(part, dict):
         return part
-    _check_type(where, part, _PART_TYPES, "a part")
+    kind = _check_type(where, part, _PART_TYPES, "a part")
+    if kind == "refusal":
+        if "refusal" not in part:
+            name = f"{where}.refusal"
+            raise InvalidRequestError(f"{name} is required", param=name, code="missing_required_parameter")
+        return {"type": "output_text", "text": part["refusal"]}
     return reader.take(part, InputPart, _OF_PARTS, "input.content.")
 
 

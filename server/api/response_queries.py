@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 from starlette.requests import Request
 
-from gptserve.server.api.response_schemas import LOGPROBS, REASONING
+from gptserve.server.api.response_schemas import LOGPROBS, Includable
 from gptserve.server.errors import ServiceError, show
 from gptserve.server.responses.input_list import PageAsked
 from gptserve.server.responses.stream import NO_EVENT
@@ -15,11 +15,14 @@ from gptserve.server.responses.stream import NO_EVENT
 MAX_LIMIT = 100
 DEFAULT_LIMIT = 20
 
+NOTHING = tuple(value for value in get_args(Includable) if value != LOGPROBS)
+"""What may be included and asks for nothing."""
+
 ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 INCLUDE = {
     "name": "include",
     "in": "query",
-    "schema": {"type": "array", "items": {"enum": [REASONING]}},
+    "schema": {"type": "array", "items": {"enum": [*NOTHING]}},
     "description": "changes nothing, as reasoning comes in the clear; also accepted as `include[]`",
 }
 STREAM = {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "answer as events"}
@@ -73,9 +76,8 @@ def check_include(request: Request, *, has_logprobs: bool) -> None:
         if value == LOGPROBS and not has_logprobs:
             message = f"include may have {LOGPROBS} only where the request for the response had it, too"
             raise _error("include", message)
-        if value not in (LOGPROBS, REASONING):
-            message = f"include may have {LOGPROBS} and {REASONING}, got {show(value)}"
-            raise ServiceError("unsupported_parameter", message, param="include")
+        if value not in (LOGPROBS, *NOTHING):
+            raise _error("include", f"include may have {', '.join((LOGPROBS, *NOTHING))}, got {show(value)}")
 
 
 def _error(param: str, message: str) -> ServiceError:

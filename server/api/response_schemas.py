@@ -109,6 +109,19 @@ Metadata = Annotated[
 ]
 
 
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""OpenAI's values. All but the first ask for nothing here."""
+
+
 class ResponsesRequest(SharedFields):
     """The body of POST /v1/responses."""
 
@@ -130,8 +143,8 @@ class ResponsesRequest(SharedFields):
     """default auto with tools"""
     parallel_tool_calls: bool | None = None
     """more than one call in an answer; default true"""
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    """logprobs; reasoning is always in the clear"""
+    include: list[Includable] | None = None
+    """logprobs; reasoning is always in the clear, and there is nothing of tools that OpenAI runs"""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """how many likeliest tokens to report with each token; needs logprobs to be included"""
     store: bool | None = None
@@ -345,6 +358,13 @@ class InputItemList(_Model):
     """null on an empty page"""
     last_id: str | None
     has_more: bool
+
+
+class InputTokens(_Model):
+    """How many tokens a response would have as its input."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class DeletedResponse(_Model):

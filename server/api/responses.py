@@ -34,6 +34,7 @@ from gptserve.server.api.response_schemas import (
     LOGPROBS,
     DeletedResponse,
     InputItemList,
+    InputTokens,
     ResponseEvent,
     ResponseObject,
     ResponsesRequest,
@@ -51,6 +52,7 @@ from gptserve.server.responses.input_list import list_items
 from gptserve.server.responses.kept import KeptResponses
 from gptserve.server.responses.plan import (
     ResponsePlan,
+    count_input_tokens,
     input_items,
     plan_response,
 )
@@ -64,6 +66,12 @@ from gptserve.server.tools.dialect import dialect_of
 
 _PATH = "/v1/responses"
 _BY_ID = f"{_PATH}/{{id}}"
+_METHODS = ("GET", "POST", "DELETE")
+_LACKING = {
+    f"{_PATH}/compact": "compaction of a conversation (truncation auto is another way)",
+    "/v1/conversations": "a conversation object (previous_response_id is another way)",
+    "/v1/conversations/{path:path}": "a conversation object (previous_response_id is another way)",
+}
 _ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ResponseObject,
@@ -84,6 +92,15 @@ def responses_router(service: Service, store: BackgroundStore) -> APIRouter:
         openapi_extra={**json_body(ResponsesRequest), "parameters": [IDEMPOTENCY_KEY]},
         responses={**_ANSWER, **error_responses(400, 401, 404, 408, 409, 413, 415, 429, 500, 503)},
     )(routes.create)
+    router.post(
+        f"{_PATH}/input_tokens",
+        name="count_input_tokens",
+        summary="Count the tokens that a response would have as its input",
+        openapi_extra=json_body(ResponsesRequest),
+        responses={200: {"model": InputTokens}, **error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503)},
+    )(routes.count)
+    for path, what in _LACKING.items():
+        router.add_api_route(path, partial(_refuse, what), methods=[*_METHODS], include_in_schema=False)
     router.get(
         _BY_ID,
         name="retrieve_response",
@@ -165,6 +182,16 @@ class _Routes:
 
         return await self._store.begin_or_find(background, make_plan)
 
+    async def count(self, request: Request) -> Response:
+        """Count the tokens of the input."""
+        service = self._service
+        service.check_alive()
+        _, body, num_bytes = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
+        with planned(service, Place(owner_of(request), receive=request.receive), num_bytes) as planning:
+            asked = await self._kept.asked(body, planning)
+            counted = await count_input_tokens(asked, planning, self._dialect)
+        return JSONResponse(InputTokens(input_tokens=counted).model_dump())
+
     async def retrieve(self, request: Request) -> Response:
         """Return a response, or its events."""
         stream, after = stream_asked(request)
@@ -226,6 +253,11 @@ class _Routes:
         if after >= count:
             message = f"starting_after may be at most {count - 1}, as the response has no more events, got {after}"
             raise ServiceError("invalid_value", message, param="starting_after")
+
+
+async def _refuse(what: str, request: Request) -> Response:
+    """Raise ServiceError: this server lacks the route."""
+    raise ServiceError("not_found", f"{what} is not supported by this server: there is no {request.url.path}")
 
 
 def _check_together(body: ResponsesRequest, key: str | None) -> None:

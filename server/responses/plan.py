@@ -6,8 +6,10 @@ Knows no HTTP; `api/responses.py` calls it, and the store to restore what it kee
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -17,7 +19,7 @@ from gptserve.server.api.response_schemas import InputItem, Item, ItemReference,
 from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem, HostedTool, InputPart
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
-from gptserve.server.completions.chat import plan_chat
+from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan, Identity, restore_plan
 from gptserve.server.completions.service import Service, Tokenizer
@@ -142,8 +144,30 @@ async def plan_response(
     """Plan the chat. `background` is the request for it if it is kept. Raises what `plan_chat` raises."""
     tools = ResponseTools(asked.tools)
     of_chat = tools.to_chat(asked.tool_choice)
-    try:
+    with _own_names(tools):
         plan = await _plan_chat(asked, of_chat, background, service, owner, dialect)
+    in_force = {name: getattr(plan.requests[0].params, name) for name in SAMPLING_DEFAULTS}
+    return _of_chat(plan, asked.model_copy(update=in_force))
+
+
+async def count_input_tokens(asked: StoredRequest, service: Service, dialect: Dialect) -> int:
+    """Return the number of tokens of the prompt, of all that was said. Raises what `plan_response` raises."""
+    tools, items = ResponseTools(asked.tools), [*asked.earlier, *input_items(asked)]
+    of_chat = {**asked.to_chat(_to_messages(asked.instructions, items)), **tools.to_chat(asked.tool_choice)}
+    with _own_names(tools):
+        chat = ChatRequest.model_validate(of_chat)
+        service.check_model(chat.model)
+        check_conversation(chat, service)
+        dialect.check(chat)
+        encode = partial(encode_conversation, chat, service, add_special=bool(chat.add_special_tokens))
+        return len(await service.in_worker(encode))
+
+
+@contextmanager
+def _own_names(tools: ResponseTools) -> Iterator[None]:
+    """Let errors about the chat name the fields of the response."""
+    try:
+        yield
     except ChatTemplateError as error:
         raise ServiceError("invalid_chat_template_input", str(error), param="input") from error
     except InvalidRequestError as error:
@@ -151,9 +175,8 @@ async def plan_response(
         for name, own in _NAMES.items():
             message = message.replace(name, own)
         message = _PLACE.sub(lambda found: tools.place(int(found[1])), message)
-        raise InvalidRequestError(message, param=_NAMES.get(param or "", param), code=error.code) from error
-    in_force = {name: getattr(plan.requests[0].params, name) for name in SAMPLING_DEFAULTS}
-    return _of_chat(plan, asked.model_copy(update=in_force))
+        own_param = "input" if param == "prompt" else _NAMES.get(param or "", param)
+        raise InvalidRequestError(message, param=own_param, code=error.code) from error
 
 
 async def _plan_chat(

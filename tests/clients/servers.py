@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from gptserve.engine.request import Request, TokenOutput
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
+from tests.server.fake_engine import INFO, FakeEngineClient, say
 from tests.server.serving import LIMIT_S, Process
 from tests.weights.tiny_tokenizers import FAMILIES
 
@@ -61,6 +64,16 @@ TOOLS = """\
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
 {% endfor %}assistant:"""
 """A chat template that knows tools; the calls of a model that speaks nonsense are forced."""
+
+
+def scripted(*answers: str) -> FakeEngineClient:
+    """Return an engine whose answers are these, one after another. Its tokens are bytes, its context holds many."""
+    rest = iter(answers)
+
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        return iter(say(next(rest), then_eos=True)(request))
+
+    return FakeEngineClient(reply, info=replace(INFO, max_model_len=200_000))
 
 
 def post(url: str, path: str, **body: Any) -> dict[str, Any]:

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptserve.engine.request import Request, TokenOutput
 from tests.clients.environments import Environment
+from tests.clients.servers import TOOLS, scripted
 from tests.server.conftest import MODEL, LiveServer
-from tests.server.fake_engine import INFO, FakeEngineClient, say
+from tests.server.fake_engine import FakeEngineClient
 
 CLIENT = "codex"
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
-CONTEXT = 200_000  # Codex begins with about 40,000 characters, and a token of the tokenizer here is a byte
-TEMPLATE = """\
-{%- for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}
-{%- for m in messages %}{{ m.role }}: {{ m.content or "" }}
-{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
-{% endfor %}assistant:"""
-
-
-def script(*answers: str) -> FakeEngineClient:
-    """Return an engine whose answers are these, one after another."""
-    rest = iter(answers)
-
-    def reply(request: Request) -> Iterator[TokenOutput]:
-        return iter(say(next(rest), then_eos=True)(request))
-
-    return FakeEngineClient(reply, info=replace(INFO, max_model_len=CONTEXT))
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -42,7 +23,7 @@ def call(name: str, **arguments: Any) -> str:
 
 def run(client: Environment, engine: FakeEngineClient, home: Path, asked: str) -> list[dict[str, Any]]:
     """Let Codex do what is asked to the end of its turn; return its events."""
-    with LiveServer(engine, template=TEMPLATE).running() as server:
+    with LiveServer(engine, template=TOOLS).running() as server:
         return run_at(client, f"{server.url}/v1", MODEL, home, asked)
 
 
@@ -72,7 +53,7 @@ def prompts(engine: FakeEngineClient) -> list[str]:
 
 
 def test_a_turn_with_a_text(client: Environment, tmp_path: Path) -> None:
-    engine = script("Hello, é!")
+    engine = scripted("Hello, é!")
     events = run(client, engine, tmp_path, "Say hello")
 
     assert [message["text"] for message in ended(events, "agent_message")] == ["Hello, é!"]
@@ -84,7 +65,7 @@ def test_a_turn_with_a_text(client: Environment, tmp_path: Path) -> None:
 
 
 def test_a_turn_with_a_shell_command(client: Environment, tmp_path: Path) -> None:
-    engine = script("I look." + call("exec_command", cmd='echo "a$((20 + 3))b" > made; cat made'), "It is done.")
+    engine = scripted("I look." + call("exec_command", cmd='echo "a$((20 + 3))b" > made; cat made'), "It is done.")
     events = run(client, engine, tmp_path, "Make a file")
 
     assert (tmp_path / "work" / "made").read_text() == "a23b\n"
@@ -100,7 +81,7 @@ def test_a_turn_with_a_shell_command(client: Environment, tmp_path: Path) -> Non
 
 
 def test_a_turn_with_a_tool_of_a_namespace(client: Environment, tmp_path: Path) -> None:
-    engine = script(call("multi_agent_v1__close_agent", target="nobody"), "There is none.")
+    engine = scripted(call("multi_agent_v1__close_agent", target="nobody"), "There is none.")
     events = run(client, engine, tmp_path, "Close the agent")
 
     assert [message["text"] for message in ended(events, "agent_message")] == ["There is none."]

@@ -173,6 +173,7 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         "/v1/responses/{id}",
         "/v1/responses/{id}/cancel",
         "/v1/responses/{id}/input_items",
+        "/v1/responses/input_tokens",
         "/v1/models",
         "/v1/models/{model}",
         "/tokenize",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.api.response_fields import UNREAD
-from gptserve.server.api.response_schemas import InputItemList, ResponseObject, ResponsesRequest
+from gptserve.server.api.response_schemas import Includable, InputItemList, ResponseObject, ResponsesRequest
 from gptserve.server.completions.harmony import MARKS
 from tests.server.api.test_owners import KEYS, ask
 from tests.server.conftest import MODEL, Api, LiveServer
@@ -23,6 +23,7 @@ from tests.test_architecture import assert_rows
 
 Serve = Callable[..., LiveServer]
 PATH = "/v1/responses"
+INCLUDABLE = get_args(Includable)
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}}
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 HARMONY = "<|channel|>analysis<|message|>Hm é<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|end|>"
@@ -310,18 +311,62 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
         "truncation: input should be 'auto' or 'disabled', got 'oldest'",
     ),
     (
-        {"reasoning": {"summary": "detailed"}},
+        {"reasoning": {"summary": "long"}},
         "reasoning.summary",
         "unsupported_parameter",
-        "a summary of the reasoning (the reasoning itself comes) is not supported by this server; "
-        "leave out reasoning.summary",
+        "this summary of the reasoning is not supported by this server; leave out reasoning.summary",
     ),
     (
-        {"include": ["file_search_call.results"]},
+        {"reasoning": {"mode": "pro"}},
+        "reasoning.mode",
+        "unsupported_parameter",
+        "another mode of reasoning is not supported by this server; leave out reasoning.mode",
+    ),
+    (
+        {"reasoning": {"context": "all_turns"}},
+        "reasoning.context",
+        "unsupported_parameter",
+        "a choice of the reasoning that the model sees again is not supported by this server; "
+        "leave out reasoning.context",
+    ),
+    (
+        {"prompt_cache_options": {"mode": "implicit", "prewarm": True}},
+        "prompt_cache_options.prewarm",
+        "unsupported_parameter",
+        "filling the prompt cache without an answer is not supported by this server; "
+        "leave out prompt_cache_options.prewarm",
+    ),
+    (
+        {"context_management": [{"type": "compaction", "compact_threshold": 9}]},
+        "context_management",
+        "unsupported_parameter",
+        "compaction of the conversation is not supported by this server; leave out context_management",
+    ),
+    (
+        {"personality": "friendly"},
+        "personality",
+        "unsupported_parameter",
+        "a personality is not supported by this server; leave out personality",
+    ),
+    (
+        {"include": ["file_search_call.result"]},
         "include",
         "invalid_value",
-        "include[0]: input should be 'message.output_text.logprobs' or 'reasoning.encrypted_content', "
-        "got 'file_search_call.results'",
+        "include[0]: input should be "
+        + " or ".join((", ".join(map(repr, INCLUDABLE[:-1])), repr(INCLUDABLE[-1])))
+        + ", got 'file_search_call.result'",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "refusal"}]}]},
+        "input[0].content[0].refusal",
+        "missing_required_parameter",
+        "input[0].content[0].refusal is required",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": 3}]}]},
+        "input",
+        "invalid_type",
+        "input[0].content[0].text: input should be a valid string, got 3",
     ),
     (
         {"text": {"format": {"type": "json_schema"}}},
@@ -408,9 +453,7 @@ def test_what_asks_for_nothing_is_taken(api: Api) -> None:
         name: rule.neutral[0] if rule.neutral else "x" for name, rule in UNREAD.items() if rule.neutral or not rule.lack
     }
     given = [{"type": "message", "id": "msg_1", "status": "completed", "role": "user", "content": "hi"}]
-    answer = respond(
-        api, input=given, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"], **neutral
-    )
+    answer = respond(api, input=given, reasoning={"summary": "detailed"}, include=[*INCLUDABLE], **neutral)
 
     assert answer.status_code == 200
     assert "x-gptserve-ignored" not in answer.headers
@@ -714,10 +757,9 @@ def test_the_items_that_a_response_was_made_of_are_listed(serve: Serve, tmp_path
             "include may have message.output_text.logprobs only where the request for the response had it, too",
         ),
         (
-            {"include[]": "file_search_call.results"},
-            "unsupported_parameter",
-            "include may have message.output_text.logprobs and reasoning.encrypted_content, got "
-            "'file_search_call.results'",
+            {"include[]": "file_search_call.result"},
+            "invalid_value",
+            f"include may have {', '.join(INCLUDABLE)}, got 'file_search_call.result'",
         ),
     ],
 )
