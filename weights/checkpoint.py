@@ -37,8 +37,11 @@ ACCEPTED_DTYPES = ("BF16", "F16", "F32")
 PACKED_DTYPES = ("U8",)
 NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every layer alike
 
-MAX_HEADER_BYTES = 2**23  # 200 bytes for each tensor
-MAX_TENSORS = 2**15  # ten times those of any model served
+MAX_HEADER_BYTES = 2**25  # 128 bytes for each tensor; of the index of shards, too
+MAX_TENSORS = 2**18
+"""Mixtures of experts have the most: if each of the 18,432 matrices of Qwen3 30B-A3B's experts is quantized and stored
+as four tensors, these are 73,728; DeepSeek-V3's are 178,176."""
+MAX_HEADER_COMMAS = 2**22  # 16 for each tensor
 
 MAPPED_BYTES = 2**20
 """Tensors of so many bytes have mappings of their own."""
@@ -229,7 +232,8 @@ def _find_files(folder: Path) -> list[Path]:
 
 
 def _find_shards(index_path: Path) -> list[Path]:
-    weight_map = read_json_object(index_path, InvalidCheckpointError).get("weight_map")
+    index = read_json_object(index_path, InvalidCheckpointError, max_bytes=MAX_HEADER_BYTES)
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidCheckpointError(f"{index_path}: weight_map must be an object of tensors, got {shown(weight_map)}")
     paths = []
@@ -258,6 +262,8 @@ def _read_header(path: Path) -> list[StoredTensor]:
         raise InvalidCheckpointError(f"{path}: its header must have at most {MAX_HEADER_BYTES} bytes, got {length}")
     if text.count(b"{") > MAX_TENSORS + 2:
         raise InvalidCheckpointError(f"{path}: its header must list at most {MAX_TENSORS} tensors, got more")
+    if text.count(b",") > MAX_HEADER_COMMAS:
+        raise InvalidCheckpointError(f"{path}: its header must have at most {MAX_HEADER_COMMAS} commas, got more")
     with _opened(path):
         pass
     try:

@@ -55,10 +55,15 @@ logger = logging.getLogger(__name__)
 
 
 def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]:
-    """Return the number of parameters of a rank by part, in the order they are used; a tied head counts nothing."""
+    """Return the number of parameters of a rank by part, in the order they are used; a tied head counts nothing.
+
+    They are those in the files, as published: of OPT's positions the first two rows count, which are never loaded.
+    """
     counts = dict.fromkeys(_PARTS, 0)
     for part, _, shape in _tensors(model, share):
         counts[part] += math.prod(shape)
+    if counts["position"]:
+        counts["position"] += model.position_offset * model.hidden_size
     return counts
 
 

@@ -35,6 +35,11 @@ Tiny tokenizers with the steps and flags of each lineage's tokenizer.json: how m
 the ids of `transformers` (pieces of code, prose in several scripts and any characters at all, special tokens read as
 text).
 
+These are the ids of tokenizer.json by its own rules. `transformers` 5 builds a tokenizer anew where
+tokenizer_config.json names a class with rules of its own, such as `LlamaTokenizer`, and takes little more than the
+vocabulary from the file. Where the file has other rules, as Llama 2's for a text that begins with a space, the ids
+differ: gptserve follows the file.
+
 | Tokenizer | encoded by | equal |
 |---|---|---|
 """

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gptserve.weights.chat.template
+from gptserve.weights.checkpoint import MAX_HEADER_COMMAS, MAX_TENSORS
 from gptserve.weights.workers import Limits, Workers
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,11 @@ A = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 HEADERS: dict[str, bytes] = {
     "no header": b"",
     "400,000 tensors": b"{" + b",".join(b'"%d":{}' % number for number in range(400_000)) + b"}",
+    "as many tensors as may be": b"{"
+    + b"".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[4,4]},' % number for number in range(MAX_TENSORS - 1))
+    + b'"a":%b}' % json.dumps(A).encode(),
+    "as many dimensions as may be": json.dumps({"wpe.weight": {**A, "shape": [1] * (MAX_HEADER_COMMAS - 3)}}).encode(),
+    "more dimensions": b'{"a":{"dtype":"F32","shape":[%b1],"data_offsets":[0,4]}}' % (b"1," * MAX_HEADER_COMMAS),
     "a deep header": b'{"a":' * 5000,
     "a million dimensions": json.dumps({"a": {**A, "shape": [1] * 10**6}}).encode(),
     "an enormous shape": json.dumps({"a": {**A, "shape": [2**62, 2**62]}}).encode(),

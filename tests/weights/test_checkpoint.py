@@ -314,9 +314,9 @@ def test_hostile_header_is_one_sentence(
 @pytest.mark.parametrize(
     ("num_tensors", "padding", "message"),
     [
-        (400_000, 0, "its header must have at most 8388608 bytes, got"),
-        (100_000, 0, "its header must list at most 32768 tensors, got more"),
-        (1, 9_000_000, "its header must have at most 8388608 bytes, got"),
+        (700_000, 0, "its header must have at most 33554432 bytes, got"),
+        (300_000, 0, "its header must list at most 262144 tensors, got more"),
+        (1, 34_000_000, "its header must have at most 33554432 bytes, got"),
     ],
 )
 def test_enormous_header_is_refused_before_anything_is_built_of_it(
@@ -326,6 +326,31 @@ def test_enormous_header_is_refused_before_anything_is_built_of_it(
     header = b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}' % n for n in range(num_tensors))
     write_safetensors(tiny, header + b" " * padding + b"}", b"\0")
     refused(tiny, InvalidCheckpointError, message)
+
+
+def test_a_header_of_many_numbers_is_refused_before_anything_is_built_of_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(checkpoint, "safe_open")
+    write_safetensors(tiny, {"a": entry("U8", [1] * (2**22 - 1), 0, 1)}, b"\0")
+    refused(tiny, InvalidCheckpointError, "its header must have at most 4194304 commas, got more")
+
+
+def test_a_quantized_mixture_of_experts_is_not_too_many_tensors(tiny: Path) -> None:
+    """What it is refused for here are its names."""
+    kinds = [f"{linear}.{kind}" for linear in ("gate_proj", "up_proj", "down_proj") for kind in ("a", "b", "c", "d")]
+    names = [f"layers.{n}.mlp.experts.{e}.{kind}" for n in range(48) for e in range(128) for kind in kinds]
+    shards = [f"model-0000{number + 1}-of-00004.safetensors" for number in range(4)]
+    (tiny / "model.safetensors").unlink()
+    for number, shard in enumerate(shards):
+        header = {name: entry("I32", [0], 0, 0) for name in names[number::4]}
+        header["__metadata__"] = {"format": "pt"}
+        text = json.dumps(header).encode()
+        (tiny / shard).write_bytes(struct.pack("<Q", len(text)) + text)
+    weight_map = {name: shards[i % 4] for i, name in enumerate(names)}
+    (tiny / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}, indent=2))
+
+    refused(tiny, InvalidCheckpointError, r"missing .*, 73728 unexpected \(")
 
 
 def test_many_tensors_in_many_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gptserve.server.completions.output import Detokenizer
 from gptserve.weights.errors import TokenizerError
@@ -157,6 +157,18 @@ def test_threads_do_not_disturb_one_another(family: Family) -> None:
     expected = [call(text) for call in calls]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda call: call(text), calls)) == expected
+
+
+def test_the_file_is_followed_where_transformers_has_rules_of_its_own(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=FAMILIES["llama2"]()).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
+    by_file, by_class = PreTrainedTokenizerFast.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+
+    for text, is_equal in (("The cat", True), (" The cat", False)):
+        expected = by_file(text).input_ids
+        assert Tokenizer.open(tmp_path).encode_prompt(text) == expected
+        assert (by_class(text).input_ids == expected) is is_equal
 
 
 def write_with_vocab_size(storyteller: Path, folder: Path, vocab_size: int) -> Path:
