@@ -87,7 +87,7 @@ async def tell(scope: Scope, receive: Receive, send: Send) -> None:
 async def _answers(parts: Sequence[bytes]) -> tuple[bytes, bool]:
     config = Config(tell, http=BoundedHttpProtocol, lifespan="off", log_config=None)
     protocol = BoundedHttpProtocol(
-        config, ServerState(), Connections(1), RareWarning(logging.getLogger()), write_limit_s=30
+        config, ServerState(), Connections(1), malformed=RareWarning(logging.getLogger()), write_limit_s=30
     )
     transport = RecordingTransport()
     protocol.connection_made(transport)
