@@ -66,7 +66,6 @@ def serve(settings: ServerSettings) -> int:
 
     Raises StartError, WeightsError or EngineError when the server cannot start.
     """
-    # The first process of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _bind(settings.host, settings.port) as listener:
         process = ServingProcess(settings, local_model(settings.model, settings.revision), listener)

@@ -207,6 +207,9 @@ class ServerSettings:
         ):
             if needs_key and not self.needs_key:
                 raise SettingsError(f"{name} needs api-key or api-key-file, got neither")
+        for name in ("max-engine-restarts", "engine-stall-timeout", "engine-load-timeout"):
+            if self.in_process and name in self.sources:
+                raise SettingsError(f"{name} needs an engine in a process of its own, got in-process")
         if not all(self.served_model_names):
             raise SettingsError("served-model-name must not be empty, got ''")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -271,6 +271,9 @@ def _serve(options: argparse.Namespace) -> int:
     logger.debug("default settings: %s", others)
     if injected := injected_variables(os.environ):
         logger.info("ignoring %d variables that Kubernetes made for a Service: %s", len(injected), ", ".join(injected))
+    for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        if os.environ.pop(variable, None) is not None:  # the metrics would be files that outlive the server
+            logger.info("ignoring %s: this server is one process", variable)
     if not (settings.needs_key or settings.is_local):
         logger.warning("no API key is set: whoever can reach %s can use this server; see --api-key", settings.host)
     try:

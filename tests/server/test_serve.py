@@ -406,6 +406,16 @@ def test_a_signal_while_loading_ends_with_status_0(launch: Any) -> None:
     assert "Traceback" not in log
 
 
+def test_metrics_are_not_shared_by_files(launch: Any, tmp_path: Path) -> None:
+    process = launch(PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "missing"))
+    process.wait_for_line("ignoring PROMETHEUS_MULTIPROC_DIR: this server is one process")
+    with process.wait_until_ready() as http:
+        assert "gptserve_connections{" in http.get("/metrics").text
+    assert list(tmp_path.iterdir()) == []
+    process.popen.terminate()
+    assert process.wait()[0] == 0
+
+
 @pytest.mark.slow
 def test_the_engine_may_run_in_a_thread(launch: Any) -> None:
     process = launch("--in-process")

@@ -382,6 +382,10 @@ def test_a_port_that_is_none_is_refused_where_it_is_no_address() -> None:
         (("--engine-load-timeout", "0"), "engine-load-timeout must be over 0 seconds, got 0.0"),
         (("--max-body-bytes", "0"), "max-body-bytes must be at least 1, got 0"),
         (("--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1, got 0"),
+        *(
+            ((f"--{name}", "3", "--in-process"), f"{name} needs an engine in a process of its own, got in-process")
+            for name in ("max-engine-restarts", "engine-stall-timeout", "engine-load-timeout")
+        ),
         (("--api-key-file", "no"), "api-key-file must be a file that can be read, got no: No such file or directory"),
         (("--ssl-keyfile", __file__), "ssl-keyfile and ssl-certfile go together"),
         (("--ssl-keyfile", "no", "--ssl-certfile", __file__), "ssl-keyfile must be a file, got no"),
