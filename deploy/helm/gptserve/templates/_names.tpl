@@ -13,3 +13,11 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
+
+{{- define "gptserve.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (ternary (include "gptserve.name" .) "" .Values.serviceAccount.create) }}
+{{- end }}
+
+{{- define "gptserve.letsEveryoneIn" -}}
+{{ if or .Values.ingress.enabled (ne .Values.service.type "ClusterIP") }}yes{{ end }}
+{{- end }}
