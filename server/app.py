@@ -37,6 +37,7 @@ from gptserve.server.completions.planning import Planning
 from gptserve.server.completions.service import Service, Tokenizer
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.errors import ServiceError
+from gptserve.server.http.application import Application
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.http.hosts import HostGuard
 from gptserve.server.http.root_path import RootPath
@@ -90,7 +91,7 @@ def create_app(
         journal.former_owners = FormerOwners(keys.positions, keys.owners)
         for name in keys.positions.keys() & set(settings.operators) - keys.owners:
             logger.warning("--operator %s names no key any more: that key is now %s", name, keys.positions[name])
-    app = FastAPI(
+    app = Application(
         title="gptserve",
         description="An exact, small inference server for GPT-style language models",
         version=gptserve.__version__,

@@ -51,7 +51,7 @@ class RequestEnvelope:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. HttpServer has no other scopes than those of requests."""
+        """Answer one request."""
         started_at = time.perf_counter()
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
