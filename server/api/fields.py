@@ -156,7 +156,12 @@ class FieldReader:
         """Name what is left out of the prompt; if strict, refuse it with the message. Raises InvalidRequestError."""
         if self.strict:
             raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        self._check_room(name)
         self.ignored[name] = None
+
+    def _check_room(self, name: str) -> None:
+        if len(self.ignored) == MAX_IGNORED and name not in self.ignored:
+            raise _unknown(f"the body may have at most {MAX_IGNORED} unknown fields", show(name)[1:-1])
 
     def _ignore(self, name: str, value: object, known: Iterable[str]) -> None:
         if name in self.ignored:
@@ -168,8 +173,7 @@ class FieldReader:
             raise _unknown(f"{shown} is not a field of this route", shown)
         if self.strict:
             raise _unknown(f"unknown field {shown}, got {show(value)}", shown)
-        if len(self.ignored) == MAX_IGNORED:
-            raise _unknown(f"the body may have at most {MAX_IGNORED} unknown fields", shown)
+        self._check_room(name)
         where, dot, last = name.rpartition(".")
         similar = difflib.get_close_matches(last[:_MAX_NAME], known, n=1, cutoff=0.75)
         if similar and last not in FOREIGN:

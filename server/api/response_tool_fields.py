@@ -80,11 +80,13 @@ def _is_left_out(where: str, tool: Any, prefix: str, reader: FieldReader) -> boo
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind in OFFERED_TYPES:
         return False
+    if prefix + kind in reader.ignored:
+        return True
+    reader.leave_out(prefix + kind, _lack(where, kind))
     similar = difflib.get_close_matches(kind[:60], OFFERED_TYPES, n=1, cutoff=0.75)
     if similar:
         message = f"{where}.type: unknown type {show(kind)}; did you mean {similar[0]}?"
         raise InvalidRequestError(message, param=where)
-    reader.leave_out(prefix + kind, _lack(where, kind))
     return True
 
 

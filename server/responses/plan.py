@@ -51,7 +51,7 @@ _NAMES = {
     "].function.": "].",
     "tool_choice.allowed_tools.": "tool_choice.",
 }
-_PLACE = re.compile(r"\btools\[(\d+)\]")
+_PLACE = re.compile(r"^tools\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)

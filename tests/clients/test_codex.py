@@ -21,9 +21,11 @@ def call(name: str, **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def run(client: Environment, engine: FakeEngineClient, home: Path, asked: str) -> list[dict[str, Any]]:
+def run(
+    client: Environment, engine: FakeEngineClient, home: Path, asked: str, template: str = TOOLS
+) -> list[dict[str, Any]]:
     """Let Codex do what is asked to the end of its turn; return its events."""
-    with LiveServer(engine, template=TOOLS).running() as server:
+    with LiveServer(engine, template=template).running() as server:
         return run_at(client, f"{server.url}/v1", MODEL, home, asked)
 
 
@@ -88,3 +90,14 @@ def test_a_turn_with_a_tool_of_a_namespace(client: Environment, tmp_path: Path) 
     _, second = prompts(engine)
     assert '"name": "multi_agent_v1__close_agent"' in second.rpartition("<tool_call>")[2]
     assert "tool: invalid agent id nobody" in second, "Codex knew the tool"
+
+
+def test_a_turn_of_a_model_that_reasons(client: Environment, tmp_path: Path) -> None:
+    engine = scripted("<think>Hm.</think>" + call("exec_command", cmd="echo a"), "<think>So.</think>It is done.")
+    template = TOOLS.replace("{{ m.role }}:", "{{ m.role }}:{{ m.reasoning_content | default('') }}:</think>")
+    events = run(client, engine, tmp_path, "Say a", template)
+
+    assert [message["text"] for message in ended(events, "agent_message")] == ["It is done."]
+    assert events[-1]["usage"]["reasoning_output_tokens"] > 0
+    _, second = prompts(engine)
+    assert "assistant:Hm.:</think>" in second, "the reasoning comes back"

@@ -291,6 +291,10 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "tools[4].name must differ from the others, got 'agents__close' twice"),
     ({"tools": [TOOLS[1], {**AGENTS, "tools": [{**CLOSE, "parameters": {"type": "array"}}]}]}, "invalid_value",
      "tools", "tools[1].tools[0].parameters.type must be \"object\", got 'array'"),
+    ({"tools": [{**CLOSE, "parameters": {"type": "tools[9]"}}]}, "invalid_value", "tools",
+     "tools[0].parameters.type must be \"object\", got 'tools[9]'"),
+    ({"tools": [{"type": f"kind_{i}"} for i in range(65)]}, "unknown_parameter", "tools.kind_64",
+     "the body may have at most 64 unknown fields"),
     ({"tools": [LONG]}, "invalid_value", "tools",
      "tools[0].tools[0].name and the name of its namespace must have at most 128 characters together, "
      f"got {show('n' * 123 + '__close')}"),
