@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,37 @@ from tests.server.fake_engine import FakeEngineClient
 
 CLIENT = "codex"
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+
+
+MCP = """
+import json, sys
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    given = asked.get("params", {}).get("arguments", {}).get("a", 0)
+    answers = {
+        "initialize": {
+            "protocolVersion": asked.get("params", {}).get("protocolVersion"),
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "calc", "version": "1"},
+            "instructions": "It counts.",
+        },
+        "tools/list": {
+            "tools": [
+                {
+                    "name": "add",
+                    "description": "Add one",
+                    "inputSchema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                    "annotations": {"readOnlyHint": True},
+                }
+            ]
+        },
+        "tools/call": {"content": [{"type": "text", "text": f"sum {given + 1}"}]},
+    }
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answers.get(asked["method"], {})}), flush=True)
+"""
+"""A server of the Model Context Protocol with one tool."""
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -33,9 +65,11 @@ def run_at(client: Environment, url: str, model: str, home: Path, asked: str) ->
     """Do so with a server at this address."""
     work = home / "work"
     work.mkdir(parents=True)
+    (home / "mcp.py").write_text(MCP)
     (home / "config.toml").write_text(
         f'model = "{model}"\nmodel_provider = "local"\n'
         f'[model_providers.local]\nname = "local"\nbase_url = "{url}"\nwire_api = "responses"\n'
+        f"[mcp_servers.calc]\ncommand = {json.dumps(sys.executable)}\nargs = [{json.dumps(str(home / 'mcp.py'))}]\n"
     )
     program = str(client.folder / "node_modules" / ".bin" / "codex")
     # Codex's own sandbox needs what a container may lack.
@@ -101,3 +135,16 @@ def test_a_turn_of_a_model_that_reasons(client: Environment, tmp_path: Path) -> 
     assert events[-1]["usage"]["reasoning_output_tokens"] > 0
     _, second = prompts(engine)
     assert "assistant:Hm.:</think>" in second, "the reasoning comes back"
+
+
+def test_a_turn_with_a_tool_of_an_mcp_server(client: Environment, tmp_path: Path) -> None:
+    engine = scripted(call("mcp__calc__add", a=41), "It is 42.")
+    events = run(client, engine, tmp_path, "Add one to 41")
+
+    [called] = ended(events, "mcp_tool_call")
+    assert (called["server"], called["tool"], called["status"]) == ("calc", "add", "completed")
+    assert [message["text"] for message in ended(events, "agent_message")] == ["It is 42."]
+    first, second = prompts(engine)
+    assert "About all tools mcp__calc__" in first
+    assert "It counts." in first
+    assert second.endswith("\nsum 42assistant:")
