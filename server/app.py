@@ -111,7 +111,8 @@ def create_app(
     app.state.lifecycle = service.lifecycle
     app.state.store = store
     app.state.metrics = metrics
-    routers = [make(service, store) for make in (completions_router, chat_router, background_router, responses_router)]
+    routers = [make(service, store) for make in (completions_router, background_router)]
+    routers += [make(service, store, dialect) for make in (chat_router, responses_router)]
     routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
     if settings.playground:
         routers.append(playground_router(service))

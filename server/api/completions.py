@@ -39,7 +39,7 @@ from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
-from gptserve.server.tools.dialect import dialect_of
+from gptserve.server.tools.dialect import Dialect
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 MAX_PROMPT_LOGGED = 4096  # characters
@@ -55,9 +55,9 @@ def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
     return _router(service, store, plan_completion, "/v1/completions", models, "completion", "Complete a prompt")
 
 
-def chat_router(service: Service, store: BackgroundStore) -> APIRouter:
+def chat_router(service: Service, store: BackgroundStore, dialect: Dialect) -> APIRouter:
     """Return the route of chats."""
-    plan = partial(plan_chat, dialect=dialect_of(service))
+    plan = partial(plan_chat, dialect=dialect)
     models = schemas.ChatRequest, schemas.ChatCompletion, schemas.ChatCompletionChunk
     return _router(service, store, plan, "/v1/chat/completions", models, "chat_completion", "Answer a conversation")
 

@@ -62,7 +62,7 @@ from gptserve.server.responses.stream import (
     StoredAnswer,
     count_events,
 )
-from gptserve.server.tools.dialect import dialect_of
+from gptserve.server.tools.dialect import Dialect
 
 _PATH = "/v1/responses"
 _BY_ID = f"{_PATH}/{{id}}"
@@ -81,10 +81,10 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 }
 
 
-def responses_router(service: Service, store: BackgroundStore) -> APIRouter:
+def responses_router(service: Service, store: BackgroundStore, dialect: Dialect) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["responses"])
-    routes = _Routes(service, store)
+    routes = _Routes(service, store, dialect)
     router.post(
         _PATH,
         name="create_response",
@@ -135,11 +135,11 @@ def responses_router(service: Service, store: BackgroundStore) -> APIRouter:
 class _Routes:
     """The functions of the routes."""
 
-    def __init__(self, service: Service, store: BackgroundStore) -> None:
+    def __init__(self, service: Service, store: BackgroundStore, dialect: Dialect) -> None:
         self._service = service
         self._store = store
+        self._dialect = dialect
         self._kept = KeptResponses(service, store)
-        self._dialect = dialect_of(service)
 
     async def create(self, request: Request) -> Response:
         """Plan a response; begin it in the store, or compute it for its client alone."""

@@ -28,6 +28,7 @@ from gptserve.weights.generation import SAMPLING_DEFAULTS
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering
 # In the place of what went into the prompt's tokens, which are kept.
 STAND_INS = {"prompt": "", "messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {}}
+DIALECT = "dialect"  # beside the fields of the body in its record
 Body = TypeVar("Body", bound=GenerationRequest)
 OwnerAndKey = tuple[str | None, str]
 
@@ -137,14 +138,15 @@ class BackgroundRequest:
             raise ServiceError("idempotency_key_reused", message, param="Idempotency-Key")
 
     def to_record(self, plan: CompletionPlan, tokenizer: str, deadline: float | None) -> CompletionRecord:
-        """Return the journal's record of the completion. Its body has the sampling defaults in force."""
+        """Return the journal's record of the completion. Its body has the sampling defaults and dialect in force."""
         params = plan.requests[0].params
         defaults = {name: getattr(params, name) for name in SAMPLING_DEFAULTS}
+        dialect = {} if plan.dialect is None else {DIALECT: plan.dialect.to_record()}
         return CompletionRecord(
             **asdict(plan.identity),
             kind=plan.shape.object,
             tokenizer=tokenizer,
-            body=json.dumps(self.fields | defaults),
+            body=json.dumps(self.fields | defaults | dialect),
             prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),
             max_tokens=plan.requests[0].params.max_tokens,
             deadline=deadline,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import ValidationError
 
 from gptserve.engine.request import Request
+from gptserve.server.background.job import DIALECT
 from gptserve.server.background.records import CompletionRecord, IndexRow, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan, Identity
 from gptserve.server.completions.run import CompletionOutput
@@ -21,7 +22,9 @@ from gptserve.server.errors import ServiceError
 SUSPECT_AFTER = 2  # starts that took a completion up in vain
 MAX_ATTEMPTS = 4
 
-Restore = Callable[[dict[str, object], tuple[tuple[int, ...], ...], int, Identity], CompletionPlan]
+Restore = Callable[
+    [dict[str, object], tuple[tuple[int, ...], ...], int, Identity, Mapping[str, object] | None], CompletionPlan
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,11 @@ def rebuild_plan(
     """
     identity = Identity(**{name: getattr(record, name) for name in Identity.__slots__})
     prompts = () if is_unreadable else record.prompts
+    body = json.loads(record.body)
+    dialect = body.pop(DIALECT, None)
     try:
-        return restore[record.kind](json.loads(record.body), prompts, record.max_tokens, identity)
-    except ValidationError as error:
+        return restore[record.kind](body, prompts, record.max_tokens, identity, dialect)
+    except (ValidationError, LookupError) as error:
         if record.fingerprint != fingerprint:  # another version of this server may have accepted other bodies
             raise model_changed() from error
         raise

@@ -58,7 +58,7 @@ async def plan_chat(
         params = fit_max_tokens(params, max_tokens, len(prompt), service, most=options.max_new_tokens)
         check_size(body, params, [prompt], service)
         identity = plan.new_identity(shape, body, service, owner)
-        planned = plan.make_plan(body, shape, [prompt], params, identity, reading=reading)
+        planned = plan.make_plan(body, shape, [prompt], params, identity, reading=reading, dialect=dialect)
         planned.requests[0].check(service.engine.info)
     except InvalidRequestError as error:
         given = {

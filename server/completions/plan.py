@@ -48,7 +48,7 @@ class CompletionPlan:
     """A checked request: the engine's requests to submit and the way to answer.
 
     `requests` are in the order of the choices: all n of the first prompt, then all n of the second. `reading` splits
-    the answers to a chat into text, reasoning and calls of tools.
+    the answers to a chat into text, reasoning and calls of tools; it is of the `dialect`.
     """
 
     shape: Shape
@@ -58,6 +58,7 @@ class CompletionPlan:
     stop: StopAutomaton
     body: GenerationRequest
     reading: Reading | None
+    dialect: Dialect | None
 
     @property
     def echoes(self) -> bool:
@@ -121,23 +122,25 @@ def restore_plan(
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     identity: Identity,
+    kept: Mapping[str, object] | None = None,
     *,
     model: type[GenerationRequest],
     shape: Shape,
     tokenizer: Tokenizer,
     dialect: Dialect | None = None,
 ) -> CompletionPlan:
-    """Rebuild the plan of a completion from its body, a `model`, and its prompts.
+    """Rebuild the plan of a completion from its body, a `model`, and its prompts; `kept` is the record of its dialect.
 
     A chat is not rendered again, as the result could differ: templates know the date.
     """
+    dialect = None if dialect is None else dialect.of_record(kept)
     body = model.model_validate(fields)
     bad_words = encode_bad_words(body.bad_words, tokenizer)
     params = body.sampling_params({}, bad_words=bad_words, max_tokens=max_tokens)
     reading = None if dialect is None else dialect.reading(body, prompts[0] if prompts else ())
     if reading is not None and reading.grammar is not None:
         params = replace(params, grammar=reading.grammar)
-    return make_plan(body, shape, prompts, params, identity, reading=reading)
+    return make_plan(body, shape, prompts, params, identity, reading=reading, dialect=dialect)
 
 
 def check_request(body: GenerationRequest, service: Service, owner: str | None, num_prompts: int) -> None:
@@ -175,6 +178,7 @@ def make_plan(
     identity: Identity,
     *,
     reading: Reading | None = None,
+    dialect: Dialect | None = None,
 ) -> CompletionPlan:
     """Return the plan for prompts of token ids. Raises InvalidRequestError."""
     num_choices = body.n or 1
@@ -196,7 +200,7 @@ def make_plan(
     )
     stop = StopAutomaton([body.stop] if isinstance(body.stop, str) else body.stop or ())
     num_prompt_tokens = sum(map(len, prompts))
-    return CompletionPlan(shape, identity, requests, num_prompt_tokens, stop, body, reading)
+    return CompletionPlan(shape, identity, requests, num_prompt_tokens, stop, body, reading, dialect)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

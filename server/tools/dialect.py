@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar
@@ -52,6 +52,19 @@ class Dialect:
     form: ToolFormat | None
     knows_tools: bool
     think: ThinkMarks | None
+
+    def to_record(self) -> dict[str, object]:
+        """Return what the journal keeps, so that an answer is read again as it was; the tokenizer has the rest."""
+        name = next((name for name, form in FORMATS.items() if form is self.form), None)
+        return {"format": name, "think": self.think}
+
+    def of_record(self, kept: Mapping[str, Any] | None) -> Dialect:
+        """Return the dialect that a record has; today's for one that has none. Raises LookupError."""
+        if kept is None:
+            return self
+        name, marks = kept["format"], kept["think"]
+        form, think = None if name is None else FORMATS[name], None if marks is None else ThinkMarks(*marks)
+        return replace(self, form=form, think=think)
 
     def check(self, body: ChatRequest) -> None:
         """Raise InvalidRequestError if the model cannot do what a body asks of its tools and its text."""
