@@ -13,6 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gptserve.server.http.connections import Connections
+from gptserve.weights.workers import NUM_WORKERS
 from tests.deploy.tools import ROOT, run_tool
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
@@ -137,3 +138,9 @@ def test_promtool_can_read_every_query_of_the_dashboard(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
 
     assert f"{len(queries)} rules found" in run_tool("promtool", "check", "rules", file)
+
+
+def test_a_queue_is_more_than_what_may_be_prepared_at_once() -> None:
+    expression = rules()["GptserveQueue"]["expr"]
+
+    assert expression == f"min_over_time(gptserve_num_requests_waiting[10m]) > {NUM_WORKERS}"
