@@ -163,7 +163,7 @@ class Engine:
         scores: list[TokenLogprobs | None] = [None] if first == 0 else []
         scores += [entry for position, entry in entries if position >= first]
         if any(entry is not None and math.isnan(entry.logprob) for entry in scores):
-            self._scheduler.abort(request_id)
+            self._scheduler.fail(sequence)
             return [_failed(request_id, NOT_FINITE)]
         sequence.num_scored += len(scores)
         return [

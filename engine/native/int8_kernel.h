@@ -110,8 +110,11 @@ static void quantize_row(const Linear& linear, const void* x, int64_t size, int6
     }
     for (int64_t e = 0; e < linear.num_exact_inputs; e++) {
         const int32_t k = linear.exact_inputs[e];
-        const uint32_t bits = WIDE ? ((const uint32_t*)x)[k] : (uint32_t)((const bf16*)x)[k] << 16;
-        __builtin_memcpy(row.inputs + e, &bits, sizeof bits);
+        if (WIDE) row.inputs[e] = ((const float*)x)[k];
+        else {
+            const uint32_t bits = (uint32_t)((const bf16*)x)[k] << 16;
+            __builtin_memcpy(row.inputs + e, &bits, sizeof bits);
+        }
     }
 }
 

@@ -23,6 +23,7 @@ ENGINE_NAME = "gptserve-engine"
 """The name of the engine's process."""
 RANK_DIED = 64
 """Plus a rank: the exit code of an engine whose rank died."""
+MAX_RANKS = 64  # no machine has as many GPUs; greater codes are of others, such as 255
 
 
 def start_deaf(process: SpawnProcess) -> None:
@@ -57,7 +58,7 @@ def limit_spinning() -> None:
 
 def describe_exit(name: str, code: int | None) -> tuple[str, DeathKind]:
     """Return how the process called `name` ended."""
-    if code is not None and code > RANK_DIED:
+    if code is not None and RANK_DIED < code < RANK_DIED + MAX_RANKS:
         return f"{name} ended because its rank {code - RANK_DIED} died", DeathKind.EXITED
     if code is None or code >= 0:
         return f"{name} ended with exit code {code}", DeathKind.EXITED

@@ -62,6 +62,7 @@ class Supervisor(EngineClient):
         self._load_limit_s = load_limit_s
         self._client = make_client()
         self._earlier_stats = EngineStats()
+        self._num_prompt_tokens = 0
         self._live: dict[str, _Live] = {}
         self._is_ready = False
         self._num_restarts_in_a_row = 0
@@ -71,7 +72,8 @@ class Supervisor(EngineClient):
     @property
     def stats(self) -> EngineStats:
         current = self._client.stats if self._is_ready else EngineStats(num_waiting=len(self._live))
-        return current.after(self._earlier_stats)
+        # Each engine counts the prompts that it gets, and requests that go on are given to several.
+        return replace(current.after(self._earlier_stats), num_prompt_tokens=self._num_prompt_tokens)
 
     @property
     def load_progress(self) -> tuple[int, int]:
@@ -93,6 +95,7 @@ class Supervisor(EngineClient):
 
     def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:
         self._live |= {request.request_id: _Live(request, sink) for request in requests}
+        self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in requests)
         if self._is_ready:
             self._client.enqueue(requests, self)
 
@@ -204,9 +207,11 @@ class Supervisor(EngineClient):
                 continue
             if self._client.info.fingerprint != self.info.fingerprint:
                 await self._client.close()
-                raise EngineDiedError("the engine restarted with other weights or on other hardware", DeathKind.LOAD)
+                reason = "the engine restarted with other numbers: weights, libraries, gptserve or the hardware changed"
+                raise EngineDiedError(reason, DeathKind.LOAD)
             self._is_ready = True
-            self._info = replace(self.info, process_id=self._client.info.process_id)
+            # Its cache may have another size. The context may be longer now, but stays as clients were told.
+            self._info = replace(self._client.info, max_model_len=self.info.max_model_len)
             self._client.enqueue([self._resume(live) for live in self._live.values()], self)
             loading_s = clock() - died_at
             logger.warning("the engine is ready again after %.1f s; live requests: %d", loading_s, len(self._live))

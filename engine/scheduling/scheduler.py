@@ -127,6 +127,11 @@ class Scheduler:
             self._end(sequence, FinishReason.ABORT)
         return sequence
 
+    def fail(self, sequence: SequenceState) -> None:
+        """End a running sequence whose numbers are not finite; its blocks are shared no more."""
+        self._pool.forget(sequence.block_ids)
+        self._end(sequence, FinishReason.ERROR)
+
     def schedule(self) -> ScheduledBatch:
         """Choose what the next step computes and allocate its blocks; empty only if there is no work that can begin.
 
@@ -217,7 +222,7 @@ class Scheduler:
                 self._end(sequence, FinishReason.ERROR)
                 return sequence
             self._running.remove(sequence)
-            self._preempt(sequence)
+            self._requeue(sequence)
             if sequence.blame.is_suspect:
                 self._suspects.add(sequence)
         return None
@@ -245,11 +250,15 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: SequenceState) -> None:
+        self._requeue(sequence)
+        self.stats.num_preemptions += 1
+
+    def _requeue(self, sequence: SequenceState) -> None:
+        """Take the blocks of a sequence and put it into its old place in the queue, to be recomputed."""
         self._blocks.free(sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         insort(self._waiting, sequence, key=_in_order_of_service)
-        self.stats.num_preemptions += 1
 
     def _schedule_alone(self, suspect: SequenceState, items: list[ScheduledSequence]) -> None:
         """Schedule only this suspect; preempt others, last in order first, until it has a running slot and blocks."""
@@ -316,8 +325,7 @@ class Scheduler:
             token_ids.pop()
         newest = sampled[0]
         if newest is None:
-            self._pool.forget(sequence.block_ids)
-            self._end(sequence, FinishReason.ERROR)
+            self.fail(sequence)
             return Progress(sequence, (), FinishReason.ERROR)
         if sequence.blame.num_failures:
             sequence.blame = sequence.blame.step_gave_token()

@@ -179,6 +179,7 @@ def load(
     failing_loads: Container[int] = (),
     changed_loads: Container[int] = (),
     cramped_loads: Container[int] = (),
+    roomy_loads: Container[int] = (),
     report: Report | None = None,
     **info: int,
 ) -> FakeStepEngine:
@@ -190,6 +191,9 @@ def load(
         return FakeStepEngine(dataclasses.replace(INFO, fingerprint="changed"), gate, step_s, tally)
     if number in cramped_loads:
         return FakeStepEngine(dataclasses.replace(INFO, max_model_len=INFO.max_model_len - 1), gate, step_s, tally)
+    if number in roomy_loads:
+        more = {"max_model_len": 2 * INFO.max_model_len, "num_blocks": 2 * INFO.num_blocks}
+        return FakeStepEngine(dataclasses.replace(INFO, **more), gate, step_s, tally)  # type: ignore[arg-type]
     if report is not None and loading == "reports":
         report(1, 4)
     if loading == "waits" or (loading == "waits after the first" and number > 1):

@@ -410,6 +410,20 @@ def test_logits_that_are_not_finite_end_a_request_where_they_would_have_without_
     assert drafting.stats.num_used_blocks == 0
 
 
+def test_a_prompt_whose_scores_are_not_finite_is_shared_with_nobody(make_gpt2: MakeGPT2, tmp_path: Path) -> None:
+    folder = make_gpt2()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.wpe.weight"][20].fill_(float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    engine = make_engine(tmp_path)
+    outputs = run(engine, [make_request("a", range(40), max_tokens=1, prompt_logprobs=0)])["a"]
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert engine.stats.num_cached_blocks == 0
+    run(engine, [make_request("b", range(17), max_tokens=1)])
+    assert engine.stats.num_cached_blocks == 1, "it would have been"
+
+
 class FailingRunner:
     """A ModelRunner that raises for the batches chosen, given the number of the run and the batch."""
 

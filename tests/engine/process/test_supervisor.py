@@ -52,6 +52,7 @@ from tests.engine.runs import make_request as make_real_request
 from tests.engine.runs import run as run_alone
 
 MakeSupervisor = Callable[..., Supervisor]
+OTHER_NUMBERS = "the engine restarted with other numbers: weights, libraries, gptserve or the hardware changed"
 LONG = 300  # tokens: more than an engine makes before it dies
 
 
@@ -397,7 +398,7 @@ def test_a_system_without_threads_may_have_some_later(make_supervisor: MakeSuper
             "the engine restarted with a context of [0-9]+ tokens instead of [0-9]+; 1 restarts in a row .*",
             marks=pytest.mark.slow,
         ),
-        ({"changed_loads": (2,)}, "the engine restarted with other weights or on other hardware"),
+        ({"changed_loads": (2,)}, OTHER_NUMBERS),
     ],
 )
 def test_what_no_restart_helps_ends_every_stream_with_the_cause(
@@ -445,6 +446,20 @@ def test_an_engine_that_dies_idle_is_replaced_and_totals_go_on(make_supervisor: 
             assert client.stats.num_steps == 200
             assert len(process_ids) == 3
             assert [child.pid for child in active_children()] == [client.info.process_id]
+
+    run(test())
+
+
+def test_after_a_restart_the_info_is_that_of_the_new_engine_but_for_the_context(
+    make_supervisor: MakeSupervisor,
+) -> None:
+    async def test() -> None:
+        async with started(make_supervisor(roomy_loads=(2,))) as client:
+            before = client.info
+            kill_engine()
+            await until(lambda: client.restarts[DeathKind.KILLED] == 1 and client.is_ready)
+            assert client.info.num_blocks == 2 * before.num_blocks
+            assert client.info.max_model_len == before.max_model_len
 
     run(test())
 
@@ -549,6 +564,7 @@ def test_32_live_streams_get_what_they_would_have_got(
             outputs = await asyncio.gather(*map(all_outputs, streams))
             assert {str(i): result(found) for i, found in enumerate(outputs)} == undisturbed
             assert dict(client.restarts) == kinds
+            assert client.stats.num_prompt_tokens == sum(len(request.prompt_token_ids) for request in real_requests())
 
     run_hurried(test())
 

@@ -552,6 +552,7 @@ def test_an_abandoned_step_is_computed_again_and_shares_nothing_it_was_to_fill()
     assert scheduler.abandon(batch) is None
     check_scheduler(scheduler)
     assert (first.is_running, first.num_computed, first.blame.num_failures) == (False, 0, 1)
+    assert scheduler.stats.num_preemptions == 0, "nobody took its blocks"
     assert step(scheduler) == {"first": 6, "second": 4}, "the block of the step before is still found"
 
 
