@@ -75,11 +75,10 @@ def create_app(
     metrics.watch_planning(lambda: planning.num_requests)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits, planning=planning)
     dialect = dialect_of(service)
+    again = partial(restore_plan, tokenizer=tokenizer, unnamed_properties=settings.unnamed_properties)
     restore: dict[str, Restore] = {
-        TEXT_SHAPE.object: partial(restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=tokenizer),
-        CHAT_SHAPE.object: partial(
-            restore_plan, model=ChatRequest, shape=CHAT_SHAPE, tokenizer=tokenizer, dialect=dialect
-        ),
+        TEXT_SHAPE.object: partial(again, model=CompletionRequest, shape=TEXT_SHAPE),
+        CHAT_SHAPE.object: partial(again, model=ChatRequest, shape=CHAT_SHAPE, dialect=dialect),
         RESPONSE_SHAPE.object: partial(restore_response, tokenizer=tokenizer, dialect=dialect),
     }
     journal = journal or Journal(None)

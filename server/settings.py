@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from gptserve.engine.config import EngineConfig
+from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.server.operations.keys import KEY_RULE, is_key, read_key_file
 from gptserve.server.tools.formats import ToolFormatName
 from gptserve.weights.chat.template import PLAIN_NAME
@@ -107,6 +108,9 @@ class ServerSettings:
         '"Assistant: ..."',
     ] = None
     tool_call_format: Annotated[ToolFormatName | None, "format of tool calls (default: by the chat template)"] = None
+    unnamed_properties: Annotated[
+        UnnamedProperties, "whether a JSON Schema that names properties and says nothing of others allows others"
+    ] = "refuse"
     served_model_names: Annotated[
         tuple[str, ...], "name of the model in the API; repeatable, answers give the first (default: its own)"
     ] = ()

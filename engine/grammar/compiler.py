@@ -18,6 +18,8 @@ import numpy as np
 from gptserve.engine.errors import EngineError
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.grammar.matcher import Matcher, reason_of
+from gptserve.engine.grammar.schema.document import SchemaError
+from gptserve.engine.grammar.schema.rewrite import rewrite
 from gptserve.weights.families import load_config
 from gptserve.weights.tokenizers.vocabulary import load_vocabulary
 
@@ -69,9 +71,13 @@ class Compiler:
         return matcher
 
     def _parse(self, grammar: Grammar) -> LLMatcher:
+        """Return llguidance's matcher, which may have an error. Raises GrammarError."""
         from llguidance import LLMatcher, LLParserLimits
 
-        text = LLMatcher.grammar_from_lark(_to_lark(grammar) + _EVERY_TOKEN)
+        try:
+            text = LLMatcher.grammar_from_lark(_to_lark(grammar) + _EVERY_TOKEN)
+        except SchemaError as error:
+            raise GrammarError(str(error)) from None
         return LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
 
     def _try_out(self, matcher: LLMatcher) -> None:
@@ -152,7 +158,7 @@ def _rule(grammar: Grammar) -> str:
 
 def _schema(grammar: Grammar) -> str:
     """Return the JSON Schema with the options for whitespace. It has a place for them unless it is true or false."""
-    schema = json.loads(grammar.text)
+    schema = rewrite(json.loads(grammar.text), grammar.unnamed_properties)
     if schema is True:
         schema = {}
     if isinstance(schema, dict):

@@ -11,6 +11,8 @@ from typing import Literal
 from gptserve.engine.errors import InvalidRequestError
 
 GrammarKind = Literal["json", "regex", "choice", "lark"]
+UnnamedProperties = Literal["allow", "refuse"]
+"""Whether a JSON Schema that names properties, and says nothing of others, allows others."""
 
 MAX_GRAMMAR_LENGTH = 2**16  # characters; every request with it carries it, and it is compiled more than once
 ANY_WHITESPACE = r"[\x20\x0A\x0D\x09]*"
@@ -25,6 +27,9 @@ class Grammar:
     - choice: `text` is a JSON list of strings, and the completion is one of them.
     - lark: `text` is a grammar in llguidance's dialect of Lark.
 
+    As JSON Schema has it, a schema allows properties that it does not name; with unnamed_properties "refuse" only where
+    it names none or says so.
+
     With a `frame` all this is only a part of the completion: the frame has rules in Lark, and `framed` stands for it.
     """
 
@@ -32,6 +37,7 @@ class Grammar:
     text: str
     whitespace: str = ""
     frame: str = ""
+    unnamed_properties: UnnamedProperties = "allow"
 
     def __post_init__(self) -> None:
         for name, text in (("grammar", self.text), ("whitespace", self.whitespace), ("frame", self.frame)):

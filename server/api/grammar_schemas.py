@@ -13,7 +13,13 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.grammar.grammar import ANY_WHITESPACE, MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
+from gptserve.engine.grammar.grammar import (
+    ANY_WHITESPACE,
+    MAX_GRAMMAR_LENGTH,
+    Grammar,
+    GrammarKind,
+    UnnamedProperties,
+)
 from gptserve.server.api.base_schemas import _RequestModel
 
 JsonSchema = Annotated[Any, Field(json_schema_extra={"type": ["object", "boolean", "string", "null"]})]
@@ -72,7 +78,7 @@ class GrammarFields(_RequestModel):
     """a regex of what may stand between the tokens of JSON; default none"""
 
 
-def asked_grammar(body: GrammarFields) -> tuple[str, Grammar | None]:
+def asked_grammar(body: GrammarFields, unnamed: UnnamedProperties = "refuse") -> tuple[str, Grammar | None]:
     """Return the field that asks for a grammar, and the grammar; None without any. Raises InvalidRequestError."""
     given = [*_of_format(body.response_format), *_of_outputs(body.structured_outputs), *_of_guided(body)]
     if not given:
@@ -87,7 +93,7 @@ def asked_grammar(body: GrammarFields) -> tuple[str, Grammar | None]:
         if len(given_text) > MAX_GRAMMAR_LENGTH:
             message = f"{field} may have at most {MAX_GRAMMAR_LENGTH} characters, got {len(given_text)}"
             raise InvalidRequestError(message, param=field)
-    return name, Grammar(kind, text, whitespace)
+    return name, Grammar(kind, text, whitespace, unnamed_properties=unnamed if kind == "json" else "allow")
 
 
 def _of_format(given: ResponseFormat | None) -> Iterator[Given]:

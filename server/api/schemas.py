@@ -24,7 +24,7 @@ from gptserve.engine.request import (
 )
 from gptserve.server.api.base_schemas import MAX_LABEL_LENGTH, Text, _Model, _RequestModel, _text_or_list
 from gptserve.server.api.chat_schemas import Conversation
-from gptserve.server.api.grammar_schemas import GrammarFields, asked_grammar
+from gptserve.server.api.grammar_schemas import GrammarFields
 from gptserve.server.api.tool_schemas import AnswerToolCall, ToolCallDelta, ToolFields
 from gptserve.server.completions.output import EndReason
 from gptserve.server.completions.seed import GREATEST_SEED, LEAST_SEED
@@ -201,7 +201,7 @@ class GenerationRequest(GrammarFields, SharedFields):
     ) -> SamplingParams:
         """Return the parameters of the body over `defaults`, replaced by `chosen`. Raises InvalidRequestError.
 
-        `bad_words` are the tokens of the body's.
+        `bad_words` are the tokens of the body's; `grammar` is chosen, too, as it depends on a setting.
         """
         same_name = self.model_fields_set & set(SamplingParams.__dataclass_fields__)
         given = {name: value for name in same_name if (value := getattr(self, name)) is not None}
@@ -212,7 +212,6 @@ class GenerationRequest(GrammarFields, SharedFields):
         for name in ("stop_token_ids", "allowed_token_ids"):
             if name in given:
                 given[name] = tuple(given[name])
-        _, given["grammar"] = asked_grammar(self)
         return SamplingParams(**{**defaults, **given, "bad_words": bad_words, **chosen})
 
 

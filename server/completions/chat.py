@@ -40,12 +40,13 @@ async def plan_chat(
     plan.check_request(body, service, owner, 1)
     _check_together(body)
     dialect.check(body)
-    await check_grammar(body, service)
+    grammar = await check_grammar(body, service)
     max_tokens, options = asked_max_tokens(body), service.options
     params = body.sampling_params(
         options.sampling_defaults,
         bad_words=await bad_word_ids(body, service),
         max_tokens=service.engine.info.max_model_len if max_tokens is None else max_tokens,
+        grammar=grammar,
     )
     try:
         num_kept = num_kept_tokens(body, max_tokens or 1, service)

@@ -46,11 +46,12 @@ class GrammarChecker:
         return reason
 
 
-async def check_grammar(body: GrammarFields, service: Service) -> None:
-    """Raise InvalidRequestError unless the body's grammar compiles, if it has one."""
-    name, grammar = asked_grammar(body)
+async def check_grammar(body: GrammarFields, service: Service) -> Grammar | None:
+    """Return the body's grammar; None without any. Raises InvalidRequestError unless it compiles."""
+    name, grammar = asked_grammar(body, service.options.settings.unnamed_properties)
     if grammar is not None:
         await check_compiles(name, grammar, service)
+    return grammar
 
 
 async def check_compiles(name: str, grammar: Grammar, service: Service) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gptserve.engine.errors import InvalidRequestError
+from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.engine.request import Request, SamplingParams
+from gptserve.server.api.grammar_schemas import asked_grammar
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
@@ -107,10 +109,12 @@ async def plan_completion(body: CompletionRequest, service: Service, owner: str 
     if body.best_of not in (None, body.n or 1):
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")
-    await check_grammar(body, service)
+    grammar = await check_grammar(body, service)
     asked, bad_words = asked_max_tokens(body), await bad_word_ids(body, service)
     max_tokens = service.engine.info.max_model_len if asked is None else asked or 1  # 0 is for echo alone
-    params = body.sampling_params(service.options.sampling_defaults, bad_words=bad_words, max_tokens=max_tokens)
+    params = body.sampling_params(
+        service.options.sampling_defaults, bad_words=bad_words, max_tokens=max_tokens, grammar=grammar
+    )
     token_ids = [tuple(await encode_prompt(prompt, body, asked or 1, service)) for prompt in prompts]
     params = fit_max_tokens(params, asked, max(map(len, token_ids)), service)
     check_size(body, params, token_ids, service)
@@ -127,6 +131,7 @@ def restore_plan(
     model: type[GenerationRequest],
     shape: Shape,
     tokenizer: Tokenizer,
+    unnamed_properties: UnnamedProperties,
     dialect: Dialect | None = None,
 ) -> CompletionPlan:
     """Rebuild the plan of a completion from its body, a `model`, and its prompts; `kept` is the record of its dialect.
@@ -136,7 +141,8 @@ def restore_plan(
     dialect = None if dialect is None else dialect.of_record(kept)
     body = model.model_validate(fields)
     bad_words = encode_bad_words(body.bad_words, tokenizer)
-    params = body.sampling_params({}, bad_words=bad_words, max_tokens=max_tokens)
+    grammar = asked_grammar(body, unnamed_properties)[1]
+    params = body.sampling_params({}, bad_words=bad_words, max_tokens=max_tokens, grammar=grammar)
     reading = None if dialect is None else dialect.reading(body, prompts[0] if prompts else ())
     if reading is not None and reading.grammar is not None:
         params = replace(params, grammar=reading.grammar)

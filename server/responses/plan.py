@@ -239,6 +239,7 @@ def restore_response(
         model=ChatRequest,
         shape=RESPONSE_SHAPE,
         tokenizer=tokenizer,
+        unnamed_properties=dialect.unnamed_properties,
         dialect=dialect,
     )
     return _of_chat(plan, asked)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.grammar.grammar import Grammar
+from gptserve.engine.grammar.grammar import Grammar, UnnamedProperties
 from gptserve.server.api.grammar_schemas import asked_grammar
 from gptserve.server.api.schemas import ChatRequest, GenerationRequest
 from gptserve.server.completions.harmony import HarmonyChannels, Mark, find_marks
@@ -52,6 +52,7 @@ class Dialect:
     form: ToolFormat | None
     knows_tools: bool
     think: ThinkMarks | None
+    unnamed_properties: UnnamedProperties
 
     def to_record(self) -> dict[str, object]:
         """Return what the journal keeps, so that an answer is read again as it was; the tokenizer has the rest."""
@@ -88,14 +89,18 @@ class Dialect:
     def reading(self, body: GenerationRequest, prompt: Sequence[int]) -> Reading | None:
         """Return how to read the answers to a prompt; None if they are all text. Raises InvalidRequestError."""
         assert isinstance(body, ChatRequest), "other completions have no dialect"
-        asked, wanted, spell = asked_tools(body), asked_grammar(body)[1], spelling(self.tokenizer)
+        asked, wanted, spell = (
+            asked_tools(body),
+            asked_grammar(body, self.unnamed_properties)[1],
+            spelling(self.tokenizer),
+        )
         special_ids, grammar = self.tokenizer.special_ids, None
         if asked is not None and asked.must_call:
             wanted = None  # it is about the text, and there is none
         has_grammar = wanted is not None or (asked is not None and asked.needs_grammar)
         if self.marks is not None:
             channels = HarmonyChannels(self.marks).follow(prompt, self.tokenizer)
-            grammar = harmony_grammar(asked, spell, wanted) if has_grammar else None
+            grammar = harmony_grammar(asked, spell, self.unnamed_properties, wanted) if has_grammar else None
             return Reading(grammar, special_ids, channels=channels, has_tools=asked is not None)
         form, think = None if asked is None else self.form, self.think
         is_continued = bool(body.continue_final_message)
@@ -107,7 +112,9 @@ class Dialect:
         if form is None and think is None:
             return None
         if has_grammar and asked is not None and form is not None:
-            grammar = text_grammar(asked, form, spell, think=think, is_open=is_open, wanted=wanted)
+            grammar = text_grammar(
+                asked, form, spell, self.unnamed_properties, think=think, is_open=is_open, wanted=wanted
+            )
         elif wanted is not None and think is not None:
             grammar = thinking_grammar(wanted, spell, think, is_open=is_open)
         names = frozenset(function.name for function in asked.functions) if asked is not None else frozenset[str]()
@@ -174,11 +181,12 @@ class AnswerReader:
 
 def dialect_of(service: Service) -> Dialect:
     """Return the dialect of the model that a service has."""
-    template, name = service.options.chat_template, service.options.settings.tool_call_format
+    template, settings = service.options.chat_template, service.options.settings
     source, tool_source = ("", "") if template is None else (template.source, template.tool_source)
-    form = format_of(tool_source) if name is None else FORMATS[name]
+    form = format_of(tool_source) if settings.tool_call_format is None else FORMATS[settings.tool_call_format]
     knows_tools = re.search(r"\btools\b", tool_source) is not None
-    return Dialect(service.tokenizer, find_marks(service.tokenizer), form, knows_tools, marks_of(source + tool_source))
+    marks, think = find_marks(service.tokenizer), marks_of(source + tool_source)
+    return Dialect(service.tokenizer, marks, form, knows_tools, think, settings.unnamed_properties)
 
 
 def _read(

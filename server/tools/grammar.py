@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar
+from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar, UnnamedProperties
+from gptserve.engine.grammar.schema.document import SchemaError
+from gptserve.engine.grammar.schema.rewrite import rewrite
 from gptserve.server.completions.service import Tokenizer
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.reasoning import ThinkMarks
@@ -37,6 +38,7 @@ def text_grammar(
     asked: AskedTools,
     form: ToolFormat,
     spell: Spell,
+    unnamed: UnnamedProperties,
     *,
     think: ThinkMarks | None,
     is_open: bool,
@@ -66,7 +68,7 @@ def text_grammar(
         _free_calls(form, spell),
         "TEXT: ANY" + "".join(f" & ~/{begin}(?s:.*)/" for begin in excluded),
         form.rules(Calls(names, asked.is_single, whitespace), spell),
-        _arguments(asked, _WHITESPACE if whitespace is None else whitespace),
+        _arguments(asked, unnamed, _WHITESPACE if whitespace is None else whitespace),
     ]
     return _join(rules, wanted)
 
@@ -76,7 +78,9 @@ def thinking_grammar(wanted: Grammar, spell: Spell, think: ThinkMarks, *, is_ope
     return _join([_start(spell, think, is_open=is_open), "answer: framed"], wanted)
 
 
-def harmony_grammar(asked: AskedTools | None, spell: Spell, wanted: Grammar | None = None) -> Grammar:
+def harmony_grammar(
+    asked: AskedTools | None, spell: Spell, unnamed: UnnamedProperties, wanted: Grammar | None = None
+) -> Grammar:
     """Return the grammar of an answer in harmony's channels, after <|start|>assistant. Raises InvalidRequestError.
 
     The last message is a call or the text, which matches `wanted`; then all others are reasoning, as those to the user
@@ -98,7 +102,7 @@ def harmony_grammar(asked: AskedTools | None, spell: Spell, wanted: Grammar | No
     if asked is not None:
         last.append("call")
         calls = Calls([function.name for function in asked.functions], is_single=True, whitespace=None)
-        rules += [f"call: {channel} ({calls.either(call)})", _arguments(asked, _WHITESPACE)]
+        rules += [f"call: {channel} ({calls.either(call)})", _arguments(asked, unnamed, _WHITESPACE)]
     return _join([*rules, f"last: {' | '.join(last)}"], wanted)
 
 
@@ -110,7 +114,7 @@ def fault_of_function(message: str, grammar: Grammar, asked: AskedTools) -> str 
     rules = [rule.partition(":")[0] for rule in (grammar.frame or grammar.text).splitlines()]
     names = {f"arguments_{i}": function.name for i, function in enumerate(asked.functions)}
     rule = rules[line] if (line := int(found[1]) - 1) < len(rules) else ""  # after the frame comes the client's grammar
-    return f"the parameters of the function {names[rule]!r} cannot be compiled: {found[2]}" if rule in names else None
+    return _fault(names[rule], found[2]) if rule in names else None
 
 
 def _free_calls(form: ToolFormat, spell: Spell) -> str:
@@ -139,13 +143,21 @@ def _start(spell: Spell, think: ThinkMarks | None, *, is_open: bool) -> str:
     )
 
 
-def _arguments(asked: AskedTools, whitespace: str) -> str:
-    """Return the rules of the arguments of each function."""
+def _arguments(asked: AskedTools, unnamed: UnnamedProperties, whitespace: str) -> str:
+    """Return the rules of the arguments of each function. Raises InvalidRequestError."""
     options = {"whitespace_flexible": False, **({"whitespace_pattern": whitespace} if whitespace else {})}
-    schemas: list[Mapping[str, object]] = [asked.schema_of(function) for function in asked.functions]
-    return "\n".join(
-        f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': options})}" for i, schema in enumerate(schemas)
-    )
+    rules = []
+    for i, function in enumerate(asked.functions):
+        try:
+            schema = rewrite(asked.schema_of(function), unnamed)
+        except SchemaError as error:
+            raise InvalidRequestError(_fault(function.name, str(error)), param="tools") from None
+        rules.append(f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': options} if schema else schema)}")
+    return "\n".join(rules)
+
+
+def _fault(name: str, reason: str) -> str:
+    return f"the parameters of the function {name!r} cannot be compiled: {reason}"
 
 
 def _join(rules: list[str], wanted: Grammar | None) -> Grammar:

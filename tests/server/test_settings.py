@@ -25,6 +25,7 @@ WRITTEN = {
     "chat-template": "plain",
     "served-model-name": "teller",
     "tool-call-format": "hermes",
+    "unnamed-properties": "allow",
     "generation-config": "none",
     "host": "0.0.0.0",
     "port": "9000",

@@ -227,10 +227,10 @@ def test_a_conversation_goes_on_from_a_response_by_its_id(yes: LiveServer) -> No
     ("wanted", "grammar"),
     [
         ({"type": "text"}, None),
-        ({"type": "json_object"}, Grammar("json", '{"type":"object"}')),
+        ({"type": "json_object"}, Grammar("json", '{"type":"object"}', unnamed_properties="refuse")),
         (
             {"type": "json_schema", "name": "s", "strict": True, "schema": SCHEMA},
-            Grammar("json", json.dumps(SCHEMA, separators=(",", ":"))),
+            Grammar("json", json.dumps(SCHEMA, separators=(",", ":")), unnamed_properties="refuse"),
         ),
     ],
 )

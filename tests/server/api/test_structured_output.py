@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gptserve.engine.grammar.grammar import ANY_WHITESPACE, Grammar
 from tests.server.conftest import Api
+from tests.server.fake_engine import FakeEngineClient
 
 SCHEMA = {"type": "object", "properties": {"b": {"enum": [None, "é"]}, "a": {"default": None}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 OBJECT = '{"type":"object"}'
+
+
+def json_grammar(text: str, whitespace: str = "") -> Grammar:
+    return Grammar("json", text, whitespace, unnamed_properties="refuse")
 
 
 def of_format(schema: object, **fields: object) -> dict[str, Any]:
@@ -24,23 +30,23 @@ def of_format(schema: object, **fields: object) -> dict[str, Any]:
     ("body", "grammar"),
     [
         ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, Grammar("json", OBJECT)),
-        (of_format(SCHEMA), Grammar("json", TEXT)),
-        (of_format(SCHEMA, strict=False, description="x"), Grammar("json", TEXT)),
-        (of_format(True), Grammar("json", "true")),
-        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", TEXT)),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar("json", TEXT)),
-        ({"structured_outputs": {"json_object": True}}, Grammar("json", OBJECT)),
-        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, Grammar("json", TEXT, " ?")),
-        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, Grammar("json", TEXT)),
+        ({"response_format": {"type": "json_object"}}, json_grammar(OBJECT)),
+        (of_format(SCHEMA), json_grammar(TEXT)),
+        (of_format(SCHEMA, strict=False, description="x"), json_grammar(TEXT)),
+        (of_format(True), json_grammar("true")),
+        ({"structured_outputs": {"json": SCHEMA}}, json_grammar(TEXT)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, json_grammar(TEXT)),
+        ({"structured_outputs": {"json_object": True}}, json_grammar(OBJECT)),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, json_grammar(TEXT, " ?")),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, json_grammar(TEXT)),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
-            Grammar("json", TEXT, ANY_WHITESPACE),
+            json_grammar(TEXT, ANY_WHITESPACE),
         ),
         ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
         ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a", "b"]')),
         ({"structured_outputs": {"grammar": "start: /x/"}}, Grammar("lark", "start: /x/")),
-        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " "}, Grammar("json", TEXT, " ")),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " "}, json_grammar(TEXT, " ")),
         ({"guided_regex": "a+", "guided_decoding_backend": "outlines"}, Grammar("regex", "a+")),
         ({"guided_choice": ["a"]}, Grammar("choice", '["a"]')),
         ({"guided_grammar": "start: /x/"}, Grammar("lark", "start: /x/")),
@@ -50,6 +56,14 @@ def test_every_way_to_ask_reaches_the_engine(api: Api, route: str, body: dict[st
     given = {"prompt": "x"} if route == "complete" else {}
     assert getattr(api, route)(**given, **body).status_code == 200
     assert api.engine.submitted[0].params.grammar == grammar
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_an_operator_may_allow_unnamed_properties(make_api: Callable[..., Api], route: str) -> None:
+    api = make_api(FakeEngineClient(), unnamed_properties="allow")
+    given = {"prompt": "x"} if route == "complete" else {}
+    assert getattr(api, route)(**given, guided_json=SCHEMA).status_code == 200
+    assert api.engine.submitted[0].params.grammar == Grammar("json", TEXT, unnamed_properties="allow")
 
 
 @pytest.mark.parametrize(

@@ -449,7 +449,7 @@ def test_what_is_wrong_with_tools_is_refused_in_words(
 
 def test_tools_that_make_too_long_a_grammar_are_refused(make_api: MakeApi) -> None:
     api = make_api(FakeEngineClient(), template="{# tools <tool_call> #}x")
-    body = forced(tools=of_function(parameters={"description": "x" * 66_000})["tools"])
+    body = forced(tools=of_function(parameters={"properties": {"x": {"const": "x" * 66_000}}})["tools"])
     length = int(api.chat(**body).json()["error"]["message"].rpartition(" ")[2])
     assert 66_000 < length < 67_000
     check(api, body, "invalid_value", "tools", f"tools may make a grammar of at most 65536 characters, got {length}")

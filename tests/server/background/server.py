@@ -54,7 +54,11 @@ class Server:
         self.service = Service(self.engine, ByteTokenizer(), app_options("m", **options), self.lifecycle, metrics)
         restore = {
             TEXT_SHAPE.object: partial(
-                restore_plan, model=CompletionRequest, shape=TEXT_SHAPE, tokenizer=self.service.tokenizer
+                restore_plan,
+                model=CompletionRequest,
+                shape=TEXT_SHAPE,
+                tokenizer=self.service.tokenizer,
+                unnamed_properties="refuse",
             )
         }
         self.store = BackgroundStore(self.service, self.journal, restore, clock=self.clock)

@@ -12,8 +12,9 @@ import jsonschema
 import numpy as np
 import pytest
 
+from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.compiler import Compiler
-from gptserve.engine.grammar.grammar import Grammar
+from gptserve.engine.grammar.grammar import Grammar, UnnamedProperties
 from gptserve.engine.grammar.matcher import Matcher
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.api.schemas import ChatRequest
@@ -69,10 +70,16 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def reading_of(
-    tokenizer: Tokenizer, kind: str, prompt: str = "", *, think: ThinkMarks | None = None, **fields: Any
+    tokenizer: Tokenizer,
+    kind: str,
+    prompt: str = "",
+    *,
+    think: ThinkMarks | None = None,
+    unnamed: UnnamedProperties = "refuse",
+    **fields: Any,
 ) -> Reading:
     marks, form = (find_marks(tokenizer), None) if kind == "harmony" else (None, FORMATS[kind])  # type: ignore[index]
-    dialect = Dialect(tokenizer, marks, form, knows_tools=True, think=think)
+    dialect = Dialect(tokenizer, marks, form, knows_tools=True, think=think, unnamed_properties=unnamed)
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields})
     dialect.check(body)
     prompt = "<|start|>assistant" if kind == "harmony" else prompt
@@ -378,3 +385,34 @@ def test_only_what_needs_a_grammar_has_one(tokenizer: Tokenizer) -> None:
     assert grammar(tools=tools, tool_choice="auto", parallel_tool_calls=True) is None
     assert grammar(tools=tools, parallel_tool_calls=False) is not None
     assert grammar(tools=TOOLS) is not None
+
+
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+UNNAMED = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "z": 2}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("unnamed", ["refuse", "allow"])
+def test_arguments_have_no_other_names_unless_an_operator_allows_them(
+    compiler: Compiler, tokenizer: Tokenizer, unnamed: UnnamedProperties
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": OPEN}}]
+    for kind, text in (("hermes", UNNAMED), ("harmony", f'{TO_F}{{"a": 1, "z": 2}}')):
+        reading = reading_of(tokenizer, kind, unnamed=unnamed, tools=tools, tool_choice="required")
+        assert reading.grammar is not None
+        allowed = [
+            allows(compiler.compile(reading.grammar), tokenizer.encode_with_special(case))
+            for case in (text, text.replace(', "z": 2', ""))
+        ]
+        assert allowed == [unnamed == "allow", True]
+
+
+def test_parameters_that_cannot_be_followed_name_the_function(tokenizer: Tokenizer) -> None:
+    parameters = {"properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequestError) as caught:
+        reading_of(tokenizer, "hermes", tools=tools, tool_choice="required")
+    assert str(caught.value).startswith(
+        "the parameters of the function 'f' cannot be compiled: properties.a: oneOf is "
+    )
+    assert caught.value.param == "tools"

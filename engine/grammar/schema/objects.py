@@ -1,0 +1,99 @@
+"""Which properties a schema names, and how it is said that there are no others.
+
+A value is described by a schema and by all that applies to the same value: its allOf, anyOf, oneOf and $ref. These
+together are one unit here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gptserve.engine.grammar.schema.document import Document, Node, SchemaError
+
+APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf")
+
+
+@dataclass
+class Names:
+    """What the schemas of a unit say of the properties of an object."""
+
+    named: dict[str, None] = field(default_factory=dict)
+    required: dict[str, None] = field(default_factory=dict)
+    patterns: dict[str, None] = field(default_factory=dict)
+    min_properties: int = 0
+    speaks_of_others: bool = False
+    """additionalProperties, unevaluatedProperties, const or enum says which others there may be"""
+    is_shut: bool = False
+    """unevaluatedProperties is false"""
+    has_choices: bool = False
+    """anyOf or oneOf"""
+
+    @property
+    def may_be_all(self) -> bool:
+        """Whether properties are named, and an object can have as many as it must have."""
+        at_most = len({**self.named, **self.required})
+        return bool(self.named) and (bool(self.patterns) or self.min_properties <= at_most)
+
+
+def names_of(document: Document, node: Node, base: Node) -> Names:
+    """Return what a unit says of properties. Raises SchemaError."""
+    names, seen, stack = Names(), set[int](), [(node, base)]
+    while stack:
+        node, base = stack.pop()
+        base = document.base_of(node, base)
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        _add(names, node)
+        for key in ("oneOf", "anyOf", "allOf"):
+            stack += [(part, base) for part in reversed(listed(node, key))]
+        if "$ref" in node:
+            stack.append(document.resolve(node["$ref"], base))
+    return names
+
+
+def closed(schema: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return a rewritten schema without applicators that allows the properties of `names` and no others."""
+    properties = {**schema.get("properties", {})}
+    for name in names.required:
+        properties.setdefault(name, True)
+    return {**schema, "properties": properties, "additionalProperties": False}
+
+
+def closing(names: Names) -> dict[str, Any]:
+    """Return a schema that does nothing but rule out other properties; it stands in an allOf."""
+    schema: dict[str, Any] = {"properties": dict.fromkeys({**names.named, **names.required}, True)}
+    if names.patterns:
+        schema["patternProperties"] = dict.fromkeys(names.patterns, True)
+    return {**schema, "additionalProperties": False}
+
+
+def mapping(node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a keyword's object, {} without it. Raises SchemaError."""
+    value = node.get(key, {})
+    if not isinstance(value, dict):
+        raise SchemaError(f"{key} must be an object, got {value!r}")
+    return value
+
+
+def listed(node: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a keyword's list, [] without it. Raises SchemaError."""
+    value = node.get(key, [])
+    if not isinstance(value, list):
+        raise SchemaError(f"{key} must be a list, got {value!r}")
+    return value
+
+
+def _add(names: Names, node: Mapping[str, Any]) -> None:
+    names.named.update(dict.fromkeys(mapping(node, "properties")))
+    names.required.update(dict.fromkeys(name for name in listed(node, "required") if isinstance(name, str)))
+    names.patterns.update(dict.fromkeys(mapping(node, "patternProperties")))
+    least = node.get("minProperties", 0)
+    names.min_properties = max(names.min_properties, least if isinstance(least, int) else 0)
+    unevaluated = node.get("unevaluatedProperties")
+    names.is_shut |= unevaluated is False
+    names.speaks_of_others |= not {"additionalProperties", "const", "enum"}.isdisjoint(node)
+    names.speaks_of_others |= unevaluated not in (None, False)
+    names.has_choices |= "anyOf" in node or "oneOf" in node

@@ -1,0 +1,150 @@
+"""The options of a oneOf: may two of them match one value? Where none may, a oneOf is an anyOf.
+
+`rewrite.py` asks. The answer is "they cannot" only where the schemas show it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, types_of
+
+MAX_LOOKS = 20_000
+MAX_DEPTH = 12
+
+Placed = tuple[Node, Node]
+"""A schema and the base of its references."""
+
+
+class Options:
+    """Compares options of one document; gives up after MAX_LOOKS."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._looks = 0
+
+    def are_apart(self, options: Sequence[Placed]) -> bool:
+        """Whether no value can match two of the options."""
+        if self._tag(options, must_have=True) is not None:
+            return True
+        return all(self._apart(one, other) for one, other in combinations(options, 2))
+
+    def common_tag(self, options: Sequence[Placed]) -> str | None:
+        """Return a property that tells the options apart wherever it is given; None without one."""
+        return self._tag(options, must_have=False)
+
+    def _tag(self, options: Sequence[Placed], *, must_have: bool) -> str | None:
+        """Return a property whose values are listed in each option, and in one only."""
+        found = [self._document.follow(*option) for option in options]
+        if len(found) < 2 or not all(isinstance(node, dict) and types_of(node) == ("object",) for node, _ in found):
+            return None
+        first: Mapping[str, Any] = found[0][0].get("properties", {})
+        for name in first:
+            lists = [
+                self._literals((node.get("properties", {}).get(name, True), base))
+                for node, base in found
+                if not must_have or name in node.get("required", ())
+            ]
+            values = [value for literals in lists for value in literals or ()]
+            if len(lists) == len(found) and None not in lists and len(values) == len({*values}):
+                return name
+        return None
+
+    def _literals(self, placed: Placed) -> list[str] | None:
+        """Return the values of a const or an enum, as text; None for a schema with others."""
+        node, _ = self._document.follow(*placed)
+        if not isinstance(node, dict) or not {"const", "enum"} & node.keys():
+            return None
+        values = [node["const"]] if "const" in node else node["enum"]
+        return sorted({_text(value) for value in values}) if isinstance(values, list) else None
+
+    def _apart(self, one: Placed, other: Placed, depth: int = 0) -> bool:
+        self._looks += 1
+        if self._looks > MAX_LOOKS:
+            raise SchemaError("a oneOf has too many options to compare")
+        if depth > MAX_DEPTH:
+            return False
+        one, other = self._document.follow(*one), self._document.follow(*other)
+        if one[0] is False or other[0] is False:
+            return True
+        if not isinstance(one[0], dict) or not isinstance(other[0], dict):
+            return False
+        if any(self._parts_apart(*pair, depth + 1) for pair in ((one, other), (other, one))):
+            return True
+        listed = self._literals(one), self._literals(other)
+        if listed[0] is not None and listed[1] is not None:
+            return set(listed[0]).isdisjoint(listed[1])
+        kinds = self._kinds(one, listed[0]) & self._kinds(other, listed[1])
+        return all(self._apart_as(kind, one, other, depth) for kind in kinds)
+
+    def _parts_apart(self, one: Placed, other: Placed, depth: int) -> bool:
+        """Whether a part that applies to all values of one schema keeps them from the other."""
+        node, base = one
+        if any(self._apart((part, base), other, depth) for part in _parts(node, "allOf")):
+            return True
+        return any(
+            all(self._apart((part, base), other, depth) for part in _parts(node, key))
+            for key in ("anyOf", "oneOf")
+            if _parts(node, key)
+        )
+
+    def _kinds(self, placed: Placed, literals: Iterable[str] | None) -> set[str]:
+        if literals is not None:
+            return {_kind(json.loads(text)) for text in literals}
+        return {"number" if kind == "integer" else kind for kind in types_of(placed[0])}
+
+    def _apart_as(self, kind: str, one: Placed, other: Placed, depth: int) -> bool:
+        """Whether no value of a type matches both."""
+        if kind == "object":
+            return self._objects_apart(one, other, depth) or self._objects_apart(other, one, depth)
+        if kind == "number":
+            return _below(one[0], other[0]) or _below(other[0], one[0])
+        return False
+
+    def _objects_apart(self, one: Placed, other: Placed, depth: int) -> bool:
+        """Whether a property that one schema requires is never one of the other."""
+        for name in _parts(one[0], "required"):
+            pair = [(_property(node, name), base) for node, base in (one, other)]
+            if self._apart(pair[0], pair[1], depth + 1):
+                return True
+        return False
+
+
+def _property(node: Mapping[str, Any], name: str) -> Node:
+    named = node.get("properties", {})
+    if name in named:
+        return named[name]
+    return True if "patternProperties" in node else node.get("additionalProperties", True)
+
+
+def _below(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    highest, lowest = one.get("maximum"), other.get("minimum")
+    return isinstance(highest, int | float) and isinstance(lowest, int | float) and highest < lowest
+
+
+def _parts(node: Mapping[str, Any], key: str) -> list[Any]:
+    value = node.get(key, [])
+    return value if isinstance(value, list) else []
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if value is None:
+        return "null"
+    kinds = ((str, "string"), (dict, "object"), (list, "array"))
+    return next((kind for made, kind in kinds if isinstance(value, made)), "number")
+
+
+def _text(value: Any) -> str:
+    """Return a JSON value as text; equal numbers have the same."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(name)}:{_text(value[name])}" for name in sorted(value)) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return json.dumps(value)
