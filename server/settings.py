@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.server.operations.keys import KEY_RULE, is_key, read_key_file
+from gptserve.server.settings_help import ENGINE_HELP
 from gptserve.server.tools.formats import ToolFormatName
 from gptserve.weights.chat.template import PLAIN_NAME
 
@@ -34,28 +35,6 @@ _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*|\[[0-9a-fA-F:.]+\]", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 _COLLECTOR = re.compile(r"https?://[^/\s?#@]+/[^\s#]+")  # the whole URL; a password would be shown by `config`
 _TRACES_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
-_ENGINE_HELP = {
-    "device": "device to compute on",
-    "dtype": "data type of weights, activations and KV cache",
-    "quantization": "type of numbers that weights become while they load: int8 takes half of bf16's memory",
-    "attention_backend": "attention kernel to use",
-    "block_size": "number of tokens in a block of the KV cache",
-    "num_blocks": "number of blocks in the KV cache (default: two full contexts a sequence, or as many as fit)",
-    "kv_cache_bytes": "size of the KV cache, such as 2GiB (default: two full contexts a sequence, or what fits)",
-    "gpu_memory_utilization": "share of the GPU's memory to use, including the weights",
-    "max_model_len": "maximum tokens of a sequence, prompt and completion (default: the model's own, or what fits)",
-    "max_num_seqs": "maximum sequences to compute at once",
-    "max_num_batched_tokens": "maximum tokens to compute in one step",
-    "max_num_queued_reqs": "maximum requests to queue; more get status 429",
-    "max_queue_time_s": "maximum seconds for a request to wait in the queue; then it gets status 503",
-    "enable_prefix_caching": "reuse the KV cache of prompts that begin with the same tokens",
-    "speculative_ngram": "draft tokens by looking up the last N tokens in the text so far, N from 2 to 8; 0 is off",
-    "tensor_parallel_size": "number of processes, each on a GPU of its own, that share the heads and widths of layers",
-    "enforce_eager": "start the kernels of decoding steps one by one, without CUDA graphs",
-    "overlap": "plan and launch the next step on a GPU while one runs",
-    "batch_invariant": "refuse to start where answers depend on the batch; a GPU needs slower products to avoid that",
-    "num_threads": "maximum CPU threads of the engine (default: one a usable core); it uses fewer for small steps",
-}
 # Field, check, and rule in words. NaN fails every check.
 _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("port", lambda port: 0 <= port <= 65535, "in [0, 65535]"),
@@ -344,7 +323,7 @@ def parse_size(text: str) -> int:
 def _option_of(f: Field[Any], hint: Any) -> Option:
     """Return the option of a field with this type hint; only those of ServerSettings are Annotated with their help."""
     of_engine = get_origin(hint) is not Annotated
-    hint, text = (hint, _ENGINE_HELP[f.name]) if of_engine else get_args(hint)
+    hint, text = (hint, ENGINE_HELP[f.name]) if of_engine else get_args(hint)
     kind = hint if get_origin(hint) is Literal else (*get_args(hint), hint)[0]  # of a union the one beside None
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     name = _option_name(f.name)

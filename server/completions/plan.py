@@ -109,12 +109,10 @@ async def plan_completion(body: CompletionRequest, service: Service, owner: str 
     if body.best_of not in (None, body.n or 1):
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")
-    grammar = await check_grammar(body, service)
+    grammar, defaults = await check_grammar(body, service), service.options.sampling_defaults
     asked, bad_words = asked_max_tokens(body), await bad_word_ids(body, service)
     max_tokens = service.engine.info.max_model_len if asked is None else asked or 1  # 0 is for echo alone
-    params = body.sampling_params(
-        service.options.sampling_defaults, bad_words=bad_words, max_tokens=max_tokens, grammar=grammar
-    )
+    params = body.sampling_params(defaults, bad_words=bad_words, max_tokens=max_tokens, grammar=grammar)
     token_ids = [tuple(await encode_prompt(prompt, body, asked or 1, service)) for prompt in prompts]
     params = fit_max_tokens(params, asked, max(map(len, token_ids)), service)
     check_size(body, params, token_ids, service)
