@@ -153,7 +153,7 @@ class RawConfig:
     """
 
     def __init__(self, values: Mapping[str, object], file_name: str = "config.json") -> None:
-        self._values = values
+        self._values = dict(values)
         self._file_name = file_name
         self._read: set[str] = set()
         self._sections: dict[str, RawConfig] = {}
@@ -164,6 +164,15 @@ class RawConfig:
         for section_name, section in self._sections.items():
             fields |= {f"{section_name}: {name}": value for name, value in section.unread().items()}
         return fields
+
+    def default(self, *, replaces_null: bool = False, **values: object) -> None:
+        """Take these values for fields that the file does not name, as transformers' class does.
+
+        A field that is null there stays null, unless `replaces_null`.
+        """
+        for name, value in values.items():
+            if name not in self._values or (replaces_null and self._values[name] is None):
+                self._values[name] = value
 
     def skip(self, *names: str) -> None:
         """Count fields as read that have no effect, given the values of others."""

@@ -25,6 +25,7 @@ PATTERN = 6  # Gemma 3: every sixth layer has no window
 
 
 def _read_gemma2(raw: RawConfig) -> ModelConfig:
+    raw.default(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     return with_windows(raw, _read_shared(raw), lambda layer: layer % 2 == 0)
 
 
@@ -47,6 +48,7 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
 
 
 def _read_shared(raw: RawConfig) -> ModelConfig:
+    raw.default(head_dim=256, num_key_value_heads=4)
     raw.forbid("use_bidirectional_attention", False, "bidirectional attention cannot continue a text")
     config = read_llama_config(raw)
     scale = raw.positive("query_pre_attn_scalar", default=256.0) ** -0.5

@@ -17,7 +17,13 @@ NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END}
 MAX_TENSORS = 2**16  # of experts, over all layers
 
 
+DEFAULT_SCALING = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
 def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.default(head_dim=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150_000.0)
+    if "rope_parameters" not in raw and "rope_scaling" not in raw:
+        raw.default(rope_parameters=DEFAULT_SCALING, replaces_null=True)
     raw.forbid("swiglu_alpha", 1.702, "no published gpt-oss has another")
     config = with_windows(raw, read_llama_config(raw, attention_bias=True), lambda layer: layer % 2 == 0)
     num_experts = raw.size("num_local_experts", limit=max(1, MAX_TENSORS // config.num_layers))

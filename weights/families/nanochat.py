@@ -18,6 +18,7 @@ NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END, **FFN}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.default(final_logit_softcapping=15.0)
     config = read_llama_config(raw)
     turned_back = tuple(
         replace(rotary, inv_freqs=tuple(-f for f in rotary.inv_freqs)) for rotary in config.rotaries if rotary

@@ -20,6 +20,7 @@ NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **FFN, **END}
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
+    raw.default(rms_norm_eps=1e-5)
     return replace(read_llama_config(raw), norm_placement="output", qk_norm="projection")
 
 

@@ -13,11 +13,13 @@ from gptserve.weights.families.llama import IGNORED, llama_sources, read_llama_c
 
 
 def _read_qwen2(raw: RawConfig) -> ModelConfig:
+    raw.default(num_key_value_heads=32)
     config = _with_windows(raw, replace(read_llama_config(raw), qkv_bias=True, attn_out_bias=False))
     return replace(config, max_position=min(config.max_position, _first_chunk(raw, config.max_position)))
 
 
 def _read_qwen3(raw: RawConfig) -> ModelConfig:
+    raw.default(head_dim=128, num_key_value_heads=32)
     return _with_windows(raw, replace(read_llama_config(raw), qk_norm="head"))
 
 

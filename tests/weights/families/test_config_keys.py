@@ -16,11 +16,13 @@ from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import FAMILIES, load_config
 from gptserve.weights.families.config_keys import NAMES, PATTERN, PRIVATE_CHOICES, SIZES
 from gptserve.weights.families.family import RawConfig
+from tests.parity.shapes import SHAPES
 from tests.weights.families.known import KNOWN
 
 OF_TRANSFORMERS = sorted(FAMILIES.keys() - {"nanogpt"})
 OF_GGUF = ("bloom", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those that transformers makes of GGUF files."""
+FIRST = {model_type: name for name, (model_type, _) in reversed(SHAPES.items())}
 LLAMA = KNOWN["Llama 3 8B"][0]
 QWEN = KNOWN["qwen2.5-0.5b"][0]
 
@@ -161,6 +163,33 @@ def test_what_transformers_saves_is_accepted(model_type: str, tmp_path: Path) ->
     saved = load_config(tmp_path)
 
     assert load(tmp_path, config.to_dict()) == saved
+
+
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "null"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow) for name in SHAPES]
+)
+def test_a_field_that_is_absent_or_null_is_what_transformers_takes_it_for(
+    name: str, absent: bool, tmp_path: Path
+) -> None:
+    """Or the file is refused, as ours reads no model without a size. Ends of text have tests of their own."""
+    from transformers import AutoConfig
+
+    model_type, fields = SHAPES[name]
+    whole: dict[str, Any] = json.loads(AutoConfig.for_model(model_type, **fields).to_json_string(use_diff=False))
+    whole |= {"eos_token_id": None, "bos_token_id": None}
+    num_compared = 0
+    for field in whole.keys() - {"model_type", "eos_token_id", "bos_token_id"}:
+        sparse = {key: value for key, value in whole.items() if key != field} | ({} if absent else {field: None})
+        try:
+            found = load(tmp_path, sparse)
+            filled = json.loads(AutoConfig.for_model(**sparse).to_json_string(use_diff=False))
+            expected = load(tmp_path, filled)
+        except Exception:  # transformers has many kinds
+            continue
+        assert found == expected, field
+        num_compared += 1
+    assert num_compared > 9
 
 
 @pytest.mark.parametrize("model_type", OF_GGUF)
