@@ -41,10 +41,12 @@ class NamedSchema(_RequestModel):
 
 
 class ResponseFormat(_RequestModel):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's way to ask for JSON, and llama.cpp's: `schema` beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: JsonSchema = Field(default=None, alias="schema")
+    """the same as json_schema.schema, with json_object, too"""
 
 
 class StructuredOutputs(_RequestModel):
@@ -97,15 +99,21 @@ def asked_grammar(body: GrammarFields, unnamed: UnnamedProperties = "refuse") ->
 
 
 def _of_format(given: ResponseFormat | None) -> Iterator[Given]:
-    if given is None or given.type == "text":
+    """Yield the schema of a format. OpenAI's json_schema may have none: then the answer is any object."""
+    if given is None:
         return
-    if given.type == "json_object":
-        yield "response_format", "json", _ANY_OBJECT
+    beside, name = given.schema_, "response_format.json_schema.schema"
+    if given.type == "text":
+        if beside is not None:
+            message = "response_format.schema may be given only with the types json_object and json_schema"
+            raise InvalidRequestError(message, param="response_format.schema")
         return
-    name = "response_format.json_schema.schema"
-    if given.json_schema is None or given.json_schema.schema_ is None:
+    named = given.json_schema if given.type == "json_schema" else None
+    if given.type == "json_schema" and named is None and beside is None:
         raise InvalidRequestError(f"{name} must be given with the type json_schema", param=name)
-    yield name, "json", given.json_schema.schema_
+    schemas = [("response_format.schema", beside), (name, None if named is None else named.schema_)]
+    found: list[Given] = [(field, "json", schema) for field, schema in schemas if schema is not None]
+    yield from found or [("response_format", "json", _ANY_OBJECT)]
 
 
 def _of_outputs(given: StructuredOutputs | None) -> Iterator[Given]:

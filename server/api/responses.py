@@ -265,8 +265,9 @@ def _check_together(body: ResponsesRequest, key: str | None) -> None:
     if body.store is False and (body.background or key is not None):
         raise InvalidRequestError("store must not be false with background or an Idempotency-Key", param="store")
     wanted = None if body.text is None else body.text.format
-    if wanted is not None and wanted.schema_ is not None and wanted.type != "json_schema":
-        message = "text.format.schema may be given only with the type json_schema"
+    if wanted is not None and (wanted.schema_ is not None) != (wanted.type == "json_schema"):
+        rule = "may be given only" if wanted.type != "json_schema" else "must be given"
+        message = f"text.format.schema {rule} with the type json_schema"
         raise InvalidRequestError(message, param="text.format.schema")
     if body.top_logprobs and not body.includes_logprobs:
         raise InvalidRequestError(f"top_logprobs may be given only with include {LOGPROBS}", param="top_logprobs")
