@@ -34,8 +34,9 @@ from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.planning import Planning
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.errors import ServiceError
 from gptserve.server.http.application import Application
 from gptserve.server.http.envelope import RequestEnvelope, report

@@ -168,12 +168,12 @@ class EngineClient(BlockMapSource, ABC):
         self.enqueue(requests, stream)
         return stream
 
-    def check_room(self, num_requests: int, num_others: int = 0) -> None:
+    def check_room(self, num_more: int, num_others: int = 0) -> None:
         """Raise QueueFullError if so many requests do not fit into the queue beside others that are to come."""
         limit, num_live = self.info.max_num_seqs + self.info.max_num_queued_reqs, len(self._live) + num_others
-        if num_live + num_requests > limit:
-            rule = f"the queue is full: at most {limit} requests may run or wait"
-            raise QueueFullError(f"{rule}, {num_live} do, got {num_requests} more")
+        if num_live + num_more > limit:
+            counts = f"at most {limit} requests may run or wait, {num_live} do, got {num_more} more"
+            raise QueueFullError(f"the queue is full: {counts}")
 
     @abstractmethod
     def enqueue(self, requests: Sequence[Request], sink: OutputSink) -> None:

@@ -15,8 +15,8 @@ from gptserve.engine.request import TokenOutput
 from gptserve.server.completions.output import ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
-from gptserve.server.completions.service import Tokenizer
 from gptserve.server.completions.sse import END_SUFFIX
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.errors import ServiceError, show
 
 PATTERN = rf"[0-9]{{1,9}}(\.[0-9]{{1,9}})*({re.escape(END_SUFFIX)})?"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.schemas import GenerationRequest
 from gptserve.server.completions.prompt import blaming
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
+from gptserve.server.completions.tokenizer import Tokenizer
 
 
 async def bad_word_ids(body: GenerationRequest, service: Service) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from copy import copy
 from typing import Literal
 
 from gptserve.server.completions.output import Channel, Detokenizer
-from gptserve.server.completions.service import Tokenizer
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.tools.parts import Parts
 
 Mark = Literal["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]

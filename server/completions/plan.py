@@ -23,9 +23,10 @@ from gptserve.server.completions.lengths import asked_max_tokens, check_size, fi
 from gptserve.server.completions.output import Delta, join_deltas
 from gptserve.server.completions.prompt import encode_prompt
 from gptserve.server.completions.seed import choose_seed, engine_seed
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
 from gptserve.server.completions.stop import StopAutomaton
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.tools.dialect import Dialect, Reading
 
 

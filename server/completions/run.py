@@ -17,8 +17,9 @@ from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.completions.output import TIMEOUT, ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.times import CompletionTimes
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.errors import ServiceError
 
 

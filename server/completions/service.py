@@ -6,49 +6,21 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from gptserve.engine.errors import EngineError
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.request import Request
 from gptserve.server.api.body import IncomingBodies
-from gptserve.server.api.errors import status_of, to_service_error
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.planning import Place, Planning
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.errors import ServiceError, show, shutting_down
 from gptserve.server.operations.lifecycle import Lifecycle
 from gptserve.server.operations.limits import KeyLimits
 from gptserve.server.operations.metrics import Metrics
 
 Result = TypeVar("Result")
-
-
-class Tokenizer(Protocol):
-    """The part of weights.tokenizers.tokenizer.Tokenizer that the server uses."""
-
-    max_token_bytes: int
-    """The number of bytes of the longest token."""
-    special_ids: frozenset[int]
-    """The ids of the tokens that have no text."""
-    fingerprint: str
-    """Changes with the bytes of any token."""
-    has_workers: bool
-    """Whether a text of any length may take long."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`."""
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that begin or end a prompt."""
-
-    def encode_with_special(self, text: str, *, template: bool = False) -> list[int]:
-        """Return the token ids of `text`; the name of a special token in it becomes that token.
-
-        With `template` add the special tokens that begin or end a prompt.
-        """
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +48,8 @@ class Service:
 
     async def in_worker(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Make a call that may wait for a worker process, in a thread, as `Planning.run` does; return its result."""
-        return await self.planning.run(self.place, call, *arguments)
+        with self.counting_rejections():
+            return await self.planning.run(self.place, call, *arguments)
 
     def admit(self, owner: str | None) -> None:
         """Raise ServiceError if completions are refused: of this owner, or of all, as the server shuts down."""
@@ -123,7 +96,5 @@ class Service:
         try:
             yield
         except (ServiceError, EngineError) as error:
-            told = to_service_error(error)
-            if status_of(told) in (429, 503):
-                self.metrics.count_rejection(told.code)
+            self.metrics.count_rejection(error)
             raise

@@ -19,7 +19,7 @@ from gptserve.engine.errors import DeathKind
 from gptserve.engine.process.client import EngineClient
 from gptserve.engine.request import FinishReason
 from gptserve.engine.stats import STEP_TOKENS_BUCKETS, EngineStats
-from gptserve.server.api.errors import codes_of
+from gptserve.server.api.errors import codes_of, status_of, to_service_error
 from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.http.connections import Connections
 
@@ -77,9 +77,11 @@ class Metrics:
         self._prompt_tokens.observe(num_prompt_tokens)
         self._generation_tokens.observe(num_generated_tokens)
 
-    def count_rejection(self, code: str) -> None:
-        """Count a refused completion."""
-        self._rejections.labels(self._model_name, code).inc()
+    def count_rejection(self, error: Exception) -> None:
+        """Count a completion that an error refuses, if it is one of status 429 or 503."""
+        told = to_service_error(error)
+        if status_of(told) in (429, 503):
+            self._rejections.labels(self._model_name, told.code).inc()
 
     def count_answer(self, method: str, route: str, status: int) -> None:
         """Count an answer; `route` is a template, or NO_ROUTE."""

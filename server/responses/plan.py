@@ -22,8 +22,9 @@ from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan, Identity, restore_plan
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.errors import ServiceError
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
 from gptserve.server.responses.tools import ResponseTools

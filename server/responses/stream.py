@@ -26,8 +26,9 @@ from gptserve.server.completions.answer import AnswerSender
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.run import CompletionOutput
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.responses.plan import ResponsePlan, Status, end_status
 

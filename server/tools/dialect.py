@@ -19,7 +19,8 @@ from gptserve.server.api.grammar_schemas import asked_grammar
 from gptserve.server.api.schemas import ChatRequest, GenerationRequest
 from gptserve.server.completions.harmony import HarmonyChannels, Mark, find_marks
 from gptserve.server.completions.output import Delta
-from gptserve.server.completions.service import Service, Tokenizer
+from gptserve.server.completions.service import Service
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.tools.calls import call_id
 from gptserve.server.tools.format import ToolFormat
 from gptserve.server.tools.formats import FORMATS, format_of

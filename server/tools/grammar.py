@@ -14,7 +14,7 @@ from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar, UnnamedProperties
 from gptserve.engine.grammar.schema.document import SchemaError
 from gptserve.engine.grammar.schema.rewrite import rewrite
-from gptserve.server.completions.service import Tokenizer
+from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.reasoning import ThinkMarks
 from gptserve.server.tools.request import AskedTools

@@ -180,6 +180,8 @@ def test_the_time_limit_of_a_request_counts_while_it_is_planned(
     assert error_of(late) == (503, "queue_timeout", "timeout_ms: the request was still being prepared after 1 ms")
     assert late.headers["retry-after"] == "5"
     assert (gate.server.metric(WAITING), gate.server.engine.submitted) == (0, [])
+    metrics = httpx.get(gate.server.url + "/metrics", timeout=20).text
+    assert 'admission_rejections_total{code="queue_timeout",model_name="test-model"} 1.0' in metrics
     gate.tokenizer.gate.set()
     assert gate.post(None, path, **body).status_code in (200, 202)
 
