@@ -142,7 +142,7 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-gptserve-ignored", "retry-after"],
+            expose_headers=["x-request-id", "x-gptserve-ignored", "x-gptserve-max-tokens", "retry-after"],
         )
     ]
 

@@ -90,12 +90,11 @@ class ServerSettings:
     unnamed_properties: Annotated[
         UnnamedProperties, "whether a JSON Schema that names properties and says nothing of others allows others"
     ] = "refuse"
-    served_model_names: Annotated[
-        tuple[str, ...], "name of the model in the API; repeatable, answers give the first (default: its own)"
-    ] = ()
+    served_model_names: Annotated[tuple[str, ...], "names of the model; answers give the first (default: its own)"] = ()
     generation_config: Annotated[
         GenerationConfig, "whether requests take sampling defaults from the model's generation_config.json"
     ] = "auto"
+    overlong_max_tokens: Annotated[Literal["refuse", "cap"], "what to do with max_tokens beyond the context"] = "refuse"
     host: Annotated[str, "address to listen on; 0.0.0.0 is all addresses"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
     root_path: Annotated[

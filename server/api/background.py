@@ -28,6 +28,7 @@ from gptserve.server.background.position import PATTERN, LastEvent, Position
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
 from gptserve.server.completions.encoding import json_response
+from gptserve.server.completions.lengths import capped_max_tokens
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.errors import ServiceError, show
@@ -168,7 +169,9 @@ async def answer_in_background(
     job = await store.begin_or_find(background, make_new_plan)
     if body.background and not body.stream:
         plan = await store.plan(job)
-        return JSONResponse({**plan.head(), "status": job.status}, 202)
+        limit = capped_max_tokens(plan.body, plan.requests)
+        headers = {} if limit is None else {"x-gptserve-max-tokens": str(limit)}
+        return JSONResponse({**plan.head(), "status": job.status}, 202, headers)
     return await _follow(service, store, job, after, stream=bool(body.stream))
 
 

@@ -126,7 +126,7 @@ class StreamOptions(_RequestModel):
     include_usage: bool | None = None
     """send one last chunk with usage and no choices"""
     continuous_usage_stats: bool | None = None
-    """send usage so far with every chunk"""
+    """with include_usage, send usage so far with every chunk"""
 
 
 class SharedFields(_RequestModel):
@@ -175,7 +175,9 @@ class GenerationRequest(GrammarFields, SharedFields):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """how many likeliest tokens to report for each of the prompt's"""
     truncate_prompt_tokens: int | None = None
-    """keep so many tokens of the prompt, the last ones; -1: as many as fit"""
+    """keep so many tokens of the prompt; -1: as many as fit"""
+    truncation_side: Literal["left", "right"] | None = None
+    """where truncate_prompt_tokens cuts: left, the default, or right, which keeps the first tokens"""
     add_special_tokens: bool | None = None
     """begin the prompt as the tokenizer does (BOS); default true, in a chat false"""
     n: int | None = Field(default=None, ge=1)

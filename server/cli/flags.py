@@ -41,6 +41,22 @@ examples:
 """
 
 
+NAMES_FLAG = "served-model-name"
+SEVERAL_NAMES = "several names"
+"""In a namespace: the names after one NAMES_FLAG, if there are several; the last may have been meant as the MODEL."""
+
+
+class _Names(argparse.Action):
+    """Several names after one flag, as in vLLM, and the flag more than once."""
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _flag: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *values])
+        if len(values) > 1:
+            setattr(namespace, SEVERAL_NAMES, values)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flag of every option. A flag that is not given is not in the namespace."""
     for option in server_options():
@@ -56,6 +72,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             keywords["action"] = argparse.BooleanOptionalAction
         else:
             keywords["action"] = "append" if isinstance(option.default, tuple) else "store"
+            if option.name == NAMES_FLAG:
+                keywords |= {"action": _Names, "nargs": "+"}
             keywords["metavar"] = "|".join(option.choices) or option.name.split("-")[-1].upper()
         group.add_argument(f"--{option.name}", **keywords)
 

@@ -23,7 +23,7 @@ from gptserve.engine.errors import EngineError
 from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT, WHOLE
 from gptserve.server.cli.bench.flags import DESCRIPTION, add_bench_flags
 from gptserve.server.cli.errors import CommandError
-from gptserve.server.cli.flags import EPILOG, add_flags, add_server_flags
+from gptserve.server.cli.flags import EPILOG, NAMES_FLAG, SEVERAL_NAMES, add_flags, add_server_flags
 from gptserve.server.cli.input_text import STDIN, read_text
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.scoring import SCORE_FLAGS, add_score_flags
@@ -220,12 +220,17 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
     """Return the settings of `serve` from the command line, the environment and a file. Raises SettingsError."""
-    own = ("MODEL", "parser", "run", *SCORE_FLAGS)
+    own = ("MODEL", "parser", "run", SEVERAL_NAMES, *SCORE_FLAGS)
     flags = {name: value for name, value in vars(options).items() if name not in own}
     if options.MODEL is not None:
         if "model" in flags:
             raise SettingsError("the model must be given once, got both MODEL and --model")
         flags["model"] = options.MODEL
+    elif "model" not in flags and (names := getattr(options, SEVERAL_NAMES, ())):
+        raise SettingsError(
+            f"--{NAMES_FLAG} takes {' and '.join(map(repr, names))} as names of the model: put MODEL before it, use "
+            f"--model, or repeat the flag for each name"
+        )
     return load_settings(flags, os.environ)
 
 

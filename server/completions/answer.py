@@ -21,6 +21,7 @@ from gptserve.engine.request import TokenOutput
 from gptserve.server.api.errors import error_body
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, StreamEncoder, json_response
+from gptserve.server.completions.lengths import capped_max_tokens
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
@@ -92,6 +93,7 @@ class AnswerSender:
 
     async def send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the completion in one piece."""
+        self._tell_limit(scope)
         collected: list[list[Delta]] = [[] for _ in self.plan.requests]
         async with sse.Connection(receive, send, self.on_gone) as connection:
             async for outputs in self.source:
@@ -103,6 +105,9 @@ class AnswerSender:
         usage = self.output.usage()
         response = await self._computed(num_entries, lambda: json_response(self.plan.whole(collected, usage)))
         await response(scope, receive, send)
+
+    def _tell_limit(self, scope: Scope) -> None:
+        log_fields(scope)["max_tokens"] = capped_max_tokens(self.plan.body, self.plan.requests)
 
     async def _added(self, outputs: Iterable[TokenOutput]) -> AsyncIterator[tuple[int, Delta]]:
         """Yield index and delta of each output; let the event loop turn after an output with scores of the prompt."""
@@ -121,6 +126,7 @@ class AnswerSender:
     async def send_events(self, scope: Scope, receive: Receive, send: Send, encoder: StreamEncoder) -> bool:
         """Send the completion as events; an error becomes the last event. Return whether there was no error."""
         is_well = True
+        self._tell_limit(scope)
         keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
         async with sse.Connection(receive, send, self.on_gone, keep_alive_s=keep_alive_s) as connection:
             await connection.begin(encoder.opening)
@@ -140,12 +146,12 @@ class AnswerSender:
         self, outputs: Iterable[TokenOutput], encoder: StreamEncoder, connection: sse.Connection
     ) -> None:
         """Write the events of these outputs together; if one of them fails, those before it."""
-        options = self.plan.body.stream_options
+        counts_usage = self.plan.counts_usage
         events: list[str] = []
         try:
             async for index, delta in self._added(outputs):
                 if not delta.is_empty:
-                    usage = self.output.usage() if options is not None and options.continuous_usage_stats else None
+                    usage = self.output.usage() if counts_usage else None
                     events.append(await self._computed(delta.num_entries, encoder.chunk, index, delta, usage))
         finally:
             if events:

@@ -14,9 +14,10 @@ from gptserve.server.api.grammar_schemas import asked_grammar
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.completions import plan
 from gptserve.server.completions.bad_words import bad_word_ids
+from gptserve.server.completions.checks import check_request, check_size
 from gptserve.server.completions.grammar import check_compiles, check_grammar
-from gptserve.server.completions.lengths import asked_max_tokens, check_size, fit_max_tokens
-from gptserve.server.completions.prompt import blaming, check_length, num_kept_tokens
+from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
+from gptserve.server.completions.prompt import blaming, check_length, cut_tokens, num_kept_tokens
 from gptserve.server.completions.roles import check_roles
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Shape
@@ -37,7 +38,7 @@ async def plan_chat(
 ) -> plan.CompletionPlan:
     """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError."""
     check_conversation(body, service)
-    plan.check_request(body, service, owner, 1)
+    check_request(body, service, owner, 1)
     _check_together(body)
     dialect.check(body)
     grammar = await check_grammar(body, service)
@@ -89,7 +90,7 @@ def _encode(body: ChatRequest, service: Service, num_kept: int) -> tuple[int, ..
     """Return the prompt, of at most num_kept tokens unless that is 0."""
     add_special = bool(body.add_special_tokens)
     token_ids = encode_conversation(body, service, add_special=add_special, is_cut=num_kept > 0)
-    return tuple(token_ids[-num_kept:])
+    return tuple(cut_tokens(token_ids, num_kept, body))
 
 
 def encode_conversation(body: Conversation, service: Service, *, add_special: bool, is_cut: bool = False) -> list[int]:

@@ -16,10 +16,10 @@ from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.api.grammar_schemas import asked_grammar
 from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
-from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
+from gptserve.server.completions.checks import check_request, check_size
 from gptserve.server.completions.grammar import check_grammar
-from gptserve.server.completions.lengths import asked_max_tokens, check_size, fit_max_tokens
+from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
 from gptserve.server.completions.output import Delta, join_deltas
 from gptserve.server.completions.prompt import encode_prompt
 from gptserve.server.completions.seed import choose_seed, engine_seed
@@ -72,6 +72,11 @@ class CompletionPlan:
     def includes_usage(self) -> bool:
         """Whether a stream ends with an event that has the usage."""
         return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether all events of a stream have the usage so far."""
+        return self.includes_usage and bool(getattr(self.body.stream_options, "continuous_usage_stats", False))
 
     @property
     def answer_id(self) -> str:
@@ -146,20 +151,6 @@ def restore_plan(
     if reading is not None and reading.grammar is not None:
         params = replace(params, grammar=reading.grammar)
     return make_plan(body, shape, prompts, params, identity, reading=reading, dialect=dialect)
-
-
-def check_request(body: GenerationRequest, service: Service, owner: str | None, num_prompts: int) -> None:
-    """Check the model, fields against each other and the number of choices, and take their places.
-
-    Raises ServiceError, QueueFullError or InvalidRequestError.
-    """
-    service.check_model(body.model)
-    if body.priority and not service.options.settings.priority_scheduling:
-        message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
-        raise InvalidRequestError(message, param="priority")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
-    take_places(service, owner, body.n or 1, num_prompts)
 
 
 def new_identity(shape: Shape, body: GenerationRequest, service: Service, owner: str | None) -> Identity:

@@ -23,7 +23,7 @@ async def encode_prompt(
     """Return the token ids of a prompt, cut as `body` asks for. Raises InvalidRequestError."""
     num_kept = num_kept_tokens(body, max_tokens, service)
     if not isinstance(prompt, str):
-        return prompt[-num_kept:]
+        return cut_tokens(prompt, num_kept, body)
     if not num_kept:
         check_length(prompt, service)
     tokenizer = service.tokenizer
@@ -33,7 +33,13 @@ async def encode_prompt(
             token_ids = await service.in_worker(encode, prompt)
         else:
             token_ids = encode(prompt)
-    return token_ids[-num_kept:]
+    return cut_tokens(token_ids, num_kept, body)
+
+
+def cut_tokens(token_ids: list[int], num_kept: int, body: GenerationRequest) -> list[int]:
+    """Return so many tokens of a prompt, from the side that `body` names; 0 is all of them."""
+    is_right = num_kept and body.truncation_side == "right"
+    return token_ids[:num_kept] if is_right else token_ids[-num_kept:]
 
 
 @contextmanager
@@ -46,7 +52,7 @@ def blaming(param: str) -> Iterator[None]:
 
 
 def num_kept_tokens(body: GenerationRequest, max_tokens: int, service: Service) -> int:
-    """Return how many tokens of a prompt to keep, the last ones; 0 is all of them. Raises InvalidRequestError.
+    """Return how many tokens of a prompt to keep; 0 is all of them. Raises InvalidRequestError.
 
     As many as fit beside max_tokens are the most. If none fits, `Request.check` says so.
     """

@@ -86,6 +86,8 @@ class EventEncoder:
     def _open(self, usage: Json | None) -> str:
         self._is_open = True
         assert self._shape.opening is not None
+        if usage is not None:  # it counts the first token, which comes after this
+            usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         choices = map(self._shape.opening, range(self._num_choices))
         return "".join(self._data(self._encode(choice), usage) for choice in choices)
 

@@ -21,6 +21,8 @@ from gptserve.server.operations.metrics import NO_ROUTE, Metrics
 
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
 PROBES = frozenset({"/health", "/ready", "/metrics", "/playground/engine"})
+# Fields of the log line that the client is told, too, and their headers.
+_TOLD = (("ignored", b"x-gptserve-ignored"), ("max_tokens", b"x-gptserve-max-tokens"))
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -63,9 +65,9 @@ class RequestEnvelope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 fields["status"] = message["status"]
-                ignored = [(b"x-gptserve-ignored", fields["ignored"].encode())] if "ignored" in fields else []
+                told = [(header, str(fields[name]).encode()) for name, header in _TOLD if fields.get(name) is not None]
                 left = self._limits.headers(scope["state"].get("owner"))
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored, *left]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *told, *left]
             await send(message)
 
         try:

@@ -27,6 +27,7 @@ WRITTEN = {
     "tool-call-format": "hermes",
     "unnamed-properties": "allow",
     "generation-config": "none",
+    "overlong-max-tokens": "cap",
     "host": "0.0.0.0",
     "port": "9000",
     "api-key": "secret-1,secret-2",

@@ -128,6 +128,15 @@ def test_the_last_chunk_has_the_usage_where_asked_for(api: Api) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_so_far_rises_from_the_first_text(api: Api, n: int) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = parse_events(api.chat("hi", stream=True, max_tokens=2, n=n, stream_options=options).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == [0] * n + list(range(1, 2 * n + 1)) + [2 * n]
+    assert {chunk["usage"]["total_tokens"] - chunk["usage"]["completion_tokens"] for chunk in chunks} == {10}
+
+
 def test_a_stream_stops_before_a_stop_string_and_computes_no_more(make_api: Callable[..., Api]) -> None:
     api = make_api(FakeEngineClient(say("one END two")))
     chunks = parse_events(api.chat(stream=True, stop="END").text)

@@ -319,6 +319,17 @@ def test_usage_so_far_comes_with_every_chunk_where_asked_for(api: Api) -> None:
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
 
 
+@pytest.mark.parametrize("include", [{}, {"include_usage": False}, {"include_usage": None}])
+def test_usage_so_far_comes_only_where_usage_is_included(api: Api, include: dict[str, Any]) -> None:
+    options = {"continuous_usage_stats": True, **include}
+    for response in (
+        api.complete(prompt="x", stream=True, max_tokens=3, stream_options=options),
+        api.chat(stream=True, max_tokens=3, stream_options=options),
+    ):
+        assert response.status_code == 200
+        assert "usage" not in response.text
+
+
 @pytest.mark.parametrize(
     "body",
     [

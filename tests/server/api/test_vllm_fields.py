@@ -150,6 +150,17 @@ def test_a_conversation_may_be_cut_to_its_last_tokens(api: Api) -> None:
     assert len(api.engine.submitted[-1].prompt_token_ids) == INFO.max_model_len - 1
 
 
+@pytest.mark.parametrize(("side", "kept"), [("left", "cd"), ("right", "ab"), (None, "cd")])
+def test_a_prompt_may_be_cut_from_either_side(api: Api, side: str | None, kept: str) -> None:
+    cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
+    for prompt in ("abcd", [*b"abcd"]):
+        assert choice(api, prompt=prompt, **cut, echo=True, max_tokens=1)["text"] == f"{kept}a"
+    assert choice(api, prompt="abcd", truncation_side=side, echo=True, max_tokens=1)["text"] == "abcda"
+    assert api.chat("abcd", truncation_side=side, truncate_prompt_tokens=7, max_tokens=1).status_code == 200
+    shown = [*b"[user]abcd", EOS, *b">"]
+    assert list(api.engine.submitted[-1].prompt_token_ids) == (shown[:7] if side == "right" else shown[-7:])
+
+
 def test_the_tokenizers_own_tokens_can_be_left_out_and_asked_for(make_api: MakeApi) -> None:
     api = make_api(FakeEngineClient(), tokenizer=ByteTokenizer(begin=[BOS]))
     for add, of_text, of_chat in ((None, True, False), (True, True, True), (False, False, False)):
@@ -233,6 +244,13 @@ def test_all_fields_of_vllm_may_be_sent_with_what_asks_for_nothing(api: Api, rou
     assert ours == replace(theirs, request_id=ours.request_id, seed=ours.seed)
 
 
+def test_a_limit_of_the_reasoning_is_refused_in_words(api: Api) -> None:
+    message = "a limit of the reasoning's tokens is not supported by this server; leave out thinking_token_budget"
+    error = api.chat(thinking_token_budget=5).json()["error"]
+    assert (error["code"], error["message"]) == ("unsupported_parameter", message)
+    assert api.chat(thinking_token_budget=-1).status_code == 200
+
+
 RULE = "input should be a valid"
 REFUSED = [
     ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "min_tokens must be at most max_tokens, which is 16, got 17"),
@@ -261,6 +279,8 @@ REFUSED = [
      "truncate_prompt_tokens must be -1 or in [1, 240], got 241"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens",
      "truncate_prompt_tokens must be -1 or in [1, 240], got -2"),
+    ({"truncate_prompt_tokens": 1, "truncation_side": "middle"}, "truncation_side",
+     "truncation_side: input should be 'left' or 'right', got 'middle'"),
     ({"add_special_tokens": "no"}, "add_special_tokens", f"add_special_tokens: {RULE} boolean, got 'no'"),
     ({"return_token_ids": 1}, "return_token_ids", f"return_token_ids: {RULE} boolean, got 1"),
     ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids",

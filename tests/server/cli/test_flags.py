@@ -32,3 +32,28 @@ def test_the_examples_of_the_help_are_right(example: str) -> None:
     flags.pop("MODEL")
 
     assert len(load_settings(flags, {}).sources) == len(flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--served-model-name", "a", "b", "c"),
+        ("--served-model-name", "a", "--served-model-name", "b", "c"),
+        ("--served-model-name", "a", "--served-model-name=b", "--port", "9000", "--served-model-name", "c"),
+    ],
+)
+@pytest.mark.parametrize("model", [("a-model",), ("--model", "a-model")])
+def test_a_model_may_have_several_names_after_one_flag(
+    run: Any, model: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    status, out, err = run("config", *model, *flags)
+
+    assert (status, err) == (0, "")
+    assert re.search(r"served-model-name.*a, b, c", out)
+
+
+def test_a_name_for_each_flag_leaves_the_embedded_model(run: Any) -> None:
+    status, out, _ = run("config", "--served-model-name", "a", "--served-model-name", "b")
+
+    assert status == 0
+    assert re.search(r"served-model-name.*a, b", out)

@@ -43,6 +43,12 @@ def test_version(run: Any) -> None:
         (("serve", "--prot=3"), "unknown argument --prot; did you mean --port?"),
         (("serve", "a", "b"), "unknown argument b"),
         (("serve", "a", "--model", "b"), "the model must be given once, got both MODEL and --model"),
+        (
+            ("serve", "--served-model-name", "mine", "./my-model"),
+            "--served-model-name takes 'mine' and './my-model' as names of the model: put MODEL before it, use "
+            "--model, or repeat the flag for each name",
+        ),
+        (("serve", "--served-model-name"), "argument --served-model-name: expected at least one argument"),
         (("serve", "--in-process=false"), "--no-in-process: takes no value, got 'false'"),
         (("serve", "--port", "x"), "--port must be a whole number, got 'x'"),
         (("complete",), "the following arguments are required: TEXT"),

@@ -59,3 +59,62 @@ def test_a_prompt_may_be_cut_beside_a_completion_without_a_limit(api: Api) -> No
     assert ask(api, "complete", prompt="x" * 300, max_tokens=-1, truncate_prompt_tokens=-1).is_success
     [request] = api.engine.submitted
     assert (len(request.prompt_token_ids), request.params.max_tokens) == (LIMIT - 1, 1)
+
+
+CAP = {"overlong_max_tokens": "cap"}
+HEADER = "x-gptserve-max-tokens"
+
+
+@pytest.mark.parametrize(("route", "name"), NAMES)
+@pytest.mark.parametrize("kind", [{}, {"stream": True}, {"background": True}])
+def test_a_limit_that_does_not_fit_may_be_capped(
+    make_api: MakeApi, route: str, name: str, kind: dict[str, Any]
+) -> None:
+    api = make_api(FakeEngineClient(), **CAP)
+    response = ask(api, route, **{name: 10**6}, **kind)
+    assert response.is_success
+    [request] = api.engine.submitted
+    assert len(request.prompt_token_ids) + request.params.max_tokens == LIMIT
+    assert response.headers[HEADER] == str(request.params.max_tokens)
+
+
+@pytest.mark.parametrize("kind", [{}, {"stream": True}, {"background": True}, {"store": False}])
+def test_the_limit_of_a_response_is_capped_too(make_api: MakeApi, kind: dict[str, Any]) -> None:
+    api = make_api(FakeEngineClient(), **CAP)
+    body = {"input": "hi", "max_output_tokens": 10**6, **kind}
+    response = api.request("POST", "/v1/responses", json=body)
+    assert response.is_success
+    [request] = api.engine.submitted
+    assert len(request.prompt_token_ids) + request.params.max_tokens == LIMIT
+    if "background" not in kind:
+        assert response.headers[HEADER] == str(request.params.max_tokens)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": -1}, {"max_tokens": 9}, {"max_tokens": LIMIT - 10}])
+def test_a_limit_that_fits_is_left_as_it_is(make_api: MakeApi, limit: dict[str, int]) -> None:
+    api = make_api(FakeEngineClient(), **CAP)
+    response = api.chat("hi", **limit)
+    assert (response.status_code, HEADER in response.headers) == (200, False)
+    assert response.json()["usage"]["completion_tokens"] == (limit if limit.get("max_tokens", -1) > 0 else {}).get(
+        "max_tokens", LIMIT - 10
+    )
+
+
+def test_a_cap_never_cuts_a_prompt(make_api: MakeApi) -> None:
+    api = make_api(FakeEngineClient(), **CAP)
+    for response in (ask(api, "complete", prompt="x" * LIMIT, max_tokens=9), api.chat("x" * LIMIT, max_tokens=9)):
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert api.engine.submitted == []
+
+
+def test_a_cap_leaves_no_room_for_more_tokens_than_must_come(make_api: MakeApi) -> None:
+    api = make_api(FakeEngineClient(), **CAP)
+    error = ask(api, "complete", prompt="x" * (LIMIT - 5), max_tokens=500, min_tokens=6).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "min_tokens",
+        "min_tokens must be at most max_tokens, which is 5, got 6",
+    )
+
+
+def test_without_a_cap_a_limit_that_does_not_fit_is_refused(api: Api) -> None:
+    assert ask(api, "chat", max_tokens=10**6).json()["error"]["code"] == "context_length_exceeded"
