@@ -315,6 +315,10 @@ async function main() {
   engine = await watchEngine((state) => (engine = state));
   $("model").textContent = `${engine.model} · ${engine.system_fingerprint}`;
   $("modes").hidden = !engine.has_chat_template;
+  if (engine.has_chat_template) {
+    field("mode").value = "chat";
+    if ($("prompt").value === $("prompt").defaultValue) $("prompt").value = ""; // the beginning of a text is no message
+  }
   const models = await (await send("v1/models")).json();
   const defaults = models.data[0].sampling_defaults;
   for (const name of NUMBERS) if (name in defaults) field(name).value = defaults[name];

@@ -8,7 +8,7 @@ const FIELDS = { max_tokens: "24", temperature: "1", top_p: "1", top_k: "0", see
 async function withPages(executablePath, url, key, use) {
   const browser = await chromium.launch({ executablePath, args: ["--no-sandbox"] });
   const complaints = [];
-  const open = async (options = {}, fragment = "") => {
+  const open = async ({ staysOnChat = false, ...options } = {}, fragment = "") => {
     const tab = await (await browser.newContext(options)).newPage();
     tab.on("pageerror", (error) => complaints.push(error.message));
     tab.on("console", (message) => /Content Security|TrustedHTML/.test(message.text()) && complaints.push(message.text()));
@@ -16,6 +16,7 @@ async function withPages(executablePath, url, key, use) {
     await tab.getByRole("textbox", { name: "Key" }).fill(key);
     await tab.getByRole("button", { name: "Use it" }).click();
     await tab.waitForSelector("#run:enabled");
+    if (!fragment && !staysOnChat) await tab.check("#modes [value=prompt]", { force: true });
     return tab;
   };
   try {
@@ -60,6 +61,17 @@ const reloadMidStream = (executablePath, url, key, gate, least) =>
     await unlink(gate);
     await ended(tab);
     return { before, after, wasRunning, whole: await textOf(tab), keys: await tab.evaluate(() => localStorage.length) };
+  });
+
+/** Say what the page opens on, and answer what is typed there. */
+const opensOnChat = (executablePath, url, key) =>
+  withPages(executablePath, url, key, async (open) => {
+    const tab = await open({ staysOnChat: true });
+    const opened = [await tab.inputValue("#prompt"), await tab.textContent("#run")];
+    await ask(tab, "The cat");
+    await ended(tab);
+    await tab.screenshot({ path: "chat.png" });
+    return { opened, text: await textOf(tab), said: await tab.textContent("#turns") };
   });
 
 /** Begin, and stop while the engine is held. */

@@ -69,6 +69,12 @@ def test_a_reload_in_mid_stream_goes_on(client: Environment, chromium: str, url:
     assert found["keys"] == 0, "the key is in sessionStorage only"
 
 
+def test_it_opens_on_chat(client: Environment, chromium: str, url: str) -> None:
+    found = play(client, chromium, "opensOnChat", url)
+    answer = ask(url, "/v1/chat/completions", messages=[{"role": "user", "content": "The cat"}])["message"]["content"]
+    assert found == {"opened": ["", "Send"], "text": answer, "said": "The cat"}
+
+
 def test_stop_ends_it(client: Environment, chromium: str, url: str, shut: EngineGate) -> None:
     assert play(client, chromium, "stopMidStream", url)["status"].startswith("stopped · 1 token ·")
 
