@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from gptserve.engine.request import Request
 from gptserve.server.background.job import DIALECT
 from gptserve.server.background.records import CompletionRecord, IndexRow, OutputBatch
-from gptserve.server.completions.plan import CompletionPlan, Identity
+from gptserve.server.completions.identity import Identity
+from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.errors import ServiceError
 

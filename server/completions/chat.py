@@ -16,6 +16,7 @@ from gptserve.server.completions import plan
 from gptserve.server.completions.bad_words import bad_word_ids
 from gptserve.server.completions.checks import check_request, check_size
 from gptserve.server.completions.grammar import check_compiles, check_grammar
+from gptserve.server.completions.identity import new_identity
 from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
 from gptserve.server.completions.prompt import blaming, check_length, cut_tokens, num_kept_tokens
 from gptserve.server.completions.roles import check_roles
@@ -59,7 +60,7 @@ async def plan_chat(
             params = replace(params, grammar=reading.grammar)
         params = fit_max_tokens(params, max_tokens, len(prompt), service, most=options.max_new_tokens)
         check_size(body, params, [prompt], service)
-        identity = plan.new_identity(shape, body, service, owner)
+        identity = new_identity(shape, body, service, owner)
         planned = plan.make_plan(body, shape, [prompt], params, identity, reading=reading, dialect=dialect)
         planned.requests[0].check(service.engine.info)
     except InvalidRequestError as error:

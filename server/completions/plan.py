@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,31 +17,16 @@ from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
 from gptserve.server.completions.checks import check_request, check_size
 from gptserve.server.completions.grammar import check_grammar
+from gptserve.server.completions.identity import Identity, new_identity
 from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
 from gptserve.server.completions.output import Delta, join_deltas
 from gptserve.server.completions.prompt import encode_prompt
-from gptserve.server.completions.seed import choose_seed, engine_seed
+from gptserve.server.completions.seed import engine_seed
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
 from gptserve.server.completions.stop import StopAutomaton
 from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.tools.dialect import Dialect, Reading
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The fields that identify a completion: equal in its answer, in every chunk and for every reader.
-
-    owner is the name of the API key, and in no answer.
-    """
-
-    completion_id: str
-    created: int
-    seed: int
-    model: str
-    fingerprint: str
-    batch_invariant: bool
-    owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +134,6 @@ def restore_plan(
     if reading is not None and reading.grammar is not None:
         params = replace(params, grammar=reading.grammar)
     return make_plan(body, shape, prompts, params, identity, reading=reading, dialect=dialect)
-
-
-def new_identity(shape: Shape, body: GenerationRequest, service: Service, owner: str | None) -> Identity:
-    """Return the identity of a new completion; without a seed in the body, or for seed -1, draw one."""
-    return Identity(
-        completion_id=f"{shape.id_prefix}{uuid.uuid4().hex}",
-        created=int(time.time()),
-        seed=choose_seed(body.seed),
-        model=service.options.model_name,
-        fingerprint=service.engine.info.fingerprint,
-        batch_invariant=service.engine.info.batch_invariant,
-        owner=owner,
-    )
 
 
 def make_plan(

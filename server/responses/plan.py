@@ -20,8 +20,9 @@ from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, 
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
+from gptserve.server.completions.identity import Identity
 from gptserve.server.completions.output import Delta
-from gptserve.server.completions.plan import CompletionPlan, Identity, restore_plan
+from gptserve.server.completions.plan import CompletionPlan, restore_plan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
 from gptserve.server.completions.tokenizer import Tokenizer
