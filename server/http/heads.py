@@ -6,13 +6,13 @@ Knows neither connections nor limits. `protocol.py` calls it with what httptools
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from gptserve.server.errors import ServiceError, show
 
 # A name, an IPv4 address or an IPv6 address in brackets, and a port (RFC 3986, section 3.2.2).
 _HOST = re.compile(rb"(\[[\w:.%~!$&'()*+,;=-]+\]|[\w.%~!$&'()*+,;=-]*)(:[0-9]*)?", re.ASCII)
-Fields = Iterable[tuple[bytes, bytes]]
+Fields = Sequence[tuple[bytes, bytes]]
 
 
 def check_head(method: bytes, version: str, fields: Fields) -> None:
@@ -21,17 +21,13 @@ def check_head(method: bytes, version: str, fields: Fields) -> None:
         raise ServiceError("not_implemented", "this server is no proxy and does not take CONNECT")
     if version not in ("1.0", "1.1"):
         raise ServiceError("invalid_http", f"the protocol must be HTTP/1.0 or HTTP/1.1, got HTTP/{version}")
-    hosts, codings = [], []
-    for name, value in fields:
-        if name == b"host":
-            hosts.append(value.strip(b" \t"))
-        elif name == b"transfer-encoding":
-            codings.append(value.strip(b" \t"))
-    if len(hosts) > 1 or (not hosts and version == "1.1"):  # RFC 9112, section 3.2
+    hosts = [value.strip(b" \t") for name, value in fields if name == b"host"]
+    if len(hosts) != 1 and (hosts or version == "1.1"):  # RFC 9112, section 3.2
         raise ServiceError("invalid_http", f"a request over HTTP/{version} must have one Host field, got {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
         message = f"the Host field must be a name or an address, with or without a port, got {_shown(hosts[0])}"
         raise ServiceError("invalid_http", message)
+    codings = [value.strip(b" \t") for name, value in fields if name == b"transfer-encoding"]
     if codings and [coding.lower() for coding in codings] != [b"chunked"]:  # RFC 9112, section 6.1
         got = _shown(b", ".join(codings))
         raise ServiceError(

@@ -137,7 +137,7 @@ def test_each_choice_has_its_phases_up_to_a_limit(api: Api, tracing: Tracing, co
 def test_a_refused_request_is_no_error_of_the_server_and_one_that_the_engine_fails_is(
     api: Api, tracing: Tracing, collector: Collector
 ) -> None:
-    api.complete(prompt="a", max_tokens=-1)
+    api.complete(prompt="a", max_tokens=-2)
     api.engine.is_alive = False
     api.chat()
     api.get("/nowhere")
