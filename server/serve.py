@@ -134,7 +134,7 @@ class ServingProcess:
             await self._finish(loop.shutdown_default_executor(), "a thread")
 
     async def _load(self) -> tuple[BackgroundStore, Lifecycle]:
-        """Open the door, load everything, and let requests in."""
+        """Start to listen, load the model, then pass requests on to the application."""
         try:
             await self._journal.open()  # fails before the model is loaded
             opening = None
@@ -200,7 +200,7 @@ class ServingProcess:
         if task.done():
             task.result()
         else:
-            logger.warning("ending without %s: it does not finish", name)
+            logger.warning("shutting down without %s, which does not finish", name)
             self.hangs = True
 
     def _make_server(self, on_listening: Callable[[], object]) -> tuple[HttpServer, Door]:

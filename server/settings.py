@@ -120,11 +120,11 @@ class ServerSettings:
     max_tokens_per_minute_per_key: Annotated[
         int | None, "maximum tokens of a key in a minute, prompts and answers; then it gets status 429"
     ] = None
-    protect_operations: Annotated[bool, "require a key for /metrics, /version and /openapi.json, too"] = False
+    protect_operations: Annotated[bool, "also require an API key for /metrics, /version and /openapi.json"] = False
     priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
     allowed_origins: Annotated[
         str | None,
-        "web pages that may call the API: their origins, such as https://chat.example.com, with commas between, or *",
+        "origins of web pages that may call the API (CORS), such as https://a.example.com, with commas between, or *",
     ] = None
     allowed_hosts: Annotated[
         str | None,

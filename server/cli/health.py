@@ -37,7 +37,7 @@ def ask_health(settings: ServerSettings) -> str:
         connection.close()
     if response.status != http.client.OK:
         raise CommandError(f"{url} answers {response.status}: {body}")
-    return f"{url} is well"
+    return f"{url} is healthy"
 
 
 def show_settings(settings: ServerSettings) -> str:

@@ -105,8 +105,8 @@ def _build_parser() -> CommandParser:
     serve.set_defaults(parser=serve, run=_serve)
 
     for name, run, text in (
-        ("health", _health, "ask the server that runs with these settings whether it is well"),
-        ("doctor", _doctor, "serve the model for a moment and say what is well, and what is not"),
+        ("health", _health, "check whether the server with these settings is healthy"),
+        ("doctor", _doctor, "check machine, settings and model by serving it for a moment"),
         ("config", _config, "check these settings of serve and show them, with where they are from"),
     ):
         command = commands.add_parser(

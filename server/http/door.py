@@ -1,4 +1,4 @@
-"""The ASGI application that the port is given first: it answers 503 with the progress until the model is loaded.
+"""The placeholder application: answers 503 with the progress until the model is loaded.
 
 `serve.py` makes it before anything is loaded, and then opens it. Knows neither the engine nor the routes behind it.
 """

@@ -17,7 +17,7 @@ def test_health_asks_the_server_of_the_same_settings(
     server = serve(FakeEngineClient())
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
 
-    assert run("health", "--port", str(server.port)) == (0, f"{server.url}/health is well\n", "")
+    assert run("health", "--port", str(server.port)) == (0, f"{server.url}/health is healthy\n", "")
     monkeypatch.setenv("GPTSERVE_PORT", str(server.port))
     assert run("health", "--host", "0.0.0.0")[0] == 0
     server.engine.is_alive = False
