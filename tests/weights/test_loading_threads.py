@@ -16,7 +16,7 @@ from gptserve.engine import native
 from gptserve.weights.loading_threads import loading_threads, map_pieces
 from tests.conftest import MakeGPT2
 
-LIMIT_S = 60
+LIMIT_S = 100  # within that of a test
 
 
 def test_pieces_are_computed_at_once_and_come_in_order() -> None:
@@ -70,14 +70,18 @@ def test_what_a_piece_raises_ends_the_loading() -> None:
 
 NUM_NEW_THREADS = """
 import os, sys, threading, time, torch
+from contextlib import suppress
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from pathlib import Path
 
 def threads():
-    tasks = {int(name) for name in os.listdir("/proc/self/task")}
-    ours = {task for task in tasks if Path(f"/proc/self/task/{task}/comm").read_text() == "gptserve-team\\n"}
-    return tasks - ours - {thread.native_id for thread in threading.enumerate()}
+    tasks = set()
+    for task in os.listdir("/proc/self/task"):
+        with suppress(FileNotFoundError):  # it has ended
+            if Path(f"/proc/self/task/{task}/comm").read_text() != "gptserve-team\\n":
+                tasks.add(int(task))
+    return tasks - {thread.native_id for thread in threading.enumerate()}
 
 torch.set_num_threads(4)  # which starts other threads of torch, that never wait by spinning
 before = threads()
@@ -97,7 +101,7 @@ print(len(threads() - before))
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built, so oneDNN is asked with many threads")
 @pytest.mark.parametrize("quantization", ["int8", ""])
 def test_no_thread_of_torchs_pool_starts_while_a_model_loads(make_gpt2: MakeGPT2, quantization: str) -> None:
-    folder = make_gpt2(n_embd=256, vocab_size=3000)  # of so large tensors torch computes parts in its threads
+    folder = make_gpt2(n_embd=256, vocab_size=1000)  # of so large tensors torch computes parts in its threads
     command = [sys.executable, "-P", "-c", NUM_NEW_THREADS, str(folder), quantization]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
     assert printed.split() == ["0", "3"]

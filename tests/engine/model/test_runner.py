@@ -202,6 +202,23 @@ def test_either_torch_or_the_team_has_threads(
     assert seen == {threads}
 
 
+@pytest.mark.usefixtures("torch_threads")
+def test_the_host_of_a_gpu_computes_on_one_thread_of_torch(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever computes a step: what the host does for a GPU is small."""
+    engine, seen, compute = make_engine(tiny_gpt2, num_threads=2), set(), Decoder.step
+
+    def computing(*arguments: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return compute(*arguments)
+
+    monkeypatch.setattr(Decoder, "step", computing)
+    monkeypatch.setattr(engine._runner, "_is_cpu", False)
+    monkeypatch.setattr(engine._runner, "_in_team", False)
+    run(engine, [make_request("r", [1, 2], max_tokens=3)])
+    assert seen == {1}
+    assert torch.get_num_threads() == 2
+
+
 def test_without_the_kernel_auto_warns_and_the_kernel_by_name_is_refused(
     tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
