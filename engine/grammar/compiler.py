@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,8 @@ class Compiler:
 
     def compile(self, grammar: Grammar) -> Matcher:
         """Return a matcher that has seen no token. Raises GrammarError."""
-        return Matcher(self.check(grammar), self._parse(grammar), self._tokenizer, self._eos_token_ids)
+        parse = partial(self._parse, grammar)
+        return Matcher(self.check(grammar), parse(), parse, self._tokenizer, self._eos_token_ids)
 
     def check(self, grammar: Grammar) -> LLMatcher:
         """Raise GrammarError unless a grammar compiles; return llguidance's matcher."""

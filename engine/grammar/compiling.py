@@ -89,7 +89,8 @@ class CompilingThread:
         while (job := self._next(worker)) is not None:
             grammar, future = job
             try:
-                compiled = self._compiled.get(grammar) or self._compiler.compile(grammar)
+                kept = self._compiled.get(grammar)
+                compiled = kept if kept is not None and kept.works() else self._compiler.compile(grammar)
                 matcher = compiled.copy()
             except BaseException as fault:  # a panic in Rust is no Exception
                 if self._is_in_time(worker):

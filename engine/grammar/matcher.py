@@ -7,7 +7,7 @@ preemption, rejected drafts or replay. Torch-free. ModelRunner starts the thread
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -36,16 +36,25 @@ class Matcher:
 
     `fault` is llguidance's reason once it has given up, as it does at its limits; then nothing is allowed any more.
 
+    Copies of an LLMatcher share one lexer, and with it the limit of its states and what a panic breaks. A matcher that
+    fails goes on once with a lexer of its own, which `renew` makes: the fault may be another sequence's.
+
     `forcing` has the same grammar. Only it computes forced texts: afterwards a matcher expects them, and its masks
-    leave out special tokens. In some grammars it panics, which breaks it and all its copies: they share one lexer. So
-    it must be compiled apart from `matcher`, not copied from it.
+    leave out special tokens. In some grammars it panics. So it must be compiled apart from `matcher`, not copied.
     """
 
     def __init__(
-        self, matcher: LLMatcher, forcing: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Sequence[int]
+        self,
+        matcher: LLMatcher,
+        forcing: LLMatcher,
+        renew: Callable[[], LLMatcher],
+        tokenizer: LLTokenizer,
+        eos_token_ids: Sequence[int],
     ) -> None:
         self._matcher = matcher
         self._forcing = forcing
+        self._renew = renew
+        self._is_alone = False  # has a lexer of its own
         self._tokenizer = tokenizer
         self._num_words = -(-tokenizer.vocab_size // 32)
         self._eos_token_ids = tuple(eos_token_ids)
@@ -64,7 +73,13 @@ class Matcher:
         """Return a matcher that has seen no token; this one must not have seen any, either."""
         assert self._num_seen == self._num_forcing_seen == 0
         copies = self._matcher.deep_copy(), self._forcing.deep_copy()
-        return Matcher(*copies, self._tokenizer, self._eos_token_ids)
+        return Matcher(*copies, self._renew, self._tokenizer, self._eos_token_ids)
+
+    def works(self) -> bool:
+        """Whether copies can begin: whether no sequence has broken the lexer that they would share."""
+        probe = self._matcher.deep_copy()
+        probe.compute_bitmask()
+        return not probe.is_error()
 
     def forced(self, known: Sequence[int], max_tokens: int) -> list[int]:
         """Return up to max_tokens of the only text that may come after the `known` tokens, in its longest tokens.
@@ -91,6 +106,13 @@ class Matcher:
         Among the first num_before_end tokens there is no end of text where the grammar allows anything else. After a
         token of the draft that may not come, nothing may.
         """
+        rows = self._masks(known, draft, num_before_end)
+        if self._matcher.is_error() and not self._is_alone:
+            self._matcher, self._num_seen, self._is_alone = self._renew(), 0, True
+            rows = self._masks(known, draft, num_before_end)
+        return list(rows)
+
+    def _masks(self, known: Sequence[int], draft: Sequence[int], num_before_end: int) -> NDArray[np.uint32]:
         rows: NDArray[np.uint32] = np.zeros((1 + len(draft), self._num_words), np.uint32)
         self._matcher.consume_tokens(list(known[self._num_seen :]))
         self._num_seen = len(known)
@@ -103,7 +125,7 @@ class Matcher:
             num_drafted += 1
         if num_drafted:
             self._matcher.rollback(num_drafted)
-        return list(rows)
+        return rows
 
     def _fill(self, row: Mask, *, may_end: bool) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

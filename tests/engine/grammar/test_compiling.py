@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from gptserve.engine.errors import EngineError
-from gptserve.engine.grammar import compiling
+from gptserve.engine.grammar import compiler, compiling
 from gptserve.engine.grammar.compiler import Compiler, GrammarError
 from gptserve.engine.grammar.compiling import MAX_COMPILED, MAX_STUCK, CompilingThread
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.grammar.matcher import Matcher
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.client_harness import LIMIT_S
 
 STORYTELLER = Path(__file__).parents[3] / "weights" / "storyteller"
@@ -124,3 +126,16 @@ def test_there_is_no_thread_without_a_grammar_to_compile() -> None:
     for text in ("a", "b"):
         assert thread.compile(Grammar("regex", text)).result(LIMIT_S)
         end_of(before)
+
+
+def test_a_kept_grammar_that_has_reached_a_limit_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compiler.LIMITS, "max_lexer_states", 60)
+    monkeypatch.setattr(compiler, "NUM_TRIED", 2)
+    thread, grammar = CompilingThread(STORYTELLER), Grammar("regex", "(a|b)*a(a|b){14}")
+    tokenizer = Tokenizer.open(STORYTELLER)
+    first = thread.compile(grammar).result(LIMIT_S)
+    known = random.Random(1).choices(tokenizer.encode("ba"), k=60)
+    for num_known in range(len(known)):
+        first.masks(known[:num_known], (), 0)
+    assert not first.works()
+    assert thread.compile(grammar).result(LIMIT_S).works()

@@ -90,6 +90,23 @@ def test_past_a_limit_nothing_may_come_and_there_is_a_reason(monkeypatch: pytest
     assert allowed(follower.masks(known, (known[0],), 0)[1]) == set()
 
 
+def test_a_sequence_that_reaches_a_limit_harms_no_other_of_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compiler.LIMITS, "max_lexer_states", 60)
+    monkeypatch.setattr(compiler, "NUM_TRIED", 2)
+    compiled, rng = matcher("regex", "(a|b)*a(a|b){14}"), random.Random(1)
+    greedy, others = compiled.copy(), [compiled.copy() for _ in range(3)]
+    known = rng.choices(tokenizer().encode("ba"), k=200)
+    assert compiled.works()
+    for num_known in range(len(known)):
+        greedy.masks(known[:num_known], (), 0)
+    assert greedy.fault.startswith("lexer error: too many states: 60 >= 60")
+    assert not compiled.works()
+    for num_known, other in enumerate(others):
+        row, after = other.masks(known[:num_known], known[num_known : num_known + 1], 0)
+        assert (allowed(row), allowed(after)) != (set(), set())
+        assert other.fault == ""
+
+
 @pytest.mark.parametrize(
     ("known", "forced"),
     [("", '{"colour":"'), ('{"co', 'lour":"'), ('{"colour":"', ""), ('{"colour":"r', 'ed","size":'), ("}", "")],
