@@ -24,17 +24,21 @@ class Names:
     patterns: dict[str, None] = field(default_factory=dict)
     min_properties: int = 0
     speaks_of_others: bool = False
-    """additionalProperties, unevaluatedProperties, const or enum says which others there may be"""
+    """another keyword, such as additionalProperties, says which others there may be"""
     is_shut: bool = False
     """unevaluatedProperties is false"""
     has_choices: bool = False
     """anyOf or oneOf"""
 
     @property
+    def allowed(self) -> dict[str, None]:
+        """All properties that a closed object may have. What is only required is no reason to leave one unevaluated."""
+        return self.named if self.is_shut else {**self.named, **self.required}
+
+    @property
     def may_be_all(self) -> bool:
         """Whether properties are named, and an object can have as many as it must have."""
-        at_most = len({**self.named, **self.required})
-        return bool(self.named) and (bool(self.patterns) or self.min_properties <= at_most)
+        return bool(self.named) and (bool(self.patterns) or self.min_properties <= len(self.allowed))
 
 
 def names_of(document: Document, node: Node, base: Node) -> Names:
@@ -57,14 +61,14 @@ def names_of(document: Document, node: Node, base: Node) -> Names:
 def closed(schema: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Return a rewritten schema without applicators that allows the properties of `names` and no others."""
     properties = {**schema.get("properties", {})}
-    for name in names.required:
+    for name in names.allowed:
         properties.setdefault(name, True)
     return {**schema, "properties": properties, "additionalProperties": False}
 
 
 def closing(names: Names) -> dict[str, Any]:
     """Return a schema that does nothing but rule out other properties; it stands in an allOf."""
-    schema: dict[str, Any] = {"properties": dict.fromkeys({**names.named, **names.required}, True)}
+    schema: dict[str, Any] = {"properties": dict.fromkeys(names.allowed, True)}
     if names.patterns:
         schema["patternProperties"] = dict.fromkeys(names.patterns, True)
     return {**schema, "additionalProperties": False}
@@ -94,6 +98,6 @@ def _add(names: Names, node: Mapping[str, Any]) -> None:
     names.min_properties = max(names.min_properties, least if isinstance(least, int) else 0)
     unevaluated = node.get("unevaluatedProperties")
     names.is_shut |= unevaluated is False
-    names.speaks_of_others |= not {"additionalProperties", "const", "enum"}.isdisjoint(node)
+    names.speaks_of_others |= not {"additionalProperties", "propertyNames", "const", "enum"}.isdisjoint(node)
     names.speaks_of_others |= unevaluated not in (None, False)
     names.has_choices |= "anyOf" in node or "oneOf" in node

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gptserve.engine.grammar.compiler import Compiler
+from gptserve.engine.grammar.compiler import Compiler, GrammarError
 from gptserve.engine.grammar.grammar import Grammar, UnnamedProperties
 from gptserve.engine.grammar.schema.document import SchemaError
 from gptserve.engine.grammar.schema.rewrite import rewrite
@@ -46,6 +46,7 @@ OF_B = {"properties": {"b": NULL}}
         ({**OF_A, "unevaluatedProperties": False}, [{}, A], [{}, A]),
         ({**OF_A, "patternProperties": {"^z": {"type": "integer"}}}, [{}, A, AZ, Z], None),
         ({**OF_A, "required": ["z"]}, [AZ, Z], [AZ, Z]),
+        ({**OF_A, "propertyNames": {"enum": ["a", "z"]}}, [{}, A, AZ, Z], None),
         ({**OF_A, "minProperties": 2}, None, None),
         ({"allOf": [OF_A, OF_B]}, [{}, A, AB], [{}, A, AB, AZ, Z]),
         ({"$ref": "#/$defs/x", **OF_B, "$defs": {"x": OF_A}}, [{}, A, AB], [{}, A, AB, AZ, Z]),
@@ -170,6 +171,18 @@ def test_what_leads_back_to_itself_for_ever_is_refused(schema: Any) -> None:
 )
 def test_references_are_followed(schema: Any, good: list[Any], bad: list[Any]) -> None:
     assert language(schema, "allow", [*good, *bad]) == good
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OF_A, "required": ["z"], "unevaluatedProperties": False},
+        {**OF_A, "required": ["z"], "propertyNames": {"enum": ["a"]}},
+    ],
+)
+def test_what_is_required_and_not_allowed_never_comes(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="required property 'z' is unsatisfiable"):
+        COMPILER.compile(Grammar("json", json.dumps(schema), unnamed_properties="refuse"))
 
 
 @pytest.mark.parametrize(
