@@ -279,7 +279,8 @@ def _without_status(item: Mapping[str, Any]) -> Json:
 def _to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return the messages of the conversation.
 
-    Reasoning belongs to the assistant's message after it. Calls and the text beside them are one message.
+    Reasoning belongs to the assistant's message after it, or is one without content. Calls and the text beside them are
+    one message.
     """
     messages: list[dict[str, Any]] = []
     if instructions is not None:
@@ -290,6 +291,8 @@ def _to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[s
         if isinstance(item, InputItem) and item.type == "reasoning":
             reasoning += [part["text"] for part in message["content"]]
             continue
+        if reasoning and message["role"] != "assistant":  # the answer was cut off before its text
+            messages.append({"role": "assistant", "content": [], "reasoning": reasoning})
         if message["role"] == "assistant":
             message["reasoning"] = reasoning
         reasoning = []

@@ -1,8 +1,8 @@
 """Rewrites a conversation that a template refuses: the same messages, in a form that more templates take.
 
 Llama's template takes one call a message; some read arguments only as an object and some only as a text; some take one
-system message. A server returns what a model writes, and a client sends that back. Called by template.py; knows no
-Jinja.
+system message, and some no empty answer. A server returns what a model writes, and a client sends that back. Called by
+template.py; knows no Jinja.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
-from gptserve.weights.chat.fitting import Message, one_system_message
+from gptserve.weights.chat.fitting import Content, Message, one_system_message, texts_of
 
 
 def versions(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield a conversation as it is, then other versions, each with more that was conceded."""
     version = list(messages)
     yield version
-    for concede in (one_system_message, one_call_each):
+    for concede in (one_system_message, blank_for_nothing, one_call_each):
         changed = concede(version)
         if changed != version:
             version = changed
@@ -27,6 +27,16 @@ def versions(messages: Sequence[Message]) -> Iterator[list[Message]]:
         changed = concede(version)
         if changed != version:
             yield changed
+
+
+def blank_for_nothing(messages: Sequence[Message]) -> list[Message]:
+    """Put a blank in the place of answers without a text or a call: they may not be left out where roles alternate."""
+    return [
+        {**message, "content": " "}
+        if message.get("role") == "assistant" and not message.get("tool_calls") and _is_empty(message.get("content"))
+        else message
+        for message in messages
+    ]
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
@@ -71,6 +81,10 @@ def _with_arguments(messages: Sequence[Message], change: Callable[[object], obje
         {**message, "tool_calls": list(map(changed, message["tool_calls"]))} if message.get("tool_calls") else message
         for message in messages
     ]
+
+
+def _is_empty(content: Content | None) -> bool:
+    return content is not None and not any(texts_of(content))
 
 
 def _place(result: Message, i: int, ids: Sequence[str | None]) -> int:

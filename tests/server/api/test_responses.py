@@ -207,7 +207,7 @@ def test_a_conversation_goes_on_from_a_response_by_its_id(yes: LiveServer) -> No
     parts = [{"type": "input_text", "text": text} for text in ("two", "and a half")]
     given = [{"type": "message", "role": "developer", "content": "Be kind"}, {"role": "user", "content": parts}]
     second = post(yes, input=given, previous_response_id=first["id"]).json()
-    spoken = "[user]one<|endoftext|>[assistant]Yé.<|endoftext|>[developer]Be kind<|endoftext|>"
+    spoken = "[user]one<|endoftext|>[assistant]Yé.<|endoftext|>[system]Be kind<|endoftext|>"
     spoken += "[user]two\nand a half<|endoftext|>"
     assert prompt_of(yes) == f"{spoken}>", "without the instructions of the first"
     assert second["previous_response_id"] == first["id"]

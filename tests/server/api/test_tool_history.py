@@ -22,22 +22,29 @@ ALTERNATES = (
     "{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
 )
 SHORT_IDS = "{% if c.id | length != 9 %}{{ raise_exception('ids must have length 9') }}{% endif %}"
+NOTHING = (
+    "{% if not m.content and not m.tool_calls %}"
+    "{{ raise_exception('Assistant message must have content or a list of tool calls') }}{% endif %}"
+)
 STRICT = {
     "hermes": "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}",
     "llama": "{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}"
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
     "{{ '\"parameters\": ' }}{# dictionary #}{% for name, value in m.tool_calls[0].function.arguments | items %}"
     "{{ name ~ value }}{% endfor %}{% else %}{{ m.content | trim }}{% endif %}",
-    "mistral": ALTERNATES + "{% if m.tool_calls is defined %}[TOOL_CALLS]{% for c in m.tool_calls %}" + SHORT_IDS +
+    "mistral": "{% if m.tool_calls is defined %}[TOOL_CALLS]{% for c in m.tool_calls %}" + SHORT_IDS +
     "{% set out = c.function | tojson %}{{ out[:-1] }}{% endfor %}{% else %}{{ m.content + eos_token }}{% endif %}",
-    "mistral-v11": "{{ m.content }}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "mistral-v11": NOTHING + "{{ m.content }}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
     "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{% endfor %}",
     "harmony": "{% if m.tool_calls %}{% for c in m.tool_calls[:1] %}{{ c.function.arguments | tojson }}{% endfor %}"
     "{% else %}{{ m.content }}{% endif %}",
-    "thinking": "{{ m.reasoning_content }}</think>{{ m.content }}{% for c in m.tool_calls %}<tool_call>"
+    "thinking": NOTHING +
+    "{{ m.reasoning_content }}</think>{{ m.content }}{% for c in m.tool_calls %}<tool_call>"
     "{% for k, v in c.function.arguments.items() %}{{ k }}{{ v | string }}{% endfor %}{% endfor %}",
 }  # fmt: skip
 TEMPLATES = {kind: EACH.replace("BODY", body) for kind, body in STRICT.items()}
+for alternating in ("mistral", "thinking"):
+    TEMPLATES[alternating] = ALTERNATES + TEMPLATES[alternating]
 TEMPLATES["llama"] += '{# "parameters": dictionary #}'
 ODD = {
     "hermes": '<tool_call>{"name": "get_weather", "arguments": "Oslo"}</tool_call><tool_call>{"name": "get_time", '
@@ -92,7 +99,7 @@ def test_any_answer_can_be_sent_back(make_api: MakeApi, kind: str, answer: dict[
 def test_any_response_can_be_continued(serve: Callable[..., LiveServer], kind: str, answer: dict[str, str]) -> None:
     server = serve(engine_of(kind, answer[kind]), tokenizer=tokenizer_of(kind), template=TEMPLATES[kind])
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
-    for cut in (None, *range(30, 120, 15)):
+    for cut in (None, 3, 12, 22, *range(30, 120, 15)):
         limit = {} if cut is None else {"max_output_tokens": cut}
         made = post(server, tools=tools, **limit).json()
         calls = [item for item in made["output"] if item["type"] == "function_call"]

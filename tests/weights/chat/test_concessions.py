@@ -93,6 +93,14 @@ def test_system_messages_are_one_where_a_template_takes_one() -> None:
         template.render([system, user, system], {})
 
 
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_answer_is_a_blank_where_a_template_wants_one(content: object) -> None:
+    source = "{% for m in messages %}{{ raise_exception('no content') if not m.content }}[{{ m.content }}]{% endfor %}"
+    messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    assert ChatTemplate(source, {}).render([*messages, messages[0]], {}) == "[a][ ][a]"
+    assert ChatTemplate(source.replace("if not", "if no and"), {}).render(messages, {}) == "[a][]"
+
+
 def test_both_are_conceded_at_once() -> None:
     source = SINGLE.replace(".name }}", ".name }}{{ m.tool_calls[0].function.arguments | items | list }}")
     text = ChatTemplate(source, {}).render(asked(call("f", "x"), call("g", {"a": 1})), {})
