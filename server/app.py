@@ -6,6 +6,7 @@ It does not start or stop the engine and reads no configuration; `serve.py` and 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 
 from fastapi import APIRouter, FastAPI
@@ -15,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 import gptserve
 from gptserve.engine.process.client import EngineClient
@@ -188,8 +189,23 @@ async def _answer_routing_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> str:
-    """Return the methods that a path takes; Starlette names those of its first route alone."""
-    return ", ".join(method for method in ("GET", "POST", "DELETE") if _is_route(request, method, request.url.path))
+    """Return the methods that a path takes; Starlette names those of its first route alone.
+
+    A route of just this path hides those that take its end for an id.
+    """
+    path = request.url.path
+    own = {method for route in _routes(request.app.router) if route.path == path for method in route.methods or ()}
+    methods = ("GET", "POST", "DELETE")
+    return ", ".join(method for method in methods if (method in own if own else _is_route(request, method, path)))
+
+
+def _routes(router: APIRouter) -> Iterator[Route]:
+    """Yield the routes of a router and of those that it includes, which FastAPI keeps as they are."""
+    for route in router.routes:
+        if isinstance(route, Route):
+            yield route
+        elif (included := getattr(route, "original_router", None)) is not None:
+            yield from _routes(included)
 
 
 def _what_to_call(request: Request) -> str:

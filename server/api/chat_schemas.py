@@ -43,6 +43,11 @@ Part = Annotated[
 ]
 
 
+def _or_empty(schema: dict[str, Any]) -> None:
+    """Say in a schema that an empty object is taken, too: `take_fields` leaves it out."""
+    schema["anyOf"].append({"type": "object", "maxProperties": 0})
+
+
 class Message(_RequestModel):
     """A message of one side. The chat template decides which roles there are and which may follow each other."""
 
@@ -57,7 +62,7 @@ class Message(_RequestModel):
     """what the assistant said to refuse; a part of its content"""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     """what the assistant called"""
-    function_call: FunctionCall | None = None
+    function_call: Annotated[FunctionCall | None, Field(json_schema_extra=_or_empty)] = None
     """an older spelling of one of the tool_calls"""
     tool_call_id: str | None = None
     """the call that this is the result of"""

@@ -25,7 +25,7 @@ from gptserve.server.api.response_tool_schemas import (
 )
 from gptserve.server.errors import show
 
-_MODELS: dict[object, type[BaseModel]] = {"custom": CustomTool, "namespace": NamespaceTool}
+_MODELS: dict[str, type[BaseModel]] = {"custom": CustomTool, "namespace": NamespaceTool}
 _INNER_TYPES = ("function", "custom")
 _OF_TOOLS = dict.fromkeys(("output_schema", "allowed_callers", "defer_loading", "async"), Unread())
 
@@ -58,7 +58,9 @@ def take_choice(choice: Mapping[str, Any], reader: FieldReader) -> dict[str, obj
 def _take_tool(where: str, tool: Any, reader: FieldReader, prefix: str = "tools.") -> Any:
     if not isinstance(tool, dict):
         return tool
-    taken = reader.take(tool, _MODELS.get(tool.get("type"), FunctionTool), _OF_TOOLS, prefix)
+    kind = tool.get("type")
+    model = _MODELS.get(kind, FunctionTool) if isinstance(kind, str) else FunctionTool
+    taken = reader.take(tool, model, _OF_TOOLS, prefix)
     if isinstance(wanted := taken.get("format"), dict):
         taken["format"] = wanted = reader.take(wanted, CustomFormat, {}, f"{prefix}format.")
         if wanted.get("syntax") == "lark":

@@ -85,11 +85,16 @@ class ToolFields(_RequestModel):
     """more than one call in an answer; default true"""
 
 
+def _or_null(schema: dict[str, Any]) -> None:
+    """Say in a schema that null is taken, too: `take_fields` leaves it out."""
+    schema["type"] = [schema["type"], "null"]
+
+
 class FunctionCall(_RequestModel):
     """A call in an earlier answer."""
 
     name: str
-    arguments: str = ""
+    arguments: Annotated[str, Field(json_schema_extra=_or_null)] = ""
     """as the model wrote them, JSON or not"""
 
 

@@ -23,6 +23,7 @@ from gptserve.server.completions.chat import check_conversation, encode_conversa
 from gptserve.server.completions.identity import Identity
 from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan, restore_plan
+from gptserve.server.completions.seed import choose_seed, engine_seed
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
 from gptserve.server.completions.tokenizer import Tokenizer
@@ -159,6 +160,8 @@ async def count_input_tokens(asked: StoredRequest, service: Service, dialect: Di
     with _own_names(tools):
         chat = ChatRequest.model_validate(of_chat)
         service.check_model(chat.model)
+        engine_seed(choose_seed(chat.seed))  # the body is that of a response, which would be refused
+        chat.sampling_params(service.options.sampling_defaults, bad_words=(), max_tokens=1)
         check_conversation(chat, service)
         dialect.check(chat)
         encode = partial(encode_conversation, chat, service, add_special=bool(chat.add_special_tokens))

@@ -105,7 +105,12 @@ def test_without_allowed_origins_no_page_of_another_origin_reads_anything(api: A
 
 
 def test_another_method_is_a_405(api: Api) -> None:
-    for method, path, takes in (("GET", "/v1/chat/completions", "POST"), ("PUT", "/v1/completions", "GET, POST")):
+    for method, path, takes in (
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/completions", "GET, POST"),
+        ("PUT", "/v1/responses/input_tokens", "POST"),
+        ("PUT", "/v1/responses/resp_1", "GET, DELETE"),
+    ):
         response = api.request(method, path)
         assert response.status_code == 405
         assert response.headers["allow"] == takes

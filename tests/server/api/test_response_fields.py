@@ -149,6 +149,8 @@ def test_the_conversation_that_an_input_goes_on_counts(serve: Serve) -> None:
     ("body", "status", "param", "message"),
     [
         ({"input": None}, 400, "input", "input is required"),
+        ({"seed": 2**63}, 400, "seed", "seed must be in [-2**63, 2**63), got 9223372036854775808"),
+        ({"temperature": 9}, 400, "temperature", "temperature must be in [0.0, 2.0], got 9.0"),
         ({"model": "other"}, 404, "model", "model 'other' does not exist; this server has 'test-model'"),
         ({"tools": [AGENTS, AGENTS]}, 400, "tools",
          "tools[1].tools[0].name must differ from the others, got 'agents__close' twice"),

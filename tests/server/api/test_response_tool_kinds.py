@@ -295,6 +295,12 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
      "tools[0].parameters.type must be \"object\", got 'tools[9]'"),
     ({"tools": [{"type": f"kind_{i}"} for i in range(65)]}, "unknown_parameter", "tools.kind_64",
      "the body may have at most 64 unknown fields"),
+    ({"tools": [{"type": {}, "name": "x"}]}, "invalid_value", "tools",
+     "tools[0].type: input should be 'function', got {}"),
+    ({"tools": [{**AGENTS, "tools": [{"type": [], "name": "x"}]}]}, "invalid_value", "tools",
+     "tools[0].tools[0].type: input should be 'function', got []"),
+    ({"tools": TOOLS, "tool_choice": {"type": []}}, "invalid_value", "tool_choice",
+     "tool_choice.type: input should be 'function' or 'custom', got []"),
     ({"tools": [LONG]}, "invalid_value", "tools",
      "tools[0].tools[0].name and the name of its namespace must have at most 128 characters together, "
      f"got {show('n' * 123 + '__close')}"),
