@@ -52,9 +52,8 @@ async def plan_chat(
     )
     try:
         num_kept = num_kept_tokens(body, max_tokens or 1, service)
-        # A template may take long however short the conversation is.
-        prompt = await service.in_worker(_encode, body, service, num_kept)
-        reading = dialect.reading(body, prompt)
+        # A template may take long however short the conversation is, and so may the schemas of tools.
+        prompt, reading = await service.in_worker(_prepare, body, service, num_kept, dialect)
         if reading is not None and reading.grammar is not None:
             await _check_reading(reading, body, service)
             params = replace(params, grammar=reading.grammar)
@@ -87,11 +86,14 @@ async def _check_reading(reading: Reading, body: ChatRequest, service: Service) 
         raise InvalidRequestError(fault, param="tools") from error
 
 
-def _encode(body: ChatRequest, service: Service, num_kept: int) -> tuple[int, ...]:
-    """Return the prompt, of at most num_kept tokens unless that is 0."""
+def _prepare(
+    body: ChatRequest, service: Service, num_kept: int, dialect: Dialect
+) -> tuple[tuple[int, ...], Reading | None]:
+    """Return the prompt, of at most num_kept tokens unless that is 0, and how to read the answers to it."""
     add_special = bool(body.add_special_tokens)
     token_ids = encode_conversation(body, service, add_special=add_special, is_cut=num_kept > 0)
-    return tuple(cut_tokens(token_ids, num_kept, body))
+    prompt = tuple(cut_tokens(token_ids, num_kept, body))
+    return prompt, dialect.reading(body, prompt)
 
 
 def encode_conversation(body: Conversation, service: Service, *, add_special: bool, is_cut: bool = False) -> list[int]:

@@ -146,6 +146,8 @@ def _start(spell: Spell, think: ThinkMarks | None, *, is_open: bool) -> str:
 def _arguments(asked: AskedTools, unnamed: UnnamedProperties, whitespace: str) -> str:
     """Return the rules of the arguments of each function. Raises InvalidRequestError."""
     options = {"whitespace_flexible": False, **({"whitespace_pattern": whitespace} if whitespace else {})}
+    # Before they are rewritten, which takes some tenths of a second for so many characters at worst.
+    _check_length(sum(len(json.dumps(asked.schema_of(function))) for function in asked.functions))
     rules = []
     for i, function in enumerate(asked.functions):
         try:
@@ -162,7 +164,11 @@ def _fault(name: str, reason: str) -> str:
 
 def _join(rules: list[str], wanted: Grammar | None) -> Grammar:
     text = "\n".join(rules)
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        message = f"tools may make a grammar of at most {MAX_GRAMMAR_LENGTH} characters, got {len(text)}"
-        raise InvalidRequestError(message, param="tools")
+    _check_length(len(text))
     return Grammar("lark", text) if wanted is None else replace(wanted, frame=text)
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_GRAMMAR_LENGTH:
+        message = f"tools may make a grammar of at most {MAX_GRAMMAR_LENGTH} characters, got {length}"
+        raise InvalidRequestError(message, param="tools")

@@ -16,7 +16,8 @@ LITERAL = frozenset({"const", "enum", "default", "examples"})  # their values ar
 MAPPINGS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # from names
 SCALARS = frozenset({"null", "boolean", "number", "integer", "string"})
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-MAX_ROUNDS = 200
+MAX_REFS = 200  # one after the other, with nothing else between
+MAX_ROUNDS = 20  # through all schemas; more than two only with circles within circles
 
 
 class SchemaError(ValueError):
@@ -66,7 +67,7 @@ class Document:
 
     def follow(self, node: Node, base: Node) -> tuple[Node, Node]:
         """Return the schema behind references that stand alone. Raises SchemaError, also for a circle."""
-        for _ in range(MAX_ROUNDS):
+        for _ in range(MAX_REFS):
             if not isinstance(node, dict) or "$ref" not in node:
                 return node, self.base_of(node, base)
             node, base = self.resolve(node["$ref"], self.base_of(node, base))
@@ -100,7 +101,7 @@ class Document:
 
     def _find_finite(self) -> set[int]:
         """Return the ids of schemas with a finite value: the least set that explains itself."""
-        nodes = list(_with_bases(self, self.root, self.root))[::-1]
+        nodes = self._in_order()
         finite: set[int] = set()
         for _ in range(MAX_ROUNDS):
             before = len(finite)
@@ -108,6 +109,26 @@ class Document:
             if len(finite) == before:
                 return finite
         raise SchemaError("the schema refers to itself through too many levels")
+
+    def _in_order(self) -> list[tuple[dict[str, Any], Node]]:
+        """Return all schemas with their bases. But for circles, those that a schema is made of come before it."""
+        ordered: list[tuple[dict[str, Any], Node]] = []
+        seen: set[int] = set()
+        stack: list[tuple[Node, Node, bool]] = [(self.root, self.root, False)]
+        while stack:
+            node, base, is_left = stack.pop()
+            base = self.base_of(node, base)
+            if is_left:
+                ordered.append((node, base))
+            elif not isinstance(node, dict):
+                stack += [(child, base, False) for child in _children(node)]
+            elif id(node) not in seen:
+                seen.add(id(node))
+                targets = [self.resolve(node["$ref"], base)] if "$ref" in node else []
+                stack.append((node, base, True))
+                stack += [(child, base, False) for child in _children(node)]
+                stack += [(*target, False) for target in targets]
+        return ordered
 
     def _explains(self, node: Mapping[str, Any], base: Node, finite: set[int]) -> bool:
         """Add a schema to the finite ones if those found so far show that it is one."""
@@ -154,16 +175,6 @@ def _may_end(node: Mapping[str, Any], kind: str, known: Any) -> bool:
         return all(map(known, parts))
     properties = node.get("properties", {})
     return all(known(properties[name]) for name in _list(node, "required") if name in properties)
-
-
-def _with_bases(document: Document, node: Node, base: Node) -> Iterator[tuple[dict[str, Any], Node]]:
-    stack = [(node, base)]
-    while stack:
-        node, base = stack.pop()
-        base = document.base_of(node, base)
-        if isinstance(node, dict):
-            yield node, base
-        stack += [(child, base) for child in _children(node)]
 
 
 def _children(node: Node) -> list[Node]:

@@ -10,7 +10,7 @@ import pytest
 
 from gptserve.engine.grammar.compiler import Compiler, GrammarError
 from gptserve.engine.grammar.grammar import Grammar, UnnamedProperties
-from gptserve.engine.grammar.schema.document import SchemaError
+from gptserve.engine.grammar.schema.document import Document, SchemaError
 from gptserve.engine.grammar.schema.rewrite import rewrite
 from tests.engine.grammar.schema.test_numbers import writes
 
@@ -277,3 +277,26 @@ def test_a_rewritten_schema_says_the_same_again(unnamed: UnnamedProperties) -> N
     schema = {**OF_A, "properties": {"a": {"oneOf": [NULL, {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}]}}}
     once = rewrite(schema, unnamed)
     assert rewrite(once, unnamed) == once
+
+
+@pytest.mark.parametrize("order", [1, -1, 7], ids=["forwards", "backwards", "mixed"])
+@pytest.mark.parametrize("last", [{"type": "string"}, {"$ref": "#/$defs/0"}], ids=["ends", "leads back"])
+def test_a_long_chain_of_references_is_looked_at_twice_in_any_order(
+    order: int, last: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num, num_looks = 300, 0
+    explains = Document._explains
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return explains(*arguments)
+
+    monkeypatch.setattr(Document, "_explains", counted)
+    chain = {
+        str(i): {"type": "object", "required": ["x"], "properties": {"x": {"$ref": f"#/$defs/{i + 1}"}}}
+        for i in (place * order % num for place in range(num))
+    }
+    document = Document({"$ref": "#/$defs/0", "$defs": {**chain, str(num): last}})
+    assert document.is_finite(document.root) is ("type" in last)
+    assert num_looks <= 2 * (2 * num + 2)
