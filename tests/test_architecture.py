@@ -85,6 +85,7 @@ WITH_TORCH = {
     "gptserve.weights.checkpoint",
     "gptserve.weights.mxfp4",
     "gptserve.weights.huge_pages",
+    "gptserve.weights.loading_threads",
     "gptserve.weights.pinned_ring",
     "gptserve.weights.storyteller.recipe.evaluate",
     "gptserve.weights.storyteller.recipe.evaluate_chat",
@@ -195,7 +196,7 @@ def test_the_engine_names_no_family() -> None:
     assert pattern.findall("class GPT2Block: is_gpt_oss = model_type == 'llama'") == ["GPT", "gpt_oss", "llama"]
 
 
-def test_only_the_command_line_reads_the_environment_and_workers_get_a_part_of_it() -> None:
+def test_only_the_command_line_reads_settings_from_the_environment() -> None:
     readers = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
@@ -203,7 +204,12 @@ def test_only_the_command_line_reads_the_environment_and_workers_get_a_part_of_i
         if reads_environment(path.read_text(encoding="utf-8"))
     }
 
-    assert readers == {"server/cli/main.py", "weights/workers.py"}
+    of_processes = {
+        "engine/process/child.py",  # how torch's threads wait
+        "weights/confinement.py",  # where libraries lie
+        "weights/workers.py",  # which part of it a worker gets
+    }
+    assert readers == {"server/cli/main.py", *of_processes}
 
 
 @pytest.mark.parametrize(
