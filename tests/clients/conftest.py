@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from gptserve.engine.request import Request, TokenOutput
 from tests.clients.environments import Environment, environments
-from tests.clients.servers import OFTEN, TOOLS, served, write_chat_model
+from tests.clients.servers import CALL, OFTEN, TOOLS, served, write_chat_model
 from tests.engine.held_engine import VARIABLE, EngineGate
+from tests.server.conftest import LiveServer
+from tests.server.fake_engine import EOS, INFO, FakeEngineClient, say
 from tests.server.serving import LIMIT_S, MORTAL
+
+LONG = replace(INFO, max_model_len=4096)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,22 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     template.write_text(TOOLS)
     with served("--chat-template", str(template), *OFTEN) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def caller() -> Iterator[str]:
+    """The URL of a server whose model calls get_weather, says what that returned, and writes JSON if it has to."""
+
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        prompt = bytes(token_id for token_id in request.prompt_token_ids if token_id < EOS).decode()
+        text = "It rains." if "Rain" in prompt else CALL
+        grammar = request.params.grammar
+        if grammar is not None and grammar.kind == "json":
+            text = '{"city": "Oslo"}'
+        return iter(say(text, then_eos=True)(request))
+
+    with LiveServer(FakeEngineClient(reply, info=LONG), template=TOOLS).running() as server:
+        yield f"{server.url}/v1"
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,8 @@ TOOLS = """\
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
 {% endfor %}assistant:"""
 """A chat template that knows tools; the calls of a model that speaks nonsense are forced."""
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+"""What a model says that calls a tool, in the format that the template shows."""
 
 
 def scripted(*answers: str) -> FakeEngineClient:
