@@ -7,9 +7,10 @@ first load within `loading_threads`; checkpoint.py, pinned_ring.py, mxfp4.py and
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,6 +18,9 @@ import torch
 
 PIECE_ELEMENTS = 2**20
 """About as many elements of a tensor make a piece: converting them takes longer than handing them out."""
+
+MAX_THREADS = 16
+"""Each holds some megabytes, and so few read all that memory gives."""
 
 _pool: ContextVar[ThreadPoolExecutor | None] = ContextVar("_pool", default=None)
 """Of the thread that loads."""
@@ -26,11 +30,11 @@ Result = TypeVar("Result")
 
 @contextmanager
 def loading_threads(num_threads: int) -> Iterator[None]:
-    """Within it, torch computes each operation in the thread that calls it, and so many threads compute pieces."""
+    """Within it, torch computes each operation in the thread that calls it, and at most so many compute pieces."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     # torch has this number for each thread; a thread of a pool keeps what it was given.
-    threads = ThreadPoolExecutor(num_threads, "gptserve-loading", torch.set_num_threads, (1,))
+    threads = ThreadPoolExecutor(min(num_threads, MAX_THREADS), "gptserve-loading", torch.set_num_threads, (1,))
     token = _pool.set(threads if num_threads > 1 else None)
     try:
         yield
@@ -38,6 +42,13 @@ def loading_threads(num_threads: int) -> Iterator[None]:
         _pool.reset(token)
         threads.shutdown(cancel_futures=True)
         torch.set_num_threads(before)
+        _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """Give the system what malloc has kept of each thread; only glibc keeps any and has this."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def map_pieces(compute: Callable[..., Result], *pieces: Sequence[Any]) -> Iterator[Result]:

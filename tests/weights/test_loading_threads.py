@@ -5,9 +5,11 @@ What torch's own threads would do is seen in a process of its own: once they are
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +68,38 @@ def test_what_a_piece_raises_ends_the_loading() -> None:
     with pytest.raises(MemoryError, match=r"^no room$"), loading_threads(2):
         list(map_pieces(compute, range(100)))
     assert torch.get_num_threads() == before
+
+
+MEMORY_KEPT = """
+import threading, torch
+from pathlib import Path
+from gptserve.weights.loading_threads import loading_threads, map_pieces
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+def compute(_):
+    together.wait()  # so that each thread has memory of its own
+    held = [torch.ones(2**14) for _ in range(400)]
+    kept = torch.ones(2**7)  # behind it all, so that free alone gives nothing back
+    del held
+    return kept
+
+together = threading.Barrier(4)
+with loading_threads(4):
+    kept = list(map_pieces(compute, range(4)))
+    before = resident_mib()
+print(before, resident_mib())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps memory for each thread")
+def test_what_threads_held_is_given_back() -> None:
+    command = [sys.executable, "-P", "-c", MEMORY_KEPT]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+    before, after = map(int, printed.split())
+    assert after < before - 40  # of 4 threads that held 25 MiB
 
 
 NUM_NEW_THREADS = """
