@@ -56,5 +56,8 @@ def fit_max_tokens(
 
 def capped_max_tokens(body: GenerationRequest, requests: Sequence[Request]) -> int | None:
     """Return the max_tokens that stands in for a larger one, which the context has no room for; None if none does."""
-    given, in_force = max_tokens_of(body), requests[0].params.max_tokens
-    return in_force if given is not None and in_force < given else None
+    given = max_tokens_of(body)
+    if given is None or not requests:  # there are none of a completion whose tokens cannot be read any more
+        return None
+    in_force = requests[0].params.max_tokens
+    return in_force if in_force < given else None
