@@ -7,9 +7,11 @@ fetched. Called by source.py.
 from __future__ import annotations
 
 from collections.abc import Collection
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from gptserve.weights.chat.files import MORE_TEMPLATES
 from gptserve.weights.errors import InvalidCheckpointError, WeightsError, shown
 from gptserve.weights.families import QUANTIZATION_FILES
 from gptserve.weights.json_file import read_json_object
@@ -19,7 +21,7 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 WEIGHTS, INDEX, SUFFIX = "model.safetensors", "model.safetensors.index.json", ".safetensors"
 ALWAYS_READ = (
     *(*CONFIG_FILES, *QUANTIZATION_FILES, "tokenizer_config.json", "special_tokens_map.json"),
-    *("chat_template.jinja",),
+    *("chat_template.jinja", "chat_template.json"),
 )
 TOKENIZER, OLDER_TOKENIZER = "tokenizer.json", ("vocab.json", "merges.txt", "added_tokens.json")
 
@@ -43,8 +45,12 @@ def missing_files(hub: Any, repo_id: str, folder: Path, *, only_config: bool) ->
         present = {path.name for path in folder.iterdir() if path.is_file()}
     except OSError:
         present = set()
+    templates = {path.relative_to(folder).as_posix() for path in folder.glob(f"{MORE_TEMPLATES}/*.jinja")}
+    present |= templates
     listed = present | _listed(hub, repo_id, folder.name)
-    wanted = CONFIG_FILES if only_config else (*ALWAYS_READ, *_of_tokenizer(listed), *_of_weights(folder, listed))
+    wanted: tuple[str, ...] = CONFIG_FILES
+    if not only_config:
+        wanted = (*ALWAYS_READ, *_of_tokenizer(listed), *_of_weights(folder, listed), *_of_templates(listed))
     needed = {name for name in wanted if name in listed} | {"config.json"}
     if not only_config:
         needed |= _shards(folder) if WEIGHTS not in listed else set()
@@ -77,6 +83,10 @@ def _listed(hub: Any, repo_id: str, commit: str) -> set[str]:
 
 def _of_tokenizer(listed: Collection[str]) -> tuple[str, ...]:
     return (TOKENIZER,) if TOKENIZER in listed else OLDER_TOKENIZER
+
+
+def _of_templates(listed: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in listed if fnmatch(name, f"{MORE_TEMPLATES}/*.jinja"))
 
 
 def _of_weights(folder: Path, listed: Collection[str]) -> tuple[str, ...]:

@@ -202,7 +202,11 @@ def test_a_cache_without_files_that_nobody_reads_is_complete(hub: Hub, resolve: 
 
 
 @pytest.mark.parametrize(
-    "name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "vocab.json", "chat_template.jinja"]
+    "name",
+    [
+        *("model-00002-of-00002.safetensors", "model.safetensors.index.json", "vocab.json", "chat_template.jinja"),
+        "additional_chat_templates/tool_use.jinja",
+    ],
 )
 def test_a_file_that_the_cache_lacks_is_named(resolve: Resolve, tmp_path: Path, hub: Hub, name: str) -> None:
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
