@@ -28,9 +28,11 @@ from bench.server import running_server
 
 LIMIT_S = 60.0
 MAX_GROWTH_BYTES = 4 * 2**30  # an attack that comes so far is ended: the machine has other uses
-CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 COMPLETION = CHUNKED % b"/v1/completions"
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 SCORES = {"prompt": "Once", "max_tokens": 600, "n": 16, "ignore_eos": True, "logprobs": 5}
 NOBODY_READS = 4096  # bytes of a receive buffer
 
@@ -55,9 +57,9 @@ ATTACKS = {
     "one long trailer": Attack(COMPLETION + b"2\r\n{}\r\n0\r\na:", b"b" * 16384),
     "chunk extension": Attack(COMPLETION + b"2;", b"a=b;" * 4096),
     "tiny chunks": Attack(CHUNKED % b"/nowhere", b"1\r\nx\r\n" * 4096),
-    "blank lines": Attack(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n" * 8192),
-    "pipelined": Attack(repeated=b"GET /health HTTP/1.1\r\n\r\n" * 1024),
-    "half heads": Attack(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:b\r\n" * 12_000, times=4),
+    "blank lines": Attack(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\r\n" * 8192),
+    "pipelined": Attack(repeated=b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1024),
+    "half heads": Attack(b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * 12_000, times=4),
     "half bodies": Attack(POST % (2 * 2**20) + b" " * (2 * 2**20 - 1)),
     "brackets": Attack(repeated=POST % 2_000_000 + b"[" + (b"[" * 190 + b"]" * 190 + b",") * 5249 + b"0]" + b" " * 128),
     "standing readers": Attack(post(SCORES)),

@@ -80,7 +80,8 @@ async def open_stream(port: int, seed: int) -> tuple[asyncio.StreamReader, async
     body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": True, "seed": seed}
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}"
     writer.write(head.encode() + b"\r\n\r\n" + data)
     return reader, writer
 

@@ -223,7 +223,7 @@ def client_that_does_not_read(client: httpx.Client) -> Iterator[None]:
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect((client.base_url.host, client.base_url.port))
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         deaf.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         while metric(client, "gptserve_generation_tokens_total") < 16 * 600:
             pass
@@ -286,7 +286,7 @@ BACKGROUND = b'{"prompt": "Once", "background": true}'
 def background_completion(client: httpx.Client) -> Iterator[None]:
     """Ask for a background completion, and wait for no answer."""
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(BACKGROUND)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(BACKGROUND)}\r\n"
         connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + BACKGROUND)
         yield
 
