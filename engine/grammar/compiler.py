@@ -43,6 +43,7 @@ _STRIDE = 7919  # a prime: each step takes another part of the vocabulary
 # Without it llguidance forces the tokens that its tokenizer makes of a text that must come, and it would need one. A
 # grammar may say so, too; the last one counts.
 _EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
+_DEFINITION = re.compile(r"json-schema:///#/\$defs/\d+")  # as the rewritten schema names it
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
@@ -68,7 +69,7 @@ class Compiler:
         matcher = self._parse(grammar)
         self._try_out(matcher)
         if matcher.is_error():
-            reason = reason_of(matcher)
+            reason = _DEFINITION.sub("a definition", reason_of(matcher))
             raise GrammarError(reason if grammar.kind == "lark" or grammar.frame else _PLACE.sub("", reason))
         return matcher
 

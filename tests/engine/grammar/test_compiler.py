@@ -90,6 +90,12 @@ def test_a_text_that_must_come_may_come_in_any_tokens(
         (Grammar("json", '{"type":"array","uniqueItems":true}'), 'Unimplemented keys: ["uniqueItems"]'),
         (Grammar("json", '{"uniqueItems":true,"x-guidance":{"lenient":true}}'), 'Unimplemented keys: ["uniqueItems"]'),
         (Grammar("json", '{"pattern":"(","type":"string"}'), "regex parse error: ( ^ error: unclosed group"),
+        (
+            Grammar(
+                "json", '{"$ref":"#/$defs/n","$defs":{"n":{"properties":{"x":{"$ref":"#/$defs/n","maxItems":1}}}}}'
+            ),
+            "circular references with sibling keys are not supported: a definition",
+        ),
         (Grammar("json", "false"), "Unsatisfiable schema: schema is false"),
         (Grammar("json", "[]"), "a schema must be an object, true or false, got []"),
         (Grammar("json", "{}", "("), "regex parse error: ( ^ error: unclosed group"),
