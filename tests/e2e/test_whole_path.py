@@ -235,9 +235,8 @@ async def hang_up_many(url: str, gate: EngineGate, num_clients: int, num_held: i
         prompt = "Once upon a time" * rng.randint(1, 20)
         body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": n % 3 != 0, "n": 1 + n % 2}
         data = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}"
         sent = f"{head}\r\n\r\n".encode() + data
         writer.write(sent if n % 10 else sent[: rng.randint(1, len(sent))])
         if n < num_held and n % 10 and body["stream"]:
