@@ -17,7 +17,7 @@ from gptserve.weights.chat.files import DEFAULT, TOOL_USE, named_templates
 from gptserve.weights.chat.fitting import Fitting, Message
 from gptserve.weights.errors import ChatTemplateError, TokenizerError
 from gptserve.weights.json_file import read_json_object, read_text
-from gptserve.weights.tokenizers.special_tokens import special_tokens
+from gptserve.weights.special_tokens import special_tokens
 from gptserve.weights.workers import CannotOpenError, ForeignCodeError, Limits, WorkerDiedError, Workers
 
 LIMITS = Limits()

@@ -33,7 +33,7 @@ from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
-from gptserve.weights.tokenizers.special_tokens import eos_token_id
+from gptserve.weights.special_tokens import eos_token_id
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError, shown
 from gptserve.weights.json_file import MAX_VOCABULARY_BYTES, read_json_object, read_text
+from gptserve.weights.special_tokens import DEFAULTS
 
 HOW_TO_CONVERT = "let transformers write tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 # Classes that split as GPT-2 does; GPT-Neo, GPT-J and OPT name GPT-2's, Phi CodeGen's.
 CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "CodeGenTokenizerFast")
-DEFAULTS: Mapping[str, object] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 NAMES = (*DEFAULTS, "pad_token", "sep_token", "cls_token", "mask_token")
 FLAGS: Mapping[str, object] = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError
 from gptserve.weights.json_file import read_json_object
-from gptserve.weights.tokenizers.special_tokens import special_tokens
+from gptserve.weights.special_tokens import special_tokens
 
 _OF_FILES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
 _FALLBACK_CLASS = "PreTrainedTokenizerFast"  # transformers' name for a tokenizer.json without another one

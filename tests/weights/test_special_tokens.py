@@ -15,7 +15,7 @@ from gptserve.engine.request import FinishReason
 from gptserve.weights import json_file
 from gptserve.weights.errors import TokenizerError
 from gptserve.weights.families import load_config
-from gptserve.weights.tokenizers.special_tokens import eos_token_id
+from gptserve.weights.special_tokens import eos_token_id
 from tests.engine.runs import make_engine, make_request, run
 from tests.weights.tiny_tokenizers import FAMILIES
 

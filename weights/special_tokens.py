@@ -10,8 +10,9 @@ from pathlib import Path
 
 from gptserve.weights.errors import TokenizerError, shown
 from gptserve.weights.json_file import MAX_VOCABULARY_BYTES, read_json_object, read_leading_list
-from gptserve.weights.tokenizers.gpt2_files import DEFAULTS
 
+DEFAULTS: Mapping[str, object] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+"""Those of a folder with GPT-2's older files that names none."""
 MAX_DIGITS = 9  # of an id; int() refuses thousands
 
 
