@@ -73,10 +73,11 @@ def test_a_chunk_is_a_completion(delta: Delta, usage: dict[str, Any] | None, inc
 def test_a_chats_first_chunk_opens_all_choices(delta: Delta, usage: dict[str, Any] | None) -> None:
     encoder = EventEncoder(CHAT_HEAD, CHAT_SHAPE, 2, include_usage=False)
     extra = {"usage": usage} if usage else {}
+    before = {"usage": {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}} if usage else {}
     *openings, first, end = encoder.chunk(1, delta, usage).split("\n\n")
     assert CHAT_SHAPE.opening is not None
     for index, opening in enumerate(openings):
-        assert data_of(opening + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.opening(index))], **extra}
+        assert data_of(opening + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.opening(index))], **before}
     assert data_of(first + "\n\n") == {**CHAT_HEAD, "choices": [sent(CHAT_SHAPE.part(1, delta))], **extra}
     assert (len(openings), end) == (2, "")
     data = data_of(encoder.chunk(0, delta, usage))
