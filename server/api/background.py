@@ -1,11 +1,13 @@
 """Background completions, of chats too: how one begins, and GET /v1/completions/{id}, its events, its end, the list.
 
-`api/completions.py` calls `answer_in_background` for a request with `background` or an Idempotency-Key.
+`api/completions.py` calls `begin_in_background` and `answer_in_background` for a request with `background` or an
+Idempotency-Key.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any, get_args
 
 from fastapi import APIRouter
@@ -27,6 +29,7 @@ from gptserve.server.background.job import BackgroundJob, BackgroundRequest, not
 from gptserve.server.background.position import PATTERN, LastEvent, Position
 from gptserve.server.background.response import BackgroundResponse
 from gptserve.server.background.store import BackgroundStore, MakePlan
+from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.lengths import capped_max_tokens
 from gptserve.server.completions.plan import CompletionPlan
@@ -147,15 +150,27 @@ def last_event_seen(request: Request) -> LastEvent | None:
     return seen[0] if seen else None
 
 
-async def answer_in_background(
-    service: Service,
-    store: BackgroundStore,
-    background: BackgroundRequest,
-    body: GenerationRequest,
-    make_plan: MakePlan,
-    after: LastEvent | None,
-) -> Response:
-    """Begin a background completion, or find the one that has its key, and answer as `body` asks.
+async def request_to_keep(
+    store: BackgroundStore, planning: Service, path: str, fields: dict[str, object], key: str | None, *, is_large: bool
+) -> BackgroundRequest:
+    """Return the request for a body with these fields, which is planned with `planning`. Raises ServiceError.
+
+    A large one takes its owner's turn to be compared with others of its key, and counts as waiting meanwhile. A retry
+    does not: it begins nothing.
+    """
+    place = planning.place
+    make = partial(BackgroundRequest.of, path, fields, place.owner, key, place.started_at)
+    if key is None or not is_large:
+        return make()
+    if not store.has_key(place.owner, key):
+        take_places(planning, place.owner, 1, 1)
+    return await planning.in_worker(make)
+
+
+async def begin_in_background(
+    store: BackgroundStore, background: BackgroundRequest, make_plan: MakePlan, after: LastEvent | None
+) -> BackgroundJob:
+    """Begin a background completion, or find the one that has its key.
 
     The client has the events of the stream up to `after`.
     """
@@ -166,7 +181,13 @@ async def answer_in_background(
             after.check_new(plan, store.fingerprints(background))
         return plan
 
-    job = await store.begin_or_find(background, make_new_plan)
+    return await store.begin_or_find(background, make_new_plan)
+
+
+async def answer_in_background(
+    service: Service, store: BackgroundStore, job: BackgroundJob, body: GenerationRequest, after: LastEvent | None
+) -> Response:
+    """Answer with a background completion as `body` asks; the client has the events of the stream up to `after`."""
     if body.background and not body.stream:
         plan = await store.plan(job)
         limit = capped_max_tokens(plan.body, plan.requests)

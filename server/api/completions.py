@@ -1,7 +1,7 @@
 """POST /v1/completions and /v1/chat/completions: OpenAI's with vLLM's extra fields, as JSON or as a stream of events.
 
 From the request's bytes to the response. A plain completion goes on to `completions/`, a background one through
-`answer_in_background`.
+`begin_in_background`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from gptserve.server.api.background import (
     IDEMPOTENCY_KEY,
     LAST_EVENT,
     answer_in_background,
+    begin_in_background,
     idempotency_key,
     last_event_seen,
     owner_of,
+    request_to_keep,
 )
 from gptserve.server.api.body import parse_json_object
 from gptserve.server.api.fields import Take, ignored_names, take_fields
 from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
-from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
-from gptserve.server.completions.admission import admitted
+from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.chat import plan_chat
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
@@ -98,17 +99,25 @@ def _router(
         service.admit(owner if key is None else None)  # refuse before reading megabytes; a retry begins nothing
         fields, body, num_bytes = await read_body(request, service, lambda _: body_model)
         place = Place(owner, started_at, body.timeout_ms, request.receive)
-        make_plan = partial(admitted, plan, service, place, num_bytes)
         is_kept = body.background or key is not None
         if after is not None and not (is_kept and body.stream):
             raise after.error("may be given only with stream true, and with background or an Idempotency-Key")
-        if is_kept:
-            _check_id(body)
-            make = partial(BackgroundRequest.of, path, fields, owner, key, started_at)
-            background = await service.in_thread(make) if num_bytes > THREAD_BYTES else make()
-            make_plan = partial(make_plan, background.seeded(body))
-            return await answer_in_background(service, store, background, body, make_plan, after)
-        return CompletionResponse(service, await make_plan(body), started_at)
+        if not is_kept:
+            with planned(service, place, num_bytes) as planning:
+                made_plan = await plan(body, planning, owner)
+            return CompletionResponse(service, made_plan, started_at)
+        _check_id(body)
+        with planned(service, place, num_bytes) as planning:
+            is_large = num_bytes > THREAD_BYTES
+            background = await request_to_keep(store, planning, path, fields, key, is_large=is_large)
+
+            async def make_plan() -> CompletionPlan:
+                made_plan = await plan(background.seeded(body), planning, owner)
+                leave(planning)
+                return made_plan
+
+            job = await begin_in_background(store, background, make_plan, after)
+        return await answer_in_background(service, store, job, body, after)
 
     return router
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, owner_of
+from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, owner_of, request_to_keep
 from gptserve.server.api.completions import THREAD_BYTES, read_body
 from gptserve.server.api.openapi import error_responses, event_stream, json_body
 from gptserve.server.api.response_fields import take_response_fields
@@ -154,12 +154,12 @@ class _Routes:
             with planned(service, place, num_bytes) as planning:
                 plan = await plan_response(await self._kept.asked(body, planning), None, planning, owner, self._dialect)
             return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
-        make = partial(BackgroundRequest.of, _PATH, fields, owner, key, started_at)
-        background = await service.in_thread(make) if num_bytes > THREAD_BYTES else make()
-        # Found before its conversation is read: what came before it may have been deleted since.
-        job = await store.find_same(background)
-        if job is None:
-            with planned(service, place, num_bytes) as planning:
+        with planned(service, place, num_bytes) as planning:
+            is_large = num_bytes > THREAD_BYTES
+            background = await request_to_keep(store, planning, _PATH, fields, key, is_large=is_large)
+            # Found before its conversation is read: what came before it may have been deleted since.
+            job = await store.find_same(background)
+            if job is None:
                 job = await self._begin(body, background, planning)
         plan = await self._kept.plan(job)
         if body.background and not body.stream:

@@ -102,7 +102,7 @@ class BackgroundRequest:
     """A request for a background completion: its body, and the idempotency key, if it has one.
 
     fields are those of the body, with stand-ins for what made the prompt. digest is of path and all fields, and is the
-    same for all requests with one key. started_at is by time.perf_counter.
+    same for all requests with one key; it is empty without a key. started_at is by time.perf_counter.
     """
 
     fields: dict[str, object]
@@ -115,10 +115,8 @@ class BackgroundRequest:
     def of(
         cls, path: str, fields: dict[str, object], owner: str | None, key: str | None, started_at: float
     ) -> BackgroundRequest:
-        """Return the request for a body with these fields; takes long for a large one."""
-        # One spelling, however it was sent. In small steps, unlike json.dumps, so that other threads have their turn.
-        whole = "".join(json.JSONEncoder(sort_keys=True, separators=(",", ":")).iterencode(fields))
-        digest = hashlib.sha256(f"{path}\n{whole}".encode()).hexdigest()
+        """Return the request for a body with these fields; takes long for a large one with a key."""
+        digest = "" if key is None else _digest(path, fields)
         return cls({name: STAND_INS.get(name, value) for name, value in fields.items()}, digest, owner, key, started_at)
 
     def seeded(self, body: Body) -> Body:
@@ -153,6 +151,12 @@ class BackgroundRequest:
             key=self.key,
             digest=self.digest,
         )
+
+
+def _digest(path: str, fields: dict[str, object]) -> str:
+    # One spelling, however it was sent. In small steps, unlike json.dumps, so that other threads have their turn.
+    whole = "".join(json.JSONEncoder(sort_keys=True, separators=(",", ":")).iterencode(fields))
+    return hashlib.sha256(f"{path}\n{whole}".encode()).hexdigest()
 
 
 class Reader:

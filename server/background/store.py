@@ -113,6 +113,10 @@ class BackgroundStore:
             beginning.add_done_callback(lambda _: self._beginning.pop(owner_and_key))
         return await asyncio.shield(beginning)  # others with the same key may wait for it when this client hangs up
 
+    def has_key(self, owner: str | None, key: str) -> bool:
+        """Return whether a job has this key of an owner, or gets it now."""
+        return (owner, key) in self._beginning or self._index.find_by_key((owner, key)) is not None
+
     async def find_same(self, request: BackgroundRequest) -> BackgroundJob | None:
         """Return the job that has the key of a request, or gets it now. Raises what `begin_or_find` raises."""
         if request.key is None:

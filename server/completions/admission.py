@@ -5,29 +5,13 @@ Routes enter with `planned`; `plan.py` takes the places of the choices once it k
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
-
-Body = TypeVar("Body")
-Plan = TypeVar("Plan")
-
-
-async def admitted(
-    plan: Callable[[Body, Service, str | None], Awaitable[Plan]],
-    service: Service,
-    place: Place,
-    num_bytes: int,
-    body: Body,
-) -> Plan:
-    """Return the plan of a body of so many bytes; count it meanwhile. Raises ServiceError, and what `plan` raises."""
-    with planned(service, place, num_bytes) as planning:
-        return await plan(body, planning, place.owner)
 
 
 @contextmanager
@@ -52,7 +36,10 @@ def hold(service: Service, num_bytes: int) -> None:
 
 
 def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -> None:
-    """Count n choices of each prompt as waiting. Raises ServiceError, QueueFullError or InvalidRequestError."""
+    """Count n choices of each prompt as waiting, in the place of what counts for the request so far.
+
+    Raises ServiceError, QueueFullError or InvalidRequestError.
+    """
     num_requests, info = n * num_prompts, service.engine.info
     # A request that can never be let in must not be told to try again.
     most = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
@@ -60,11 +47,16 @@ def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -
         message = f"n times the number of prompts may be at most {most}, got {n} times {num_prompts}"
         raise InvalidRequestError(message, param="n")
     service.limits.check_possible(owner, n, num_prompts)
+    _take(service, -service.place.num_requests)
     with service.counting_rejections():
         service.limits.check(owner, num_requests)
         service.engine.check_room(num_requests, service.planning.num_requests)
+    _take(service, num_requests)
+
+
+def _take(service: Service, num_requests: int) -> None:
     if service.planning.take(service.place, num_requests):
-        service.limits.note_planned(owner, num_requests)
+        service.limits.note_planned(service.place.owner, num_requests)
 
 
 def leave(service: Service) -> None:

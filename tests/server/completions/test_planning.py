@@ -13,7 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import Response
 
+from gptserve.server.api.completions import THREAD_BYTES
+from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.planning import MAX_PLANNING_BYTES, Place, Planning
 from gptserve.server.errors import ServiceError
 from gptserve.weights.workers import NUM_WORKERS
@@ -29,6 +32,8 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "x"}),
     ("/v1/responses", {"input": "x", "store": False}),
 ]
+KEPT = [way for way in WAYS if "background" in way[1] or way == ("/v1/responses", {"input": "x"})]
+LARGE = {"padding": "x" * THREAD_BYTES}
 
 
 class GatedTokenizer(ByteTokenizer):
@@ -67,8 +72,11 @@ class Gated:
     def __init__(self, server: LiveServer, tokenizer: GatedTokenizer, pool: ThreadPoolExecutor) -> None:
         self.server, self.tokenizer, self._pool = server, tokenizer, pool
 
-    def post(self, owner: str | None = None, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    def post(
+        self, owner: str | None = None, path: str = "/v1/completions", *, retry_key: str | None = None, **body: Any
+    ) -> httpx.Response:
         headers = {} if owner is None else {"authorization": f"Bearer {KEYS[owner]}"}
+        headers |= {} if retry_key is None else {"idempotency-key": retry_key}
         body = {"prompt": "x", **body} if path == "/v1/completions" else body
         return httpx.post(self.server.url + path, json=body, headers=headers, timeout=60)
 
@@ -154,6 +162,63 @@ def test_a_request_counts_for_its_key_before_it_is_planned(
     gate.server.wait_until_idle()
     assert gate.post("alice", path, **body).status_code in (200, 202)
     assert gate.server.metric(WAITING) == 0
+
+
+@pytest.mark.parametrize("retry_key", [None, "k"])
+@pytest.mark.parametrize(("path", "body"), KEPT)
+def test_a_large_request_that_is_kept_waits_for_nothing_before_it_counts(
+    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], retry_key: str | None
+) -> None:
+    gate, is_computing = gated(keys=True, max_requests_per_key=1), threading.Event()
+
+    def compute(*_: Any) -> Response:
+        is_computing.set()
+        assert gate.tokenizer.gate.wait(60)
+        return Response()
+
+    monkeypatch.setattr("gptserve.server.api.tokenize._detokenize", compute)
+    other = gate.begin("bob", "/detokenize", tokens=[1])
+    assert is_computing.wait(20)
+    first = gate.begin("alice", path, retry_key=retry_key, **body, **LARGE)
+    gate.tokenizer.wait_for(1)
+    assert gate.server.metric(WAITING) == 1
+    refused = gate.post("alice", path, retry_key=retry_key and "another", **body, **LARGE)
+    assert error_of(refused)[:2] == (429, "rate_limit_exceeded")
+    gate.tokenizer.gate.set()
+    assert [answer.result().status_code // 100 for answer in (other, first)] == [2, 2]
+
+
+@pytest.mark.parametrize(("path", "body"), [*KEPT, ("/v1/completions", {})])
+def test_a_large_request_with_a_key_counts_and_takes_its_turn_before_it_is_compared(
+    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    gate, compare, is_comparing = gated(keys=True, max_requests_per_key=1), BackgroundRequest.of, threading.Event()
+
+    def compare_late(*arguments: Any) -> BackgroundRequest:
+        is_comparing.set()
+        assert gate.tokenizer.gate.wait(60)
+        return compare(*arguments)
+
+    gate.tokenizer.gate.set()
+    done = gate.post("alice", path, retry_key="done", **body, **LARGE).json()
+    gate.server.wait_until_idle()
+    gate.tokenizer.gate.clear()
+    monkeypatch.setattr(BackgroundRequest, "of", compare_late)
+    first = gate.begin("alice", path, retry_key="new", **body, **LARGE)
+    assert is_comparing.wait(20)
+    assert gate.server.metric(WAITING) == 1
+    message = "at most 1 requests of a key may run or wait: of 'alice' 1 do, got 1 more"
+    refused = gate.post("alice", path, retry_key="another", **body, **LARGE)
+    assert error_of(refused) == (429, "rate_limit_exceeded", message)
+    assert gate.post("bob", "/detokenize", tokens=[65]).json() == {"prompt": "A"}
+    if path != "/v1/responses":
+        late = gate.post("bob", path, retry_key="late", timeout_ms=1, **body, **LARGE)
+        assert error_of(late) == (503, "queue_timeout", "timeout_ms: the request was still being prepared after 1 ms")
+    retry = gate.begin("alice", path, retry_key="done", **body, **LARGE)
+    gate.tokenizer.gate.set()
+    assert retry.result().json()["id"] == done["id"], "a retry begins nothing, so the limit is not for it"
+    assert first.result().status_code in (200, 202)
+    gate.wait_for_waiting(0)
 
 
 def test_the_choices_of_all_that_are_planned_fill_the_queue(gated: Callable[..., Gated]) -> None:
