@@ -6,11 +6,11 @@ Knows no HTTP; `api/responses.py` calls it, and the store to restore what it kee
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -19,6 +19,7 @@ from gptserve.server.api.response_schemas import InputItem, Item, ItemReference,
 from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem, HostedTool, InputPart
 from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
 from gptserve.server.completions.identity import Identity
 from gptserve.server.completions.output import Delta
@@ -35,6 +36,7 @@ from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
 
+Result = TypeVar("Result")
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 RESPONSE_SHAPE = replace(CHAT_SHAPE, id_prefix="resp_", object="response")
@@ -54,6 +56,7 @@ _NAMES = {
     "].function.": "].",
     "tool_choice.allowed_tools.": "tool_choice.",
 }
+_WORKER_BYTES = 2**13  # a conversation of so many bytes becomes a chat in some milliseconds in the worst case
 _PLACE = re.compile(r"^tools\[(\d+)\]")
 
 
@@ -156,9 +159,9 @@ async def plan_response(
 async def count_input_tokens(asked: StoredRequest, service: Service, dialect: Dialect) -> int:
     """Return the number of tokens of the prompt, of all that was said. Raises what `plan_response` raises."""
     tools, items = ResponseTools(asked.tools), [*asked.earlier, *input_items(asked)]
-    of_chat = {**asked.to_chat(_to_messages(asked.instructions, items)), **tools.to_chat(asked.tool_choice)}
+    of_chat = tools.to_chat(asked.tool_choice)
     with _own_names(tools):
-        chat = ChatRequest.model_validate(of_chat)
+        chat = await _if_large_in_worker(service, _to_chat, asked, of_chat, items)
         service.check_model(chat.model)
         engine_seed(choose_seed(chat.seed))  # the body is that of a response, which would be refused
         chat.sampling_params(service.options.sampling_defaults, bad_words=(), max_tokens=1)
@@ -194,32 +197,46 @@ async def _plan_chat(
 ) -> CompletionPlan:
     """Plan the chat; with truncation auto without as many of its oldest items as make it fit."""
 
-    async def plan(items: Sequence[Item]) -> CompletionPlan:
-        chat = ChatRequest.model_validate({**asked.to_chat(_to_messages(asked.instructions, items)), **tools})
+    async def plan(make: Callable[..., ChatRequest], *arguments: object) -> CompletionPlan:
+        chat = await _if_large_in_worker(service, make, *arguments)
         if background is not None:
             chat = background.seeded(chat)
         return await plan_chat(chat, service, owner, dialect, RESPONSE_SHAPE)
 
+    service.check_model(asked.model)
+    take_places(service, owner, 1, 1)  # before a large conversation waits for its turn
     items = [*asked.earlier, *input_items(asked)]
     try:
-        return await plan(items)
+        return await plan(_to_chat, asked, tools, items)
     except InvalidRequestError as error:
         if asked.truncation != "auto" or error.code != "context_length_exceeded":
             raise
         too_long = error
-    shorter, found = truncations(items)[1:], None
-    while shorter:  # the first that fits, by halves: the templates of some models take long
-        middle = len(shorter) // 2
+    last, shortened = await _if_large_in_worker(service, truncations, items)
+    first, found = 1, None
+    while first <= last:  # the first that fits, by halves: the templates of some models take long
+        middle = (first + last) // 2
         try:
-            found = await plan(shorter[middle])
-            shorter = shorter[:middle]
+            found = await plan(lambda step: _to_chat(asked, tools, shortened(step)), middle)
+            last = middle - 1
         except InvalidRequestError as error:
             if error.code != "context_length_exceeded":
                 raise
-            shorter = shorter[middle + 1 :]
+            first = middle + 1
     if found is None:
         raise too_long
     return found
+
+
+async def _if_large_in_worker(service: Service, call: Callable[..., Result], *arguments: object) -> Result:
+    """Make a call, whose time grows with the conversation, and return its result; let no other request wait for it."""
+    if service.place.num_bytes > _WORKER_BYTES:
+        return await service.in_worker(call, *arguments)
+    return call(*arguments)
+
+
+def _to_chat(asked: StoredRequest, tools: Json, items: Sequence[Item]) -> ChatRequest:
+    return ChatRequest.model_validate({**asked.to_chat(_to_messages(asked.instructions, items)), **tools})
 
 
 def restore_response(

@@ -7,27 +7,37 @@ Knows neither tokens nor templates; `plan.py` calls it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gptserve.server.api.response_schemas import InputItem, Item
 from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem
 
 
-def truncations(items: Sequence[Item]) -> list[list[Item]]:
-    """Return the conversation as it is, without its oldest piece, without the two oldest, and so on."""
-    made = [list(items)]
-    dropped: set[int] = set()
-    for piece in _pieces(items)[:-1]:
-        dropped.update(piece)
-        calls = {item.call_id for i in dropped if isinstance(item := items[i], CallItem | CustomCallItem)}
-        kept = [
-            item
-            for i, item in enumerate(items)
-            if i not in dropped and not (isinstance(item, CallOutputItem) and item.call_id in calls)
-        ]
-        if len(kept) < len(made[-1]):
-            made.append(kept)
-    return made
+def truncations(items: Sequence[Item]) -> tuple[int, Callable[[int], list[Item]]]:
+    """Return how many shorter conversations there are, and a function that makes one of them.
+
+    It takes a step: 0 makes the conversation as it is, 1 makes it without its oldest piece, and so on.
+    """
+    pieces = _pieces(items)
+    stays = len(pieces)
+    dropped_at = [stays] * len(items)
+    of_call: dict[str, int] = {}
+    for number, piece in enumerate(pieces[:-1]):
+        for i in piece:
+            dropped_at[i] = number
+            if isinstance(item := items[i], CallItem | CustomCallItem):
+                of_call.setdefault(item.call_id, number)
+    for i, item in enumerate(items):
+        if isinstance(item, CallOutputItem):
+            dropped_at[i] = min(dropped_at[i], of_call.get(item.call_id, stays))
+    # Results may all have gone with calls before them, and then their piece is none.
+    numbers = sorted(set(dropped_at) - {stays})
+
+    def shortened(step: int) -> list[Item]:
+        first = numbers[step - 1] + 1 if step else 0
+        return [item for item, number in zip(items, dropped_at, strict=True) if number >= first]
+
+    return len(numbers), shortened
 
 
 def _pieces(items: Sequence[Item]) -> list[list[int]]:

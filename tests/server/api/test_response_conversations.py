@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from gptserve.server.responses import plan
 from tests.server.api.test_owners import KEYS, ask
 from tests.server.api.test_response_tools import TOOLS, serve_kind
 from tests.server.api.test_responses import PATH, Serve, get, input_items, post, prompt_of, respond
 from tests.server.conftest import Api, LiveServer
-from tests.server.fake_engine import FakeEngineClient, say
+from tests.server.fake_engine import ByteTokenizer, FakeEngineClient, say
 
 MakeApi = Callable[..., Api]
 END = "<|endoftext|>"
@@ -145,6 +147,59 @@ def test_what_stays_of_a_conversation_may_be_too_long_all_the_same(api: Api) -> 
     assert (errors[0]["code"], errors[0]["param"]) == ("context_length_exceeded", "input")
     wrong = respond(api, input="x", truncation="auto", temperature=9).json()["error"]
     assert wrong["param"] == "temperature"
+
+
+class WatchingTokenizer(ByteTokenizer):
+    """Looks at the server whenever it encodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look: Callable[[], object] = lambda: None
+        self.seen: list[object] = []
+
+    def encode_with_special(self, text: str, *, template: bool = False) -> list[int]:
+        self.seen.append(self.look())
+        return super().encode_with_special(text, template=template)
+
+
+@pytest.mark.parametrize("kept", [{}, {"store": False}, {"background": True}])
+def test_a_conversation_that_must_be_cut_counts_as_one_request(serve: Serve, kept: dict[str, bool]) -> None:
+    tokenizer = WatchingTokenizer()
+    engine = FakeEngineClient(say("Yes.", then_eos=True))
+    server = serve(engine, tokenizer=tokenizer, api_keys=("k",), max_requests_per_key=1)
+    tokenizer.seen.clear()
+    tokenizer.look = lambda: server.app.state.metrics.num_waiting
+    body = {"input": [user("x" * 30)] * 40, "truncation": "auto", "max_output_tokens": 5, **kept}
+    for _ in range(2):
+        answer = ask(server, "k", "POST", PATH, json=body)
+        assert (answer.status_code, answer.json().get("error")) == (200, None)
+        server.wait_until_idle()
+        assert len(tokenizer.seen) > 2, "it fits at once"
+        assert set(tokenizer.seen) == {1}
+    assert prompt_of(server) == f"[user]{'x' * 30}{END}" * 6 + ">"
+
+
+def test_no_other_request_waits_while_a_large_conversation_becomes_a_chat(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return call(*arguments)
+
+        return noted
+
+    for name in ("_to_messages", "truncations"):
+        monkeypatch.setattr(plan, name, noting(getattr(plan, name)))
+    server = serve(FakeEngineClient(say("Yes.", then_eos=True)))
+    asked = {"input": [user("x")] * 1000, "truncation": "auto", "max_output_tokens": 5}
+    assert post(server, **asked).status_code == 200
+    assert len(threads) > 3
+    counted = httpx.post(f"{server.url}{PATH}/input_tokens", json={"input": asked["input"]}, timeout=20)
+    assert counted.json()["error"]["code"] == "context_length_exceeded", "its chat was made"
+    assert server._thread not in threads
 
 
 def test_a_truncated_response_goes_on_from_all_that_was_said(serve: Serve) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gptserve.server.api.response_schemas import InputItem, Item
 from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem
-from gptserve.server.responses.truncation import truncations
+from gptserve.server.responses.truncation import _pieces, truncations
 
 ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
 
@@ -30,7 +33,25 @@ def words_of(words: str) -> list[str]:
     given = words.split()
     items = [item_of(word) for word in given]
     names = dict(zip(map(id, items), given, strict=True))
-    return [" ".join(names[id(item)] for item in left) for left in truncations(items)]
+    number, shortened = truncations(items)
+    return [" ".join(names[id(item)] for item in shortened(step)) for step in range(number + 1)]
+
+
+def every_version(items: list[Item]) -> list[list[Item]]:
+    """Return the same conversations as `truncations`, each made anew from all that was dropped before it."""
+    made = [list(items)]
+    dropped: set[int] = set()
+    for piece in _pieces(items)[:-1]:
+        dropped.update(piece)
+        calls = {item.call_id for i in dropped if isinstance(item := items[i], CallItem | CustomCallItem)}
+        kept = [
+            item
+            for i, item in enumerate(items)
+            if i not in dropped and not (isinstance(item, CallOutputItem) and item.call_id in calls)
+        ]
+        if len(kept) < len(made[-1]):
+            made.append(kept)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -73,3 +94,36 @@ def test_what_must_stay_stays_and_no_result_is_without_its_call(words: list[str]
         made = {word[1:] for word in words if word[0] in "cx"}
         lacking = made - {word[1:] for word in left if word[0] in "cx"}
         assert not any(word[0] == "r" and word[1:] in lacking for word in left)
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=30))
+def test_each_version_is_what_dropping_piece_by_piece_leaves(words: list[str]) -> None:
+    items = [item_of(word) for word in words]
+    number, shortened = truncations(items)
+    made = [shortened(step) for step in range(number + 1)]
+    assert [list(map(id, left)) for left in made] == [list(map(id, left)) for left in every_version(items)]
+
+
+class CountedItems(list[Item]):
+    """Items that count how often one is looked at."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in super().__iter__():
+            self.num_looks += 1
+            yield item
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_looks += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("words", ["u1", "u1 a1", "c1 r1", "c1 x2 r2 r1 a1"])
+def test_the_work_grows_with_the_items_and_not_with_their_square(words: str) -> None:
+    items = CountedItems(item_of(word) for _ in range(500) for word in words.split())
+    number, shortened = truncations(items)
+    assert items.num_looks <= 6 * len(items)
+    items.num_looks = 0
+    assert len(shortened(number // 2)) < len(items)
+    assert items.num_looks == len(items)
