@@ -54,15 +54,20 @@ def blaming(param: str) -> Iterator[None]:
 def num_kept_tokens(body: GenerationRequest, max_tokens: int, service: Service) -> int:
     """Return how many tokens of a prompt to keep; 0 is all of them. Raises InvalidRequestError.
 
-    As many as fit beside max_tokens are the most. If none fits, `Request.check` says so.
+    As many as fit beside max_tokens are the most, but for a server that cuts max_tokens to what the prompt leaves. If
+    none fits, `Request.check` says so.
     """
-    asked, most = body.truncate_prompt_tokens, service.engine.info.max_model_len - max_tokens
-    if asked is None or most < 1:
+    asked, limit = body.truncate_prompt_tokens, service.engine.info.max_model_len
+    if asked is None:
         return 0
+    left, caps = limit - max_tokens, service.options.settings.overlong_max_tokens == "cap"
+    most = limit - 1 if caps or left < 1 else left
     if asked == 0 or not -1 <= asked <= most:
         message = f"truncate_prompt_tokens must be -1 or in [1, {most}], got {asked}"
         raise InvalidRequestError(message, param="truncate_prompt_tokens")
-    return most if asked == -1 else asked
+    if left < 1:
+        left = most if caps else 0
+    return left if asked == -1 or not left else asked
 
 
 def check_length(text: str, service: Service) -> None:

@@ -63,6 +63,47 @@ def test_a_prompt_may_be_cut_beside_a_completion_without_a_limit(api: Api) -> No
 
 CAP = {"overlong_max_tokens": "cap"}
 HEADER = "x-gptserve-max-tokens"
+LONG = {"complete": {"prompt": "x" * 300}, "chat": {"messages": [{"role": "user", "content": "x" * 300}]}}
+
+
+@pytest.mark.parametrize(("route", "name"), NAMES)
+@pytest.mark.parametrize(
+    ("asked", "limit", "kept", "in_force"),
+    [
+        (100, 300, 100, LIMIT - 100),
+        (100, 200, 100, LIMIT - 100),
+        (100, 50, 100, 50),
+        (-1, LIMIT, LIMIT - 1, 1),
+        (-1, 200, LIMIT - 200, 200),
+        (LIMIT - 1, 50, LIMIT - 1, 1),
+    ],
+)
+def test_a_prompt_may_be_cut_beside_a_limit_that_is_capped(
+    make_api: MakeApi, route: str, name: str, asked: int, limit: int, kept: int, in_force: int
+) -> None:
+    api = make_api(FakeEngineClient(), **CAP)
+    response = ask(api, route, **LONG[route], **{name: limit}, truncate_prompt_tokens=asked)
+    assert response.is_success, response.text
+    [request] = api.engine.submitted
+    assert (len(request.prompt_token_ids), request.params.max_tokens) == (kept, in_force)
+    assert response.headers.get(HEADER) == (None if in_force == limit else str(in_force))
+
+
+@pytest.mark.parametrize(("route", "name"), NAMES)
+@pytest.mark.parametrize(
+    ("options", "limit", "most"), [(CAP, 300, 255), (CAP, 9, 255), ({}, 300, 255), ({}, 256, 255), ({}, 250, 6)]
+)
+@pytest.mark.parametrize("asked", [-5, 0, LIMIT])
+def test_no_other_number_of_tokens_is_kept_whatever_the_limit(
+    make_api: MakeApi, route: str, name: str, options: dict[str, str], limit: int, most: int, asked: int
+) -> None:
+    api = make_api(FakeEngineClient(), **options)
+    error = ask(api, route, **LONG[route], **{name: limit}, truncate_prompt_tokens=asked).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "truncate_prompt_tokens",
+        f"truncate_prompt_tokens must be -1 or in [1, {most}], got {asked}",
+    )
+    assert api.engine.submitted == []
 
 
 @pytest.mark.parametrize(("route", "name"), NAMES)
