@@ -42,6 +42,7 @@ CREATE TABLE ends (
     finished_at REAL NOT NULL, num_batches INTEGER NOT NULL, num_tokens INTEGER NOT NULL, position TEXT,
     checksum INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE renamed_owners (former TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE state (is_open INTEGER NOT NULL);
 INSERT INTO state VALUES (0);
 PRAGMA application_id = {APPLICATION_ID};

@@ -1,7 +1,9 @@
 """Renames the owners of a journal that an earlier version wrote, which named keys of options by their positions.
 
 A position says nothing of the key: once a key is taken away, the next one has its position. So this happens once, at
-the first start with such keys, and only if they may be the ones that the journal's owners had. `journal.py` calls it.
+the first start with such keys, and only if they may be the ones that the journal's owners had. It happens no more once
+a key file has given the name of a position, which is then that key's own, nor to journals that this version creates:
+these have the table from the beginning. `journal.py` calls it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ class FormerOwners:
 def rename_owners(connection: sqlite3.Connection, former: FormerOwners) -> None:
     """Rename the owners of all completions, unless a start has done so. Raises ValueError or sqlite3.Error."""
     [(was_done,)] = connection.execute("SELECT count(*) FROM sqlite_master WHERE name = ?", (_TABLE,))
-    if was_done or not former.names:
+    if was_done:
+        return
+    has_namesake = any(_POSITION.fullmatch(owner) for owner in former.others)
+    if not former.names:
+        if has_namesake:
+            _create_table(connection)
         return
     owners = {owner for (owner,) in connection.execute("SELECT DISTINCT owner FROM completions")} - former.others
     positions = {owner for owner in owners if owner is not None and _POSITION.fullmatch(owner)}
@@ -47,6 +54,8 @@ def rename_owners(connection: sqlite3.Connection, former: FormerOwners) -> None:
             len(former.names),
             ", ".join(sorted(positions)),
         )
+        if has_namesake:
+            _create_table(connection)
         return
     with connection:  # commits, or rolls back
         connection.execute("BEGIN IMMEDIATE")
@@ -55,7 +64,11 @@ def rename_owners(connection: sqlite3.Connection, former: FormerOwners) -> None:
             for completion_id in ids:  # one at a time, as prompts may be long
                 row = connection.execute("SELECT * FROM completions WHERE id = ?", completion_id).fetchone()
                 connection.execute(*records.update_owner(records.to_record(row), former.names[position]))
-        connection.execute(f"CREATE TABLE {_TABLE} (former TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID")
+        _create_table(connection)
         connection.executemany(f"INSERT INTO {_TABLE} VALUES (?, ?)", former.names.items())
     for position in sorted(positions):
         logger.warning("the completions of %s now belong to %s, the key in its place", position, former.names[position])
+
+
+def _create_table(connection: sqlite3.Connection) -> None:
+    connection.execute(f"CREATE TABLE {_TABLE} (former TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gptserve.server.background.database import FILE_NAME
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.owners import FormerOwners
 from gptserve.server.operations.keys import option_name
@@ -24,6 +27,16 @@ LOGGER = "gptserve.server.background.owners"
 
 def write_old(folder: Path, *owners: str | None) -> None:
     """Write the journal of an earlier version, with a completion of each owner, of which it is the id."""
+
+    is_new = not (folder / FILE_NAME).exists()
+    write_rows(folder, *owners)
+    if is_new:
+        with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as connection:
+            connection.execute("DROP TABLE renamed_owners")  # earlier versions had none
+
+
+def write_rows(folder: Path, *owners: str | None) -> None:
+    """Write a completion of each owner, of which it is the id."""
 
     async def write(journal: Journal) -> None:
         for owner in owners:
@@ -86,6 +99,23 @@ def test_a_start_without_keys_of_options_renames_nothing_and_leaves_it_to_the_ne
     write_old(tmp_path, "key-1")
     assert owners_after(tmp_path, FormerOwners()) == {"key-1": "key-1"}
     assert owners_after(tmp_path, FormerOwners({"key-1": "key-aa"})) == {"key-1": "key-aa"}
+
+
+def test_a_journal_of_this_version_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_rows(tmp_path, "key-1")  # as a file named a key
+    for former in (FormerOwners(others=frozenset({"key-1"})), FormerOwners({"key-1": "key-aa"}), FormerOwners()):
+        assert owners_after(tmp_path, former) == {"key-1": "key-1"}
+    assert not [record for record in caplog.records if record.name == LOGGER]
+
+
+@pytest.mark.parametrize("names", [{}, {"key-1": "key-aa"}])
+def test_once_a_file_gives_the_name_of_a_position_nothing_is_renamed_any_more(
+    tmp_path: Path, names: dict[str, str]
+) -> None:
+    write_old(tmp_path, "key-2", "key-3")
+    assert owners_after(tmp_path, FormerOwners(names, frozenset({"key-2"}))) == {"key-2": "key-2", "key-3": "key-3"}
+    later = FormerOwners({"key-1": "key-aa", "key-2": "key-bb", "key-3": "key-cc"})
+    assert owners_after(tmp_path, later) == {"key-2": "key-2", "key-3": "key-3"}
 
 
 def test_a_name_that_a_file_gives_is_no_position(tmp_path: Path) -> None:
