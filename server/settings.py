@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -239,10 +240,14 @@ class ServerSettings:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect. Names other than localhost are not resolved, and count as remote."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
+        if self.host.lower() == "localhost":
+            return True
+        try:  # short forms, too, such as 127.1
+            found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except (OSError, UnicodeError):
             return False
+        address = ipaddress.ip_address(found[0][4][0])
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
     def describe(self) -> tuple[str, str]:
         """Return the options that were set, with their sources, and the others; secrets are redacted."""

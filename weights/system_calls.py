@@ -25,6 +25,7 @@ DENIED = """
     fsconfig=431/431 fsmount=432/432 fspick=433/433 mount_setattr=442/442 setns=308/268 unshare=272/97
     ptrace=101/117 process_vm_readv=310/270 process_vm_writev=311/271 process_madvise=440/440 kcmp=312/272
     tkill=200/130 pidfd_open=434/434 pidfd_getfd=438/438 pidfd_send_signal=424/424 setpriority=141/140
+    sched_setaffinity=203/122 sched_setscheduler=144/119 sched_setparam=142/118 sched_setattr=314/274
     ioprio_set=251/30 migrate_pages=256/238 move_pages=279/239
     shmget=29/194 shmat=30/196 shmctl=31/195 semget=64/190 semop=65/193 semctl=66/191 semtimedop=220/192
     msgget=68/186 msgsnd=69/189 msgrcv=70/188 msgctl=71/187 mq_open=240/180 mq_unlink=241/181
@@ -32,7 +33,8 @@ DENIED = """
     bpf=321/280 perf_event_open=298/241 userfaultfd=323/282 keyctl=250/219 add_key=248/217 request_key=249/218
     acct=163/89 swapon=167/224 swapoff=168/225 reboot=169/142 init_module=175/105 finit_module=313/273
     delete_module=176/106 kexec_load=246/104 kexec_file_load=320/294 sethostname=170/161 setdomainname=171/162
-    quotactl=179/60 quotactl_fd=443/443 syslog=103/116
+    quotactl=179/60 quotactl_fd=443/443 syslog=103/116 clock_settime=227/112 settimeofday=164/170
+    clock_adjtime=305/266 adjtimex=159/171 iopl=172/- ioperm=173/-
 """
 """Sockets; programs and processes; names, sizes and rights of files; mounts and namespaces; other processes; memory and
 messages that processes share; other ways to make calls; what only root may."""

@@ -15,12 +15,14 @@ _HOST = re.compile(rb"(\[[\w:.%~!$&'()*+,;=-]+\]|[\w.%~!$&'()*+,;=-]*)(:[0-9]*)?
 Fields = Sequence[tuple[bytes, bytes]]
 
 
-def check_head(method: bytes, version: str, fields: Fields) -> None:
+def check_head(method: bytes, target: bytes, version: str, fields: Fields) -> None:
     """Raise ServiceError for a request that can be parsed and yet not be answered; names of fields are lower-case."""
     if method == b"CONNECT":  # llhttp takes all that follows it for another protocol
         raise ServiceError("not_implemented", "this server is no proxy and does not take CONNECT")
     if version not in ("1.0", "1.1"):
         raise ServiceError("invalid_http", f"the protocol must be HTTP/1.0 or HTTP/1.1, got HTTP/{version}")
+    if b"#" in target:  # RFC 9112, section 3.2
+        raise ServiceError("invalid_http", f"the target of a request may have no fragment, got {_shown(target)}")
     hosts = [value.strip(b" \t") for name, value in fields if name == b"host"]
     if len(hosts) != 1 and (hosts or version == "1.1"):  # RFC 9112, section 3.2
         raise ServiceError("invalid_http", f"a request over HTTP/{version} must have one Host field, got {len(hosts)}")

@@ -136,7 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         try:
-            check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+            check_head(self.parser.get_method(), self.url, self.parser.get_http_version(), self.headers)
         except ServiceError as error:
             self._stop(error)
         if self.parser.should_upgrade():

@@ -35,9 +35,8 @@ class Turns:
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was granted in the same moment
                 self.give_back(owner)
-            elif owner in self._waiting:
-                self._waiting[owner].remove(turn)
-                self._forget_if_empty(owner)
+            else:
+                self._forget_cancelled(owner)
             raise
 
     def give_back(self, owner: Owner) -> None:
@@ -52,6 +51,8 @@ class Turns:
 
     def _grant(self) -> None:
         share = self._share()
+        for owner in list(self._waiting):  # of those cancelled just now the tasks have not run yet
+            self._forget_cancelled(owner)
         while self._num_free:
             entitled = [owner for owner in self._waiting if self._num_held[owner] < share]
             if not entitled:
@@ -59,10 +60,14 @@ class Turns:
             owner = min(entitled, key=self._num_held.__getitem__)
             self._waiting[owner].popleft().set_result(None)
             self._waiting.move_to_end(owner)
-            self._forget_if_empty(owner)
+            self._forget_cancelled(owner)
             self._num_held[owner] += 1
             self._num_free -= 1
 
-    def _forget_if_empty(self, owner: Owner) -> None:
-        if not self._waiting[owner]:
-            del self._waiting[owner]
+    def _forget_cancelled(self, owner: Owner) -> None:
+        """Forget cancelled turns of an owner, and the owner itself if no other waits."""
+        waiting = [turn for turn in self._waiting.get(owner, ()) if not turn.cancelled()]
+        if waiting:
+            self._waiting[owner] = deque(waiting)
+        else:
+            self._waiting.pop(owner, None)

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from gptserve.server.errors import ServiceError
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.heads import check_head, without_upgrade
 from gptserve.server.http.protocol import BoundedHttpProtocol
@@ -255,8 +256,8 @@ def test_a_head_that_breaks_a_rule_is_refused(
     [b"", b"t", b"a_b.example.org:80", b"127.0.0.1:1", b"[::1]:1", b"[fe80::1%25eth0]", b"a:", b"t \t"],
 )
 def test_a_host_is_a_name_or_an_address(host: bytes) -> None:
-    check_head(b"GET", "1.1", [(b"host", host)])
-    check_head(b"GET", "1.0", [])
+    check_head(b"GET", b"/", "1.1", [(b"host", host)])
+    check_head(b"GET", b"/", "1.0", [])
 
 
 @pytest.mark.parametrize("coding", [b"xchunked", b"identity", b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
@@ -276,10 +277,27 @@ def test_another_transfer_encoding_is_not_implemented(
 
 @pytest.mark.parametrize("coding", [b"chunked", b"Chunked", b"chunked \t"])
 def test_chunked_is_taken_however_it_is_written(coding: bytes) -> None:
-    check_head(b"POST", "1.1", [(b"host", b"t"), (b"transfer-encoding", coding)])
+    check_head(b"POST", b"/", "1.1", [(b"host", b"t"), (b"transfer-encoding", coding)])
 
 
 def test_a_head_lacks_only_the_upgrade() -> None:
     fields = [(b"host", b"t"), (b"upgrade", b"h2c"), (b"content-length", b"5 "), (b"x-upgrade", b""), (b"host", b"u")]
     head = without_upgrade(b"POST", b"/a?b", "1.0", fields)
     assert head == b"POST /a?b HTTP/1.0\r\nhost: t\r\ncontent-length: 5 \r\nx-upgrade: \r\nhost: u\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "target", [b"/v1/completions#/health", b"#/health", b"http://t/v1/models#/ready", b"/?a#/metrics"]
+)
+def test_a_target_has_no_fragment(target: bytes) -> None:
+    """The route would see the path before it, and what tells probes apart its end."""
+    with pytest.raises(ServiceError) as caught:
+        check_head(b"POST", target, "1.1", [(b"host", b"t")])
+    assert str(caught.value) == f"the target of a request may have no fragment, got {target.decode()!r}"
+    assert caught.value.code == "invalid_http"
+
+
+def test_a_fragment_is_a_400(serve: Callable[..., LiveServer]) -> None:
+    answer = exchange(serve(FakeEngineClient()), [b"GET /v1/models#/health HTTP/1.1\r\nhost: t\r\n\r\n"])
+    message = "the target of a request may have no fragment, got '/v1/models#/health'"
+    assert status_and_error(answer) == (400, "invalid_http", message)

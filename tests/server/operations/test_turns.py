@@ -102,3 +102,33 @@ def test_who_is_cancelled_waits_no_more_and_holds_nothing(is_granted: bool) -> N
         assert calls.granted == ["a1", "b2", "b3"]
 
     run(test)
+
+
+@pytest.mark.parametrize("by", ["give back", "take"])
+def test_a_slot_that_is_free_when_a_call_is_cancelled_goes_to_the_next_one(by: str) -> None:
+    """The task of a cancelled call runs later than what gives a slot in the same turn of the loop."""
+
+    async def test() -> None:
+        turns = Turns(1, lambda: 1)
+        await turns.take("a")
+        cancelled, waiting = (asyncio.create_task(turns.take("a")) for _ in range(2))
+        other = asyncio.create_task(turns.take("b"))
+        await asyncio.sleep(0)
+        if by == "take":
+            other.cancel()
+        cancelled.cancel()
+        turns.give_back("a")
+        late = asyncio.create_task(turns.take("c"))
+        if by == "give back":
+            await asyncio.wait_for(other, 20)
+            turns.give_back("b")
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await other
+        for task, owner in ((waiting, "a"), (late, "c")):
+            await asyncio.wait_for(task, 20)
+            turns.give_back(owner)
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    run(test)
