@@ -170,6 +170,9 @@ class Request:
     blame: Blame = NO_BLAME
 
     def __post_init__(self) -> None:
+        for name in ("seed", "choice_index", "priority"):
+            check_number(name, getattr(self, name), whole=True, optional=False)
+        check_type("cache_salt", self.cache_salt, str, "text")
         if not 0 <= self.seed < SEED_LIMIT:
             raise InvalidRequestError(f"seed must be in [0, 2**64), got {self.seed}", param="seed")
         check_range("choice_index", self.choice_index, 0, MAX_CHOICE_INDEX)

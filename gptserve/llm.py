@@ -17,12 +17,14 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from gptserve.engine.checks import check_number
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineError, InvalidRequestError
 from gptserve.engine.model.loading_bar import LoadingBar
 from gptserve.engine.request import DRAWN_SEED_LIMIT, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 from gptserve.scoring import Score, Windows
+from gptserve.weights.chat.arguments import read_arguments
 from gptserve.weights.chat.template import ChatTemplate, load_chat_template
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import MAX_NEW_TOKENS, load_sampling_defaults
@@ -33,6 +35,8 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 Conversation = Sequence[Mapping[str, Any]]
 """Messages as in OpenAI's chats, each with a role and a content."""
+
+OWN_VARIABLES = frozenset({"messages", "documents"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +96,34 @@ class LLM:
         n: int = 1,
         seed: int | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: object,
     ) -> list[Completion]:
         """Return n answers to each conversation, as `generate` does for the prompts that the chat template makes.
 
-        The template sees `tools` and `variables`, such as enable_thinking. A text is as the model wrote it, with its
-        calls of tools and its reasoning. Without `params` an answer may be as long as the context and the model's
-        max_new_tokens allow. Raises ChatTemplateError, too.
+        The template sees `tools` and `variables`, such as enable_thinking. With continue_final_message, which asks for
+        add_generation_prompt False, the answer goes on where the last message ends. A text is as the model wrote it,
+        with its calls of tools and its reasoning. Without `params` an answer may be as long as the context and the
+        model's max_new_tokens allow. Raises ChatTemplateError, too.
         """
+        if taken := OWN_VARIABLES & variables.keys():
+            raise InvalidRequestError(f"the template's variables must not hold {min(taken)}", param=min(taken))
+        if continue_final_message and add_generation_prompt:
+            message = "continue_final_message must not be true together with add_generation_prompt"
+            raise InvalidRequestError(message, param="continue_final_message")
         is_one = bool(conversations) and isinstance(conversations[0], Mapping)
         listed: Any = [conversations] if is_one else conversations
-        texts = [self._chat_template.render(messages, variables, tools=tools) for messages in listed]
+        texts = [
+            self._chat_template.render(
+                [_for_template(message) for message in messages],
+                variables,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for messages in listed
+        ]
         ids = [tuple(self.tokenizer.encode_with_special(text)) for text in texts]
         return self._complete(ids, [self._chat_params(len(p)) for p in ids] if params is None else params, n, seed)
 
@@ -114,6 +135,8 @@ class LLM:
         A window has at most `window` tokens (default: the most that the model takes), and the next one begins `stride`
         tokens after it (default: half a window). Raises InvalidRequestError; EngineError if a window fails.
         """
+        for name, value in (("window", window), ("stride", stride)):
+            check_number(name, value, whole=True, optional=True)
         limit = self.engine.info.max_model_len - 1  # the engine computes at least one token behind a prompt
         size = limit if window is None else window
         if size > limit:
@@ -190,6 +213,8 @@ class LLM:
         if len(params) != len(prompts):
             message = f"params must be one, or one for each of {len(prompts)} prompts, got {len(params)}"
             raise InvalidRequestError(message, param="params")
+        check_number("n", n, whole=True, optional=False)
+        check_number("seed", seed, whole=True, optional=True)
         if n < 1:
             raise InvalidRequestError(f"n must be at least 1, got {n}", param="n")
         requests = []
@@ -242,3 +267,35 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return several prompts, also where one is given."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
+
+
+def _for_template(message: Any) -> dict[str, Any]:
+    """Return a message of OpenAI's shape as chat templates want it. Raises InvalidRequestError."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise _wrong_message("an object with a role", message)
+    given = {name: value for name, value in message.items() if value is not None}
+    content = given.setdefault("content", "")
+    is_parts = isinstance(content, list | tuple) and all(_is_text_part(part) for part in content)
+    if not isinstance(content, str) and not is_parts:
+        raise _wrong_message("one whose content is text or a list of text parts", message)
+    if "tool_calls" in given:
+        given["tool_calls"] = [_call_for_template(call) for call in given["tool_calls"]]
+    return given
+
+
+def _call_for_template(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _wrong_message("one whose tool_calls have a function with a name", call)
+    arguments = function.get("arguments")
+    read = read_arguments(arguments) if isinstance(arguments, str) else arguments or {}
+    return {**call, "function": {**function, "arguments": read}}
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _wrong_message(rule: str, got: object) -> InvalidRequestError:
+    message = f"a message must be {rule}, got {repr(got)[:80]}"
+    return InvalidRequestError(message, param="messages", code="invalid_type")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import gptserve
 from gptserve import LLM
 from gptserve.engine.errors import EngineError, InvalidRequestError
 from gptserve.engine.request import FinishReason, Request, SamplingParams, TokenOutput
-from gptserve.weights.chat.template import load_chat_template
+from gptserve.weights.chat.template import ChatTemplate, load_chat_template
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.source import resolve_model
 
@@ -81,6 +82,9 @@ def test_token_ids_alone_are_one_prompt(llm: LLM) -> None:
             "params must be one, or one for each of 2 prompts, got 1",
         ),
         ({"prompts": "a", "n": 0}, "n must be at least 1, got 0"),
+        ({"prompts": "a", "n": 1.5}, "n must be an integer, got 1.5"),
+        ({"prompts": "a", "seed": "x"}, "seed must be an integer or None, got 'x'"),
+        ({"prompts": "a", "seed": 1.5}, "seed must be an integer or None, got 1.5"),
         ({"prompts": "a", "seed": -1}, "seed must be in [0, 2**64), got -1"),
         (
             {"prompts": [[1.5]]},
@@ -140,6 +144,68 @@ def test_a_chat_is_rendered_by_the_models_template(llm: LLM) -> None:
     assert len(llm.chat(messages, SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}={{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def prompts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Return the function from the arguments of a chat to the text of its prompt."""
+    template = ChatTemplate(TOOL_TEMPLATE, {})
+    monkeypatch.setitem(vars(llm), "_chat_template", template)
+
+    def prompt(messages: Any, **options: Any) -> str:
+        (answer,) = llm.chat(messages, SamplingParams(max_tokens=1), **options)
+        return llm.tokenizer.decode(answer.prompt_token_ids)
+
+    yield prompt
+    template.close()
+
+
+def test_calls_in_the_history_are_given_to_the_template_as_a_server_does(prompts_of: Callable[..., str]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "warm"}]
+    assert prompts_of(history) == '<assistant>f={"city": "Rome"}<tool>warm<assistant>'
+    assert prompts_of([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]) == "<user>Hi<assistant>"
+
+
+def test_a_chat_may_go_on_within_its_last_message(prompts_of: Callable[..., str]) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The"}]
+    assert prompts_of(messages, add_generation_prompt=False) == "<user>Hi<assistant>The"
+    given = {"add_generation_prompt": False, "continue_final_message": True}
+    assert prompts_of(messages, **given) == "<user>Hi<assistant>The"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"conversations": "hi"}, "a message must be an object with a role, got 'h'"),
+        ({"conversations": [{"content": "x"}]}, "a message must be an object with a role, got {'content': 'x'}"),
+        (
+            {"conversations": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "a message must be one whose content is text or a list of text parts, got "
+            "{'role': 'user', 'content': [{'type': 'image_url'}]}",
+        ),
+        (
+            {"conversations": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "a message must be one whose tool_calls have a function with a name, got {'id': '1'}",
+        ),
+        ({"documents": []}, "the template's variables must not hold documents"),
+        (
+            {"continue_final_message": True},
+            "continue_final_message must not be true together with add_generation_prompt",
+        ),
+    ],
+)
+def test_a_chat_that_fits_nothing_is_refused(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat(**{"conversations": [{"role": "user", "content": "Hi"}], **arguments})
+    assert str(caught.value) == message
+
+
 def test_a_model_without_a_template_does_not_chat(storyteller: Path, tmp_path: Path) -> None:
     shutil.copytree(storyteller, tmp_path / "model")
     path = tmp_path / "model" / "tokenizer_config.json"
@@ -184,6 +250,7 @@ def test_windows_score_each_token_once_with_what_they_see(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"window": 2.5}, "window must be an integer or None, got 2.5"),
         ({"window": 1}, "window must be at least 2, got 1"),
         ({"window": 1024}, "window must be at most 1023, got 1024"),
         ({"window": 8, "stride": 8}, "stride must be in [1, 7], as a window has 8 tokens, got 8"),

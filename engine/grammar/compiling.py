@@ -77,8 +77,9 @@ class CompilingThread:
             if worker is None or worker.future is None or time.monotonic() - worker.began_at < LIMIT_S:
                 return
             self._num_stuck += 1
+            future = worker.future
             self._start()
-        worker.future.set_exception(GrammarError(f"it took more than {LIMIT_S:g} s"))
+        future.set_exception(GrammarError(f"it took more than {LIMIT_S:g} s"))
 
     def _start(self) -> None:
         self._worker = _Worker() if self._jobs else None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from gptserve.server.api.base_schemas import _Model, _RequestModel
-from gptserve.server.tools.arguments import read_arguments
+from gptserve.weights.chat.arguments import read_arguments
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 TOOL_CHOICE_RULE = 'Input should be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'

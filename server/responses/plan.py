@@ -103,6 +103,12 @@ class ResponsePlan(CompletionPlan):
         }
 
 
+def _echo_tool(tool: BaseModel) -> Json:
+    """Return a tool as OpenAI's client reads it: the description of a namespace is a text, given or not."""
+    told = tool.model_dump()
+    return {**told, "description": told["description"] or ""} if told["type"] == "namespace" else told
+
+
 def _echo(asked: StoredRequest) -> Json:
     """Return the fields of the request that a response repeats, and the values of those that have no other."""
     text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_unset=True)
@@ -119,7 +125,7 @@ def _echo(asked: StoredRequest) -> Json:
         "background": bool(asked.background),
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
-        "tools": [tool.model_dump() for tool in asked.tools or () if not isinstance(tool, HostedTool)],
+        "tools": [_echo_tool(tool) for tool in asked.tools or () if not isinstance(tool, HostedTool)],
         "truncation": asked.truncation or "disabled",
     }
 

@@ -75,8 +75,6 @@ class ResponseTools:
         names: Json = {"name": tool.tool.name}
         if tool.namespace is not None:
             names["namespace"] = tool.namespace
-        if tool.namespace is not None:
-            names["namespace"] = tool.namespace
         return ("custom_tool_call" if tool.tool.type == "custom" else "function_call"), names
 
     def place(self, index: int) -> str:

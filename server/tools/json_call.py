@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Callable
 
-from gptserve.server.tools.arguments import ESCAPES
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Emit, Steps, Tape
+from gptserve.weights.chat.arguments import ESCAPES
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS = ("arguments", "parameters")

@@ -217,3 +217,20 @@ def test_a_seed_is_a_non_negative_64_bit_integer(seed: int) -> None:
 def test_a_request_survives_the_way_between_processes() -> None:
     request = Request("r", (1, 2), SamplingParams(logit_bias={3: 1.5}, bad_words=((4, 5),)), seed=2**64 - 1)
     assert pickle.loads(pickle.dumps(request)) == request
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("seed", 1.5, "seed must be an integer, got 1.5"),
+        ("seed", True, "seed must be an integer, got True"),
+        ("choice_index", 0.5, "choice_index must be an integer, got 0.5"),
+        ("priority", "a", "priority must be an integer, got 'a'"),
+        ("cache_salt", 5, "cache_salt must be text, got 5"),
+    ],
+)
+def test_a_field_of_a_request_of_a_wrong_type_is_named(field: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Request(**{"request_id": "a", "prompt_token_ids": (1,), "params": SamplingParams(), "seed": 0, field: value})
+    assert str(caught.value) == message
+    assert (caught.value.param, caught.value.code) == (field, "invalid_type")

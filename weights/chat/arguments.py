@@ -1,7 +1,7 @@
 """Reads the arguments of a call in the history of a chat: any text that a model wrote, whole JSON or not.
 
 A model may write a list, a line break within a string, or nothing, and `max_tokens` may cut a call off. A chat goes on
-after each of them. `api/tool_schemas.py` calls it; knows no templates.
+after each of them. The server and LLM call it; knows no templates.
 """
 
 from __future__ import annotations
