@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.responses import ToolParam
+from openai.types.responses import Response, ToolParam
 
 from gptserve.server.api.response_schemas import InputItemList, ResponseObject
 from gptserve.server.errors import show
@@ -165,6 +165,12 @@ def test_the_model_sees_functions_and_no_hosted_tool(make_api: MakeApi) -> None:
     grammar = api.engine.submitted[0].params.grammar
     assert grammar is not None
     assert "[a-z]+|x" in grammar.text, "custom tools get the input that they take"
+
+
+def test_a_namespace_without_a_description_is_repeated_as_openais_client_reads_it(make_api: MakeApi) -> None:
+    answer = respond(api_of(make_api, "hermes"), tools=[{"type": "namespace", "name": "agents", "tools": [CLOSE]}])
+    Response.model_validate(answer.json())
+    assert answer.json()["tools"][0]["description"] == ""
 
 
 def types_of_tools() -> set[str]:
