@@ -137,7 +137,14 @@ async def plain_and_streamed(url: str, bodies: dict[str, dict[str, Any]]) -> tup
 def essence(answer: dict[str, Any]) -> Any:
     """Return what of an answer the request alone decides; how much of a prompt was cached is the server's luck."""
     usage = {name: count for name, count in answer["usage"].items() if name != "prompt_tokens_details"}
-    return answer["system_fingerprint"], answer["seed"], answer["choices"], usage
+    return answer["system_fingerprint"], answer["seed"], list(map(given, answer["choices"])), usage
+
+
+def given(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null: whole answers name some that chunks leave out."""
+    return {
+        name: given(value) if isinstance(value, dict) else value for name, value in fields.items() if value is not None
+    }
 
 
 def joined(events: str) -> Any:
