@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote, urljoin
+from urllib.parse import unquote, urljoin, urlsplit
 
 Node = Any
 """A schema: a mapping or a bool; anything else is an error that the reader of it raises."""
@@ -49,7 +49,7 @@ class Document:
         if not isinstance(ref, str):
             raise SchemaError(f"$ref must be a string, got {ref!r}")
         uri, _, fragment = ref.partition("#")
-        resource = base if not uri else self._by_uri.get(urljoin(self._uris.get(id(base), ""), uri))
+        resource = base if not uri else self._by_uri.get(_join(self._uris.get(id(base), ""), uri, "$ref"))
         if resource is None:
             raise SchemaError(f"$ref must point into the schema itself, got {ref!r}")
         fragment = unquote(fragment)
@@ -90,7 +90,7 @@ class Document:
     def _collect(self, node: Node, resource: Node, uri: str) -> None:
         if isinstance(node, dict):
             if isinstance(node.get("$id"), str) or node is self.root:
-                resource, uri = node, urljoin(uri, str(node.get("$id", "")))
+                resource, uri = node, _join(uri, str(node.get("$id", "")), "$id")
                 self._by_uri.setdefault(uri.removesuffix("#"), node)
                 self._uris[id(node)] = uri
             for name in ("$anchor", "$dynamicAnchor"):
@@ -170,11 +170,13 @@ def types_of(node: Mapping[str, Any]) -> tuple[str, ...]:
 def _may_end(node: Mapping[str, Any], kind: str, known: Any) -> bool:
     """Whether an array or an object may have only parts that are known to be finite."""
     if kind == "array":
-        least, prefix = node.get("minItems", 0), _list(node, "prefixItems")
-        parts = [*prefix[:least], *([node.get("items", True)] if least > len(prefix) else [])]
-        return all(map(known, parts))
+        given, prefix = node.get("minItems", 0), _list(node, "prefixItems")
+        least = given if isinstance(given, int | float) else 0
+        first = [part for i, part in enumerate(prefix) if i < least]
+        return all(map(known, [*first, *([node.get("items", True)] if least > len(prefix) else [])]))
     properties = node.get("properties", {})
-    return all(known(properties[name]) for name in _list(node, "required") if name in properties)
+    names = [name for name in _list(node, "required") if isinstance(name, str)]
+    return not isinstance(properties, dict) or all(known(properties[name]) for name in names if name in properties)
 
 
 def _children(node: Node) -> list[Node]:
@@ -189,6 +191,7 @@ def _children(node: Node) -> list[Node]:
 
 
 def _list(node: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list, [] for what is none: `rewrite.py` refuses that where it is part of a schema."""
     value = node.get(key, [])
     return value if isinstance(value, list) else []
 
@@ -196,6 +199,14 @@ def _list(node: Mapping[str, Any], key: str) -> list[Any]:
 def _step(node: Node, part: str, ref: str) -> Node:
     if isinstance(node, dict) and part in node:
         return node[part]
-    if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+    if isinstance(node, list) and part.isdecimal() and len(part) <= len(str(len(node))) and int(part) < len(node):
         return node[int(part)]
     raise SchemaError(f"$ref points to nothing, got {ref!r}")
+
+
+def _join(base: str, uri: str, key: str) -> str:
+    try:
+        urlsplit(uri)  # urljoin does not look at it without a base
+        return urljoin(base, uri)
+    except ValueError:
+        raise SchemaError(f"{key} must be a URI, got {uri!r}") from None

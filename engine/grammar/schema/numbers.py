@@ -63,7 +63,7 @@ def _bound(schema: Mapping[str, Any], name: str, outside: str, sign: int) -> Bou
 
 
 def _decimal(name: str, value: Any) -> Decimal:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
         raise SchemaError(f"{name} must be a number, got {value!r}")
     return Decimal(value) if isinstance(value, int) else Decimal(repr(value))
 
@@ -74,7 +74,7 @@ def _step_of(schema: Mapping[str, Any]) -> Fraction | None:
     if given is None:
         return None
     step = abs(_decimal("multipleOf", given))
-    found, num_places = abs(float(given)), 0
+    found, num_places = float(min(step, Decimal(_MAX_COEFFICIENT + 1))), 0
     while found % 1 and num_places < 40:
         found, num_places = found * 10, num_places + 1
     if not step or found > _MAX_COEFFICIENT or Fraction(int(found), 10**num_places) != Fraction(step):

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gptserve.engine.grammar.schema.document import Document, Node, SchemaError
+from gptserve.engine.grammar.schema.document import Document, Node
+from gptserve.engine.grammar.schema.keywords import count_of, listed, mapping, required_of
 
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf")
 
@@ -74,28 +75,11 @@ def closing(names: Names) -> dict[str, Any]:
     return {**schema, "additionalProperties": False}
 
 
-def mapping(node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a keyword's object, {} without it. Raises SchemaError."""
-    value = node.get(key, {})
-    if not isinstance(value, dict):
-        raise SchemaError(f"{key} must be an object, got {value!r}")
-    return value
-
-
-def listed(node: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a keyword's list, [] without it. Raises SchemaError."""
-    value = node.get(key, [])
-    if not isinstance(value, list):
-        raise SchemaError(f"{key} must be a list, got {value!r}")
-    return value
-
-
 def _add(names: Names, node: Mapping[str, Any]) -> None:
     names.named.update(dict.fromkeys(mapping(node, "properties")))
-    names.required.update(dict.fromkeys(name for name in listed(node, "required") if isinstance(name, str)))
+    names.required.update(dict.fromkeys(required_of(node)))
     names.patterns.update(dict.fromkeys(mapping(node, "patternProperties")))
-    least = node.get("minProperties", 0)
-    names.min_properties = max(names.min_properties, least if isinstance(least, int) else 0)
+    names.min_properties = max(names.min_properties, count_of(node, "minProperties"))
     unevaluated = node.get("unevaluatedProperties")
     names.is_shut |= unevaluated is False
     names.speaks_of_others |= not {"additionalProperties", "propertyNames", "const", "enum"}.isdisjoint(node)

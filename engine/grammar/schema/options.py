@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, types_of
+from gptserve.engine.grammar.schema.keywords import mapping, required_of
 
 MAX_LOOKS = 20_000
 MAX_DEPTH = 12
@@ -41,12 +42,11 @@ class Options:
         found = [self._document.follow(*option) for option in options]
         if len(found) < 2 or not all(isinstance(node, dict) and types_of(node) == ("object",) for node, _ in found):
             return None
-        first: Mapping[str, Any] = found[0][0].get("properties", {})
-        for name in first:
+        for name in mapping(found[0][0], "properties"):
             lists = [
-                self._literals((node.get("properties", {}).get(name, True), base))
+                self._literals((mapping(node, "properties").get(name, True), base))
                 for node, base in found
-                if not must_have or name in node.get("required", ())
+                if not must_have or name in required_of(node)
             ]
             values = [value for literals in lists for value in literals or ()]
             if len(lists) == len(found) and None not in lists and len(values) == len({*values}):
@@ -106,7 +106,7 @@ class Options:
 
     def _objects_apart(self, one: Placed, other: Placed, depth: int) -> bool:
         """Whether a property that one schema requires is never one of the other."""
-        for name in _parts(one[0], "required"):
+        for name in required_of(one[0]):
             pair = [(_property(node, name), base) for node, base in (one, other)]
             if self._apart(pair[0], pair[1], depth + 1):
                 return True
@@ -114,7 +114,7 @@ class Options:
 
 
 def _property(node: Mapping[str, Any], name: str) -> Node:
-    named = node.get("properties", {})
+    named = mapping(node, "properties")
     if name in named:
         return named[name]
     return True if "patternProperties" in node else node.get("additionalProperties", True)

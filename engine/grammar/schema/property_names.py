@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptserve.engine.grammar.schema.document import Document, Node, SchemaError
-from gptserve.engine.grammar.schema.objects import listed, mapping
+from gptserve.engine.grammar.schema.keywords import count_of, listed, mapping, text_of
 
 _OF_NAMES = frozenset({"pattern", "minLength", "maxLength"})
 
@@ -17,6 +17,8 @@ def without_property_names(document: Document, node: Mapping[str, Any], base: No
         return node
     rest = {key: value for key, value in node.items() if key != "propertyNames"}
     names, _ = document.follow(node["propertyNames"], base)
+    if not isinstance(names, bool | dict):
+        raise SchemaError(f"propertyNames must be a schema, got {names!r}")
     if names is False:
         return {**rest, "maxProperties": 0}
     rules = (
@@ -53,10 +55,11 @@ def _listed_names(node: Mapping[str, Any], values: list[Any]) -> dict[str, Any]:
 
 def _pattern(rules: Mapping[str, Any]) -> str:
     if "pattern" in rules and len(rules) == 1:
-        return str(rules["pattern"])
+        return text_of(rules, "pattern")
     if "pattern" in rules:
         raise _unsupported("with a pattern and a length")
-    return f"^(?s:.{{{rules.get('minLength', 0)},{rules.get('maxLength', '')}}})$"
+    most = count_of(rules, "maxLength") if "maxLength" in rules else ""
+    return f"^(?s:.{{{count_of(rules, 'minLength')},{most}}})$"
 
 
 def _unsupported(what: str) -> SchemaError:

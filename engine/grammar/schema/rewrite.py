@@ -13,8 +13,9 @@ from typing import Any
 
 from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, types_of, walk
+from gptserve.engine.grammar.schema.keywords import COUNTS, count_of, listed, required_of, text_of
 from gptserve.engine.grammar.schema.numbers import KEYS, check_literal, rewrite_bounds
-from gptserve.engine.grammar.schema.objects import APPLICATORS, closed, closing, listed, names_of
+from gptserve.engine.grammar.schema.objects import APPLICATORS, closed, closing, names_of
 from gptserve.engine.grammar.schema.options import Options
 from gptserve.engine.grammar.schema.property_names import without_property_names
 
@@ -64,6 +65,10 @@ def rewrite(schema: Node, unnamed: UnnamedProperties) -> Node:
         return _Rewriter(schema, unnamed).whole()
     except RecursionError:
         raise SchemaError("the schema is nested too deep") from None
+    except SchemaError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # no value of a client is a defect
+        raise SchemaError("the schema is malformed") from None
 
 
 class _Rewriter:
@@ -151,6 +156,10 @@ class _Rewriter:
                 said = self._reference(value, base, is_unit=False)
             elif key == "oneOf":
                 said = {"anyOf": self._options_of(node, base, of_part)}
+            elif key == "required":
+                said = {key: required_of(node)}
+            elif key in COUNTS:
+                said = {key: count_of(node, key)}
             else:
                 with _within(key):
                     said = {key: self._keyword(key, value, base, of_part)}
@@ -179,8 +188,6 @@ class _Rewriter:
                 return self._unit(value, base)
             case "const" | "enum":
                 check_literal(value)
-            case _ if key.startswith(("min", "max")) and isinstance(value, float) and value.is_integer():
-                return int(value)
         return value
 
     def _named(self, name: str, node: Node, base: Node) -> Node:
@@ -223,7 +230,7 @@ def _merges(node: Mapping[str, Any]) -> bool:
 
 def _asks_nothing(node: Mapping[str, Any], key: str, value: Any) -> bool:
     if key == "format":
-        return value not in FORMATS
+        return text_of(node, key) not in FORMATS
     if key == "if":
         return "then" not in node and "else" not in node
     if key in _PARTNERS:

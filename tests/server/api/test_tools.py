@@ -447,6 +447,16 @@ def test_what_is_wrong_with_tools_is_refused_in_words(
     check(api, body, code, param, message)
 
 
+@pytest.mark.parametrize("odd", [{"format": {}}, {"minimum": 10**400}, {"$ref": "http://[x#/a"}, {"required": [[]]}])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_function_of_a_malformed_schema_is_refused(make_api: MakeApi, odd: dict[str, Any], choice: str) -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": odd}}, "strict": choice == "auto"}
+    body = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+    response = api_of(make_api, "hermes").chat(**body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("the parameters of the function 'f' cannot be compiled: ")
+
+
 def test_tools_that_make_too_long_a_grammar_are_refused(make_api: MakeApi) -> None:
     api = make_api(FakeEngineClient(), template="{# tools <tool_call> #}x")
     body = forced(tools=of_function(parameters={"properties": {"x": {"const": "x" * 66_000}}})["tools"])
