@@ -39,6 +39,7 @@ class Document:
         self._collect(root, root, "")
         self.has_refs = any("$ref" in node for node in walk(root))
         self._finite: set[int] | None = None
+        self._followed: dict[tuple[int, int], tuple[Node, Node, tuple[Node, Node]]] = {}  # with the schemas of the ids
 
     def base_of(self, node: Node, base: Node) -> Node:
         """Return the resource to which the references of a schema belong, if its parent's belong to `base`."""
@@ -67,11 +68,20 @@ class Document:
 
     def follow(self, node: Node, base: Node) -> tuple[Node, Node]:
         """Return the schema behind references that stand alone. Raises SchemaError, also for a circle."""
-        for _ in range(MAX_REFS):
-            if not isinstance(node, dict) or "$ref" not in node:
-                return node, self.base_of(node, base)
+        passed: list[tuple[Node, Node]] = []
+        while isinstance(node, dict) and "$ref" in node:
+            known = self._followed.get((id(node), id(base)))
+            if known is not None:
+                node, base = known[-1]
+                break
+            passed.append((node, base))
+            if len(passed) > MAX_REFS:
+                raise SchemaError("$ref points to itself")
             node, base = self.resolve(node["$ref"], self.base_of(node, base))
-        raise SchemaError("$ref points to itself")
+        found = node, self.base_of(node, base)
+        for start in passed:
+            self._followed[id(start[0]), id(start[1])] = *start, found
+        return found
 
     def is_finite(self, node: Node) -> bool:
         """Whether a value of finite length could match; not so where required parts repeat the whole for ever."""

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gptserve.engine.grammar.schema.document import Document, Node
+from gptserve.engine.grammar.schema.document import Document, Node, SchemaError
 from gptserve.engine.grammar.schema.keywords import count_of, listed, mapping, required_of
 
+MAX_LOOKS = 20_000  # at schemas, for all units of a document
+NAMES_PER_LOOK = 10  # which take about as long as one schema
+MAX_WRITTEN = 200_000  # characters of names that rule out others; a grammar of tools has fewer altogether
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf")
 
 
@@ -31,6 +34,17 @@ class Names:
     has_choices: bool = False
     """anyOf or oneOf"""
 
+    def add(self, other: Names) -> int:
+        """Add what other schemas of the unit say, and return how many names they have."""
+        self.named.update(other.named)
+        self.required.update(other.required)
+        self.patterns.update(other.patterns)
+        self.min_properties = max(self.min_properties, other.min_properties)
+        self.speaks_of_others |= other.speaks_of_others
+        self.is_shut |= other.is_shut
+        self.has_choices |= other.has_choices
+        return len(other.named) + len(other.required) + len(other.patterns)
+
     @property
     def allowed(self) -> dict[str, None]:
         """All properties that a closed object may have. What is only required is no reason to leave one unevaluated."""
@@ -42,21 +56,62 @@ class Names:
         return bool(self.named) and (bool(self.patterns) or self.min_properties <= len(self.allowed))
 
 
-def names_of(document: Document, node: Node, base: Node) -> Names:
-    """Return what a unit says of properties. Raises SchemaError."""
-    names, seen, stack = Names(), set[int](), [(node, base)]
-    while stack:
-        node, base = stack.pop()
-        base = document.base_of(node, base)
-        if not isinstance(node, dict) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        _add(names, node)
-        for key in ("oneOf", "anyOf", "allOf"):
-            stack += [(part, base) for part in reversed(listed(node, key))]
-        if "$ref" in node:
-            stack.append(document.resolve(node["$ref"], base))
-    return names
+class Units:
+    """Reads the units of one document; gives up after MAX_LOOKS and before it writes more than MAX_WRITTEN."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._known: dict[tuple[int, int], tuple[Node, Node, Names]] = {}  # with the schemas, so that ids stay theirs
+        self._open: set[tuple[int, int]] = set()
+        self._looks = 0
+        self._written = 0
+
+    def names_of(self, node: Node, base: Node) -> Names:
+        """Return what a unit says of properties. Raises SchemaError."""
+        names, seen, stack = Names(), set[int](), [(node, base)]
+        while stack:
+            node, base = stack.pop()
+            base = self._document.base_of(node, base)
+            if not isinstance(node, dict) or id(node) in seen:
+                continue
+            seen.add(id(node))
+            self._look(_add(names, node))
+            for key in ("oneOf", "anyOf", "allOf"):
+                stack += [(part, base) for part in reversed(listed(node, key))]
+            if "$ref" in node:
+                target = self._document.resolve(node["$ref"], base)
+                known = self._known_of(*target)
+                if known is None:  # a circle: as a part like others
+                    stack.append(target)
+                else:
+                    self._look(names.add(known))
+        return names
+
+    def closing(self, names: Names) -> dict[str, Any]:
+        """Return a schema that does nothing but rule out other properties, for an allOf. Raises SchemaError."""
+        self._written += sum(len(name) + len(': true, ""') for name in (*names.allowed, *names.patterns))
+        if self._written > MAX_WRITTEN:
+            raise SchemaError("too many properties come through $ref or allOf, anyOf and oneOf")
+        schema: dict[str, Any] = {"properties": dict.fromkeys(names.allowed, True)}
+        if names.patterns:
+            schema["patternProperties"] = dict.fromkeys(names.patterns, True)
+        return {**schema, "additionalProperties": False}
+
+    def _known_of(self, node: Node, base: Node) -> Names | None:
+        """Return what the target of a $ref names, found once; None while it is being looked for."""
+        key = id(node), id(base)
+        if key in self._open:
+            return None
+        if key not in self._known:
+            self._open.add(key)
+            self._known[key] = node, base, self.names_of(node, base)
+            self._open.remove(key)
+        return self._known[key][2]
+
+    def _look(self, num_names: int) -> None:
+        self._looks += 1 + num_names // NAMES_PER_LOOK
+        if self._looks > MAX_LOOKS:
+            raise SchemaError("$ref, allOf, anyOf and oneOf bring too many schemas together")
 
 
 def closed(schema: Mapping[str, Any], names: Names) -> dict[str, Any]:
@@ -67,15 +122,8 @@ def closed(schema: Mapping[str, Any], names: Names) -> dict[str, Any]:
     return {**schema, "properties": properties, "additionalProperties": False}
 
 
-def closing(names: Names) -> dict[str, Any]:
-    """Return a schema that does nothing but rule out other properties; it stands in an allOf."""
-    schema: dict[str, Any] = {"properties": dict.fromkeys(names.allowed, True)}
-    if names.patterns:
-        schema["patternProperties"] = dict.fromkeys(names.patterns, True)
-    return {**schema, "additionalProperties": False}
-
-
-def _add(names: Names, node: Mapping[str, Any]) -> None:
+def _add(names: Names, node: Mapping[str, Any]) -> int:
+    """Add what one schema says, and return how many names it has."""
     names.named.update(dict.fromkeys(mapping(node, "properties")))
     names.required.update(dict.fromkeys(required_of(node)))
     names.patterns.update(dict.fromkeys(mapping(node, "patternProperties")))
@@ -85,3 +133,4 @@ def _add(names: Names, node: Mapping[str, Any]) -> None:
     names.speaks_of_others |= not {"additionalProperties", "propertyNames", "const", "enum"}.isdisjoint(node)
     names.speaks_of_others |= unevaluated not in (None, False)
     names.has_choices |= "anyOf" in node or "oneOf" in node
+    return sum(len(node.get(key, ())) for key in ("properties", "required", "patternProperties"))

@@ -14,6 +14,7 @@ from gptserve.engine.grammar.schema.document import Document, Node, SchemaError,
 from gptserve.engine.grammar.schema.keywords import mapping, required_of
 
 MAX_LOOKS = 20_000
+VALUES_PER_LOOK = 20
 MAX_DEPTH = 12
 
 Placed = tuple[Node, Node]
@@ -26,6 +27,7 @@ class Options:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._looks = 0
+        self._texts: dict[int, tuple[Node, list[str] | None, set[str]]] = {}  # with the schemas of the ids
 
     def are_apart(self, options: Sequence[Placed]) -> bool:
         """Whether no value can match two of the options."""
@@ -43,13 +45,18 @@ class Options:
         if len(found) < 2 or not all(isinstance(node, dict) and types_of(node) == ("object",) for node, _ in found):
             return None
         for name in mapping(found[0][0], "properties"):
-            lists = [
-                self._literals((mapping(node, "properties").get(name, True), base))
-                for node, base in found
-                if not must_have or name in required_of(node)
-            ]
-            values = [value for literals in lists for value in literals or ()]
-            if len(lists) == len(found) and None not in lists and len(values) == len({*values}):
+            values: list[str] = []
+            num_given = 0
+            for node, base in found:
+                if must_have and name not in required_of(node):
+                    break
+                literals = self._literals((mapping(node, "properties").get(name, True), base))
+                self._look(len(node.get("required", ())) + len(literals or ()))
+                if literals is None:
+                    break
+                values += literals
+                num_given += 1
+            if num_given == len(found) and len(values) == len({*values}):
                 return name
         return None
 
@@ -58,13 +65,19 @@ class Options:
         node, _ = self._document.follow(*placed)
         if not isinstance(node, dict) or not {"const", "enum"} & node.keys():
             return None
-        values = [node["const"]] if "const" in node else node["enum"]
-        return sorted({_text(value) for value in values}) if isinstance(values, list) else None
+        if id(node) not in self._texts:
+            values = [node["const"]] if "const" in node else node["enum"]
+            texts = sorted({_text(value) for value in values}) if isinstance(values, list) else None
+            self._texts[id(node)] = node, texts, {_kind(value) for value in values} if texts is not None else set()
+        return self._texts[id(node)][1]
 
-    def _apart(self, one: Placed, other: Placed, depth: int = 0) -> bool:
-        self._looks += 1
+    def _look(self, num_values: int = 0) -> None:
+        self._looks += 1 + num_values // VALUES_PER_LOOK
         if self._looks > MAX_LOOKS:
             raise SchemaError("a oneOf has too many options to compare")
+
+    def _apart(self, one: Placed, other: Placed, depth: int = 0) -> bool:
+        self._look()
         if depth > MAX_DEPTH:
             return False
         one, other = self._document.follow(*one), self._document.follow(*other)
@@ -75,6 +88,7 @@ class Options:
         if any(self._parts_apart(*pair, depth + 1) for pair in ((one, other), (other, one))):
             return True
         listed = self._literals(one), self._literals(other)
+        self._look(len(listed[0] or ()) + len(listed[1] or ()))
         if listed[0] is not None and listed[1] is not None:
             return set(listed[0]).isdisjoint(listed[1])
         kinds = self._kinds(one, listed[0]) & self._kinds(other, listed[1])
@@ -93,7 +107,7 @@ class Options:
 
     def _kinds(self, placed: Placed, literals: Iterable[str] | None) -> set[str]:
         if literals is not None:
-            return {_kind(json.loads(text)) for text in literals}
+            return self._texts[id(self._document.follow(*placed)[0])][2]
         return {"number" if kind == "integer" else kind for kind in types_of(placed[0])}
 
     def _apart_as(self, kind: str, one: Placed, other: Placed, depth: int) -> bool:

@@ -15,7 +15,7 @@ from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, types_of, walk
 from gptserve.engine.grammar.schema.keywords import COUNTS, count_of, listed, required_of, text_of
 from gptserve.engine.grammar.schema.numbers import KEYS, check_literal, rewrite_bounds
-from gptserve.engine.grammar.schema.objects import APPLICATORS, closed, closing, names_of
+from gptserve.engine.grammar.schema.objects import APPLICATORS, Units, closed
 from gptserve.engine.grammar.schema.options import Options
 from gptserve.engine.grammar.schema.property_names import without_property_names
 
@@ -77,6 +77,7 @@ class _Rewriter:
     def __init__(self, root: Node, unnamed: UnnamedProperties) -> None:
         self._document = Document(root)
         self._options = Options(self._document)
+        self._units = Units(self._document)
         self._unnamed = unnamed
         self._names: dict[tuple[int, bool], str] = {}
         self._defined: dict[str, Node] = {}
@@ -101,7 +102,7 @@ class _Rewriter:
         base = self._document.base_of(node, base)
         if _is_reference(node):
             return self._reference(node["$ref"], base, is_unit=True)
-        names = names_of(self._document, node, base)
+        names = self._units.names_of(node, base)
         applied = [key for key in APPLICATORS if key in node]
         if applied in (["anyOf"], ["oneOf"]) and not names.is_shut and not {"properties", "required"} & node.keys():
             return self._node(node, base, self._unit)
@@ -113,7 +114,9 @@ class _Rewriter:
         may_close = "object" in types_of(node) and not names.speaks_of_others and isinstance(made, dict)
         if not may_close or not (names.is_shut or (self._unnamed == "refuse" and names.may_be_all)):
             return made
-        return {**made, "allOf": [*made.get("allOf", ()), closing(names)]} if applied else closed(made, names)
+        return (
+            {**made, "allOf": [*made.get("allOf", ()), self._units.closing(names)]} if applied else closed(made, names)
+        )
 
     def _part(self, node: Node, base: Node) -> Node:
         """Return a schema that applies to a value beside others."""
