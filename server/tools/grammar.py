@@ -13,6 +13,7 @@ from dataclasses import replace
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar, UnnamedProperties
 from gptserve.engine.grammar.schema.document import SchemaError
+from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.rewrite import rewrite
 from gptserve.server.completions.tokenizer import Tokenizer
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
@@ -148,10 +149,10 @@ def _arguments(asked: AskedTools, unnamed: UnnamedProperties, whitespace: str) -
     options = {"whitespace_flexible": False, **({"whitespace_pattern": whitespace} if whitespace else {})}
     # Before they are rewritten, which takes some tenths of a second for so many characters at worst.
     _check_length(sum(len(json.dumps(asked.schema_of(function))) for function in asked.functions))
-    rules = []
+    rules, effort = [], Effort()
     for i, function in enumerate(asked.functions):
         try:
-            schema = rewrite(asked.schema_of(function), unnamed)
+            schema = rewrite(asked.schema_of(function), unnamed, effort)
         except SchemaError as error:
             raise InvalidRequestError(_fault(function.name, str(error)), param="tools") from None
         rules.append(f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': options} if schema else schema)}")

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptserve.engine.grammar.schema.document import Document, Node, SchemaError
+from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.keywords import count_of, listed, mapping, required_of
 
-MAX_LOOKS = 20_000  # at schemas, for all units of a document
+MAX_LOOKS = 20_000  # at schemas, for all units of a request
 NAMES_PER_LOOK = 10  # which take about as long as one schema
 MAX_WRITTEN = 200_000  # characters of names that rule out others; a grammar of tools has fewer altogether
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf")
@@ -59,12 +60,11 @@ class Names:
 class Units:
     """Reads the units of one document; gives up after MAX_LOOKS and before it writes more than MAX_WRITTEN."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, effort: Effort) -> None:
         self._document = document
         self._known: dict[tuple[int, int], tuple[Node, Node, Names]] = {}  # with the schemas, so that ids stay theirs
         self._open: set[tuple[int, int]] = set()
-        self._looks = 0
-        self._written = 0
+        self._effort = effort
 
     def names_of(self, node: Node, base: Node) -> Names:
         """Return what a unit says of properties. Raises SchemaError."""
@@ -89,8 +89,8 @@ class Units:
 
     def closing(self, names: Names) -> dict[str, Any]:
         """Return a schema that does nothing but rule out other properties, for an allOf. Raises SchemaError."""
-        self._written += sum(len(name) + len(': true, ""') for name in (*names.allowed, *names.patterns))
-        if self._written > MAX_WRITTEN:
+        self._effort.num_written += sum(len(name) + len(': true, ""') for name in (*names.allowed, *names.patterns))
+        if self._effort.num_written > MAX_WRITTEN:
             raise SchemaError("too many properties come through $ref or allOf, anyOf and oneOf")
         schema: dict[str, Any] = {"properties": dict.fromkeys(names.allowed, True)}
         if names.patterns:
@@ -109,8 +109,8 @@ class Units:
         return self._known[key][2]
 
     def _look(self, num_names: int) -> None:
-        self._looks += 1 + num_names // NAMES_PER_LOOK
-        if self._looks > MAX_LOOKS:
+        self._effort.num_read += 1 + num_names // NAMES_PER_LOOK
+        if self._effort.num_read > MAX_LOOKS:
             raise SchemaError("$ref, allOf, anyOf and oneOf bring too many schemas together")
 
 

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, types_of
+from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.keywords import mapping, required_of
 
 MAX_LOOKS = 20_000
@@ -22,16 +23,20 @@ Placed = tuple[Node, Node]
 
 
 class Options:
-    """Compares options of one document; gives up after MAX_LOOKS."""
+    """Compares options of one document; its request gives up after MAX_LOOKS."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, effort: Effort) -> None:
         self._document = document
-        self._looks = 0
+        self._effort = effort
         self._texts: dict[int, tuple[Node, list[str] | None, set[str]]] = {}  # with the schemas of the ids
 
     def are_apart(self, options: Sequence[Placed]) -> bool:
         """Whether no value can match two of the options."""
         if self._tag(options, must_have=True) is not None:
+            return True
+        lists = [self._literals(option) for option in options]
+        values = [value for literals in lists for value in literals or ()]
+        if None not in lists and len(values) == len({*values}):
             return True
         return all(self._apart(one, other) for one, other in combinations(options, 2))
 
@@ -72,8 +77,8 @@ class Options:
         return self._texts[id(node)][1]
 
     def _look(self, num_values: int = 0) -> None:
-        self._looks += 1 + num_values // VALUES_PER_LOOK
-        if self._looks > MAX_LOOKS:
+        self._effort.num_compared += 1 + num_values // VALUES_PER_LOOK
+        if self._effort.num_compared > MAX_LOOKS:
             raise SchemaError("a oneOf has too many options to compare")
 
     def _apart(self, one: Placed, other: Placed, depth: int = 0) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.engine.grammar.schema.document import Document, Node, SchemaError, types_of, walk
+from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.keywords import COUNTS, count_of, listed, required_of, text_of
 from gptserve.engine.grammar.schema.numbers import KEYS, check_literal, rewrite_bounds
 from gptserve.engine.grammar.schema.objects import APPLICATORS, Units, closed
@@ -59,10 +60,10 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 _PARTNERS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 
 
-def rewrite(schema: Node, unnamed: UnnamedProperties) -> Node:
+def rewrite(schema: Node, unnamed: UnnamedProperties, effort: Effort | None = None) -> Node:
     """Return a schema for llguidance. What matches it matches `schema`. Raises SchemaError."""
     try:
-        return _Rewriter(schema, unnamed).whole()
+        return _Rewriter(schema, unnamed, Effort() if effort is None else effort).whole()
     except RecursionError:
         raise SchemaError("the schema is nested too deep") from None
     except SchemaError:
@@ -74,10 +75,10 @@ def rewrite(schema: Node, unnamed: UnnamedProperties) -> Node:
 class _Rewriter:
     """Rewrites one document. A schema becomes a unit of its own, or a part of the unit of another."""
 
-    def __init__(self, root: Node, unnamed: UnnamedProperties) -> None:
+    def __init__(self, root: Node, unnamed: UnnamedProperties, effort: Effort) -> None:
         self._document = Document(root)
-        self._options = Options(self._document)
-        self._units = Units(self._document)
+        self._options = Options(self._document, effort)
+        self._units = Units(self._document, effort)
         self._unnamed = unnamed
         self._names: dict[tuple[int, bool], str] = {}
         self._defined: dict[str, Node] = {}

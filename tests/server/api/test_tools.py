@@ -457,6 +457,15 @@ def test_a_function_of_a_malformed_schema_is_refused(make_api: MakeApi, odd: dic
     assert response.json()["error"]["message"].startswith("the parameters of the function 'f' cannot be compiled: ")
 
 
+def test_many_functions_make_no_more_work_than_one_may(make_api: MakeApi) -> None:
+    ranges = {"oneOf": [{"type": "integer", "minimum": 2 * i, "maximum": 2 * i} for i in range(40)]}
+    functions = [{"name": f"f{i}", "parameters": {"properties": {"a": ranges}}} for i in range(20)]
+    api = make_api(FakeEngineClient(), template="{# tools <tool_call> #}x")
+    response = api.chat(**forced(tools=[{"type": "function", "function": function} for function in functions]))
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].endswith("a oneOf has too many options to compare")
+
+
 def test_tools_that_make_too_long_a_grammar_are_refused(make_api: MakeApi) -> None:
     api = make_api(FakeEngineClient(), template="{# tools <tool_call> #}x")
     body = forced(tools=of_function(parameters={"properties": {"x": {"const": "x" * 66_000}}})["tools"])

@@ -9,6 +9,7 @@ import pytest
 
 from gptserve.engine.grammar.schema import objects, options
 from gptserve.engine.grammar.schema.document import Document, SchemaError
+from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.rewrite import rewrite
 
 A = {"allOf": [{"$ref": "#/$defs/A"}]}
@@ -90,3 +91,15 @@ def test_options_with_many_values_are_not_compared_for_ever() -> None:
     others = [{"allOf": [part], "type": "object", "properties": {f"{i}": part}} for i in range(100)]
     with pytest.raises(SchemaError, match="a oneOf "):
         rewrite({"oneOf": others}, "refuse")
+
+
+def test_the_schemas_of_a_request_share_their_bounds() -> None:
+    ranges = {"oneOf": [{"type": "integer", "minimum": 2 * i, "maximum": 2 * i} for i in range(30)]}
+    effort = Effort()
+    rewrite({"oneOf": [{"const": i} for i in range(500)]}, "refuse", effort)
+    assert effort.num_compared == 0  # different constants are seen at once
+    rewrite(ranges, "refuse", effort)
+    assert effort.num_compared >= 30 * 29 / 2
+    effort.num_compared = options.MAX_LOOKS
+    with pytest.raises(SchemaError, match=r"^a oneOf has too many options to compare$"):
+        rewrite(ranges, "refuse", effort)
