@@ -88,13 +88,14 @@ async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyn
 async def all_events(url: httpx.URL, bodies: list[dict[str, Any]], harm: Harm | None = None) -> list[Events]:
     """Run bodies at once and return their events; do harm once all streams run."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits) as client, asyncio.TaskGroup() as group:
         begun = [asyncio.Event() for _ in bodies]
-        tasks = [asyncio.create_task(events_of(client, *pair)) for pair in zip(bodies, begun, strict=True)]
-        await asyncio.gather(*(event.wait() for event in begun))
+        tasks = [group.create_task(events_of(client, *pair)) for pair in zip(bodies, begun, strict=True)]
         if harm is not None:
+            for event in begun:
+                await event.wait()
             await harm(client)
-        return list(await asyncio.gather(*tasks))
+    return [task.result() for task in tasks]
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,12 @@ class Process:
         return status, "".join(self.lines)
 
     def kill(self) -> None:
-        """End it and all its children, if that has not happened, and be done with its pipe."""
+        """End it and all its children, if that has not happened; what nobody read is shown if the test fails."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait(LIMIT_S)
         self._reader.join(LIMIT_S)
+        sys.stdout.writelines(self._listen())
 
     def _read(self) -> None:
         assert self.popen.stderr is not None
