@@ -9,7 +9,8 @@ ENGINE_HELP = {
     "attention_backend": "attention kernel to use",
     "block_size": "number of tokens in a block of the KV cache",
     "num_blocks": "number of blocks in the KV cache (default: two full contexts a sequence, or as many as fit)",
-    "kv_cache_bytes": "size of the KV cache, such as 2GiB (default: two full contexts a sequence, or what fits)",
+    "kv_cache_bytes": "size of the KV cache, such as 2GiB (default: two full contexts a sequence, but on a CPU at most "
+    "40% of the free memory)",
     "gpu_memory_utilization": "share of the GPU's memory to use, including the weights",
     "max_model_len": "maximum tokens of a sequence, prompt and completion (default: the model's own, or what fits)",
     "max_num_seqs": "maximum sequences to compute at once",

@@ -14,13 +14,10 @@ from torch import Tensor
 from gptserve.engine import native
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model.memory import available_memory_bytes
+from gptserve.engine.model.memory import CPU_MEMORY_SHARE, available_memory_bytes
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import mapped
 from gptserve.weights.mappings import HUGE_PAGE
-
-_CPU_MEMORY_FRACTION = 0.4
-"""Of the memory free after loading; the rest is the operating system's file cache, activations and other processes."""
 
 
 class KVCache:
@@ -79,4 +76,4 @@ def cache_memory_bytes(config: EngineConfig, device: torch.device, scratch_bytes
         free = max(0, free - scratch_bytes)
         return free, max(0, int(free - (1 - config.gpu_memory_utilization) * total))
     free = max(0, available_memory_bytes() // config.tensor_parallel_size - scratch_bytes)
-    return free, int(free * _CPU_MEMORY_FRACTION)
+    return free, int(free * CPU_MEMORY_SHARE)

@@ -26,6 +26,11 @@ _CONTEXTS_PER_SEQUENCE = 2
 """The default cache holds at most this many full contexts for each of max_num_seqs sequences: one to compute with, one
 for prefixes of ended requests. Without a limit, the cache of a tiny model would take memory it never uses."""
 
+CPU_MEMORY_SHARE = 0.4
+"""The default cache on a CPU takes at most this share of the memory that is free once the weights are loaded. The
+rest is the operating system's file cache, activations and other processes. It is less than half because of these: what
+a server has reserved counts as free until it is used, and two that start together reserve the same memory."""
+
 _MIN_CONTEXT = 2
 """One prompt token and one generated token."""
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.memory import (
+    CPU_MEMORY_SHARE,
     available_memory_bytes,
     cache_capacity,
     kv_bytes_per_token,
@@ -130,6 +131,8 @@ def render(report: ModelReport) -> str:
         f"bytes a token = 2 (key, value) x {report.num_layers} layers x {report.num_kv_heads} KV heads x "
         f"{report.head_size} head size x bytes a number",
         f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, without activations",
+        f"on a CPU a server reserves at most {CPU_MEMORY_SHARE:.0%} of the memory that loading leaves free, unless "
+        "--kv-cache-bytes says more; what is reserved is used only as the cache fills",
     ]
     return "\n".join(lines)
 

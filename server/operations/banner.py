@@ -18,8 +18,10 @@ def log_banner(engine: EngineClient, options: AppOptions, url: str) -> None:
     logger.info("model: %s, %s on %s, context of %d tokens", names, info.dtype, info.device, info.max_model_len)
     logger.info("kernels: attention %s, matrix products %s", info.attention_backend, info.product)
     logger.info(
-        "memory: KV cache of %d tokens in %.1f MiB; %d sequences of full length fit at once",
-        *(num_tokens, info.kv_cache_bytes / 2**20, num_tokens // info.max_model_len),
+        "memory: %.1f MiB %s for a KV cache of %d tokens; %d sequences of full length fit at once",
+        info.kv_cache_bytes / 2**20,
+        "reserved, and used as needed," if info.device == "cpu" else "used",
+        *(num_tokens, num_tokens // info.max_model_len),
     )
     logger.info("%s is ready on %s", options.model_name, url)
     here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -25,6 +25,16 @@ def test_what_attention_will_take_is_not_free_for_the_cache(monkeypatch: pytest.
     assert cache_memory_bytes(config, device, 101) == (0, 0)
 
 
+def test_two_servers_that_see_the_same_free_memory_have_room_for_both_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptserve.engine.model.kv_cache.available_memory_bytes", lambda: 10**9)
+    config, device = EngineConfig(model_dir=Path()), torch.device("cpu")
+
+    caches = [cache_memory_bytes(config, device, 0)[1] for _ in range(2)]
+
+    assert min(caches) > 0
+    assert sum(caches) < 10**9
+
+
 def test_tensors_that_cannot_be_allocated_are_one_sentence() -> None:
     with pytest.raises(InvalidConfigurationError, match=r"^num_blocks is .*, but memory for that many could not be"):
         KVCache(MODEL, 10**12, 16, torch.float32, torch.device("cpu"))

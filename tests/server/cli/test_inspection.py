@@ -87,6 +87,10 @@ def test_the_table_shows_every_part_the_formula_and_a_tied_head() -> None:
         assert f"\n  {part} " in table
     assert "2 (key, value) x 2 layers x 2 KV heads x 4 head size" in table
     assert "what 1.0 MiB hold" in table
+    assert (
+        "on a CPU a server reserves at most 40% of the memory that loading leaves free, unless --kv-cache-bytes says "
+        "more; what is reserved is used only as the cache fills"
+    ) in table
 
 
 def test_the_table_shows_a_head_of_its_own() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from gptserve.server.operations.banner import log_banner
 from gptserve.weights.chat.template import ChatTemplate
 from tests.server.app_options import app_options
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.fake_engine import INFO, FakeEngineClient
 
 BODY = '{"prompt": "Once upon a time", "max_tokens": 300, "stream": true}'
 CHAT = '{"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 300, "stream": true}'
@@ -22,11 +23,21 @@ def test_the_banner_tells_the_model_its_kernels_its_memory_and_where_it_is(caplo
     assert [record.getMessage() for record in caplog.records] == [
         "model: teller = gpt-4o, float32 on cpu, context of 256 tokens",
         "kernels: attention reference, matrix products torch",
-        "memory: KV cache of 1024 tokens in 1.0 MiB; 4 sequences of full length fit at once",
+        "memory: 1.0 MiB reserved, and used as needed, for a KV cache of 1024 tokens; "
+        "4 sequences of full length fit at once",
         "teller is ready on http://127.0.0.1:8000",
         "playground: http://127.0.0.1:8000/ in a browser",
         f"try: curl -N http://127.0.0.1:8000/v1/completions -d '{BODY}'",
     ]
+
+
+def test_the_cache_of_a_gpu_is_used_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngineClient(info=replace(INFO, device="cuda:0"))
+    with caplog.at_level(logging.INFO):
+        log_banner(engine, app_options("teller"), "http://127.0.0.1:8000")
+
+    line = "memory: 1.0 MiB used for a KV cache of 1024 tokens; 4 sequences of full length fit at once"
+    assert line in [record.getMessage() for record in caplog.records]
 
 
 @pytest.mark.parametrize(
