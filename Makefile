@@ -25,7 +25,7 @@ inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/*/*.cpp engi
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all sanitize clients check format bench image gpu gpu-test gpu-chaos gpu-bench help
+.PHONY: serve test test-all test-nightly sanitize chaos clients check format bench image gpu gpu-test gpu-chaos gpu-bench help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -33,11 +33,17 @@ serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, 
 test: $(venv)/developing  ## run the tests but the slow ones, or ARGS="tests/engine -k name"
 	$(pytest) $(ARGS)
 
-test-all: $(venv)/developing  ## run all tests that need no CUDA device
+test-all: $(venv)/developing  ## run all tests that need no CUDA device, or with ARGS="--seventh 0" fewer slow ones
 	$(pytest) -m 'not gpu and not triton and not clients' $(ARGS)
+
+test-nightly:  ## run test-all, sanitize and chaos, whichever of them fail
+	@$(MAKE) --keep-going --jobs 1 ARGS= test-all sanitize chaos
 
 sanitize: $(venv)/developing  ## run the tests of the C++ under sanitizers; needs GCC
 	tests/sanitize.sh
+
+chaos: $(venv)/developing  ## kill the engine and the server under clients for two minutes
+	$(bin)/python -m bench.chaos $(ARGS)
 
 clients: $(venv)/developing  ## try the clients of other projects, each installed into build/clients; needs npm, too
 	$(bin)/python -m tests.clients.environments
@@ -74,7 +80,7 @@ image:  ## build the container image gptserve; TARGET=cuda for the one with the 
 	docker build --target $(TARGET) --tag gptserve --build-arg REVISION=$(shell git rev-parse HEAD) $(ARGS) .
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # pip is the last that comes into a new environment, so that one that stopped half-way is begun again.
 $(bin)/pip:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import sevenths
 from tests.leaks import holdings, open_gpu, wait_until_gone
 
 # Here, before anything imports torch. A tiny model gains nothing by a second thread, and on a busy machine each of its
@@ -34,10 +35,36 @@ httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_
 MakeGPT2 = Callable[..., Path]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seventh",
+        type=int,
+        choices=range(sevenths.NUM),
+        help="of the slow tests that -m selects, run this seventh, and its property tests with all examples",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are imported, whose objects stay
     if "not slow" in config.option.markexpr:
         settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> None:
+    """Choose the number of examples of a file, which its property tests take when it is imported."""
+    seventh = collector.config.option.seventh
+    if seventh is not None and isinstance(collector, pytest.Module):
+        settings.load_profile("any machine" if sevenths.has(seventh, collector.nodeid) else "fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seventh = config.option.seventh
+    if seventh is None:
+        return
+    left_out = {item for item in items if item.get_closest_marker("slow") and not sevenths.has(seventh, item.nodeid)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)

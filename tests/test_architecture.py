@@ -29,7 +29,7 @@ from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = ("README.md", "tests/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 MAX_SPINE_LINES = 3000
 PACKAGES = ("server", "engine", "weights")
 WITH_TORCH = {

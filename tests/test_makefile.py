@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
 SOURCES = ("engine/attention/cpu_paged.cpp", "engine/native/team.h")
@@ -54,7 +55,7 @@ def run_make(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def put_tools(tree: Path, *broken: str) -> None:
     """Give .venv the tools of development; each logs how it is called, those that are broken fail."""
     (tree / ".venv" / "bin").mkdir(parents=True)
-    for name in ("ruff", "mypy", "lint-imports", "codespell"):
+    for name in ("ruff", "mypy", "lint-imports", "codespell", "pytest"):
         tool = tree / ".venv" / "bin" / name
         tool.write_text(f'#!/bin/sh\necho {name} "$@" >> log\nexit {int(name in broken)}\n')
         tool.chmod(0o755)
@@ -143,6 +144,21 @@ def test_format_repairs_then_formats(tree: Path) -> None:
 
     assert succeeded
     assert called[-2:] == ["ruff check --fix .", "ruff format ."]
+
+
+@pytest.mark.parametrize("failing", [[], ["pytest"]])
+def test_all_of_the_night_runs_whatever_fails(tree: Path, failing: list[str]) -> None:
+    put_tools(tree, *failing)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "sanitize.sh").write_text("#!/bin/sh\necho sanitize >> log\n")
+    (tree / "tests" / "sanitize.sh").chmod(0o755)
+
+    succeeded, called = make(tree, "test-nightly")
+
+    tests = ["--numprocesses", "-m not gpu and not triton and not clients"]
+    assert [line for line in called if line.startswith("pytest ") and all(part in line for part in tests)]
+    assert called[-2:] == ["sanitize", "-m bench.chaos"]
+    assert succeeded is not bool(failing)
 
 
 ON_A_GPU = [

@@ -60,9 +60,12 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, *OTHER_DTYPES], ids=
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_the_tests_of_the_kernels_pass_in_the_interpreter(request: pytest.FixtureRequest) -> None:
     """All of them where slow tests run, too; else one case of each. Those of the model's kernels share the process."""
-    is_fast = "not slow" in request.config.option.markexpr
-    marks, at_least = ("triton and not slow", NUM_FAST) if is_fast else ("triton", NUM_TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, __file__, *OTHERS]
+    options = request.config.option
+    is_fast = "not slow" in options.markexpr
+    at_least = NUM_FAST if is_fast or options.seventh is not None else NUM_TESTS
+    seventh = [] if options.seventh is None else ["--seventh", str(options.seventh)]
+    marks = "triton and not slow" if is_fast else "triton"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *seventh, "-m", marks, __file__, *OTHERS]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | INTERPRETED | ALIKE, capture_output=True, text=True, timeout=LIMIT_S
     )
