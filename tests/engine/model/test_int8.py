@@ -138,6 +138,17 @@ def test_large_and_small_columns_of_weights_get_a_factor() -> None:
     assert column_factors(torch.zeros(3, 4)) is None
 
 
+def test_a_column_that_makes_no_scale_coarse_gets_no_factor() -> None:
+    """In trained models its element of x can be by far the largest, and a factor would make its weights coarse."""
+    weight, x = torch.randn(400, 576), torch.randn(20, 576)
+    weight[:, 7] *= 4
+    assert column_factors(weight) is None
+    x[:, 7] *= 50
+    expected = x @ weight.T
+    error = (DenseInt8Linear(weight, None)(x) - expected).square().mean() / expected.square().mean()
+    assert error.sqrt() < 0.004  # with a factor of 4 it is 0.0075
+
+
 def test_large_outputs_do_not_make_the_others_coarse() -> None:
     """They write to the few large channels of the residual stream, as in GPT-2."""
     weight = torch.randn(300, 200).clamp(-2, 2)
