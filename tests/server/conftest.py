@@ -87,6 +87,24 @@ class Api:
         return self.request("POST", "/v1/completions", content=content, headers={"content-type": "application/json"})
 
 
+class _QuickServer(HttpServer):
+    """Ends when it is told, where uvicorn looks ten times a second and then sleeps as long."""
+
+    told: asyncio.Event
+
+    async def main_loop(self) -> None:
+        loop, told = asyncio.create_task(super().main_loop()), asyncio.create_task(self.told.wait())
+        await asyncio.wait([loop, told], return_when=asyncio.FIRST_COMPLETED)
+        for task in (loop, told):
+            task.cancel()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in (*self.servers, *(sockets or [])):
+            listening.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
+
 class LiveServer(Api):
     """The same behind our HttpServer, as the command line runs it, in a thread."""
 
@@ -102,7 +120,7 @@ class LiveServer(Api):
         super().__init__(engine, **options)
         self.connections = Connections(max_connections)
         self.app.state.metrics.watch_connections(self.connections)
-        self.server = HttpServer(
+        self.server = _QuickServer(
             self.app,
             lambda: None,
             self.connections,
@@ -141,7 +159,7 @@ class LiveServer(Api):
         try:
             yield self
         finally:
-            self.server.should_exit = self.server.force_exit = True
+            self._loop.call_soon_threadsafe(self.server.told.set)
             self._thread.join(20)
             if self._template is not None:
                 self._template.close()
@@ -149,7 +167,7 @@ class LiveServer(Api):
 
     def _run(self) -> None:
         async def serve() -> None:
-            self._loop = asyncio.get_running_loop()
+            self._loop, self.server.told = asyncio.get_running_loop(), asyncio.Event()
             startup = self.server.startup
 
             async def announce(*arguments: Any, **options: Any) -> None:
