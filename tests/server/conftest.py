@@ -38,6 +38,23 @@ OF_PROMPT: dict[str, None] = {"prompt_logprobs": None, "prompt_token_ids": None}
 """What a whole answer has beside its text unless it is asked for more."""
 
 
+_templates: dict[str, ChatTemplate] = {}
+
+
+def shared_template(source: str) -> ChatTemplate:
+    """Return one for all tests of a file: its worker is a process, which takes longer to start than most tests."""
+    if source not in _templates:
+        _templates[source] = ChatTemplate(source, {"eos_token": "<|endoftext|>"})
+    return _templates[source]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_templates() -> Iterator[None]:
+    yield
+    while _templates:
+        _templates.popitem()[1].close()
+
+
 class Api:
     """An application and its fake engine, called without a socket."""
 
@@ -51,14 +68,11 @@ class Api:
     ) -> None:
         self.engine = engine
         self.journal = Journal(state_dir)
-        self._template = None if template is None else ChatTemplate(template, {"eos_token": "<|endoftext|>"})
-        options = {"chat_template": self._template, **options}
+        options = {"chat_template": None if template is None else shared_template(template), **options}
         self.app = create_app(engine, tokenizer or ByteTokenizer(), app_options(MODEL, **options), self.journal)
 
     def close(self) -> None:
-        """End the template's worker and the thread of the journal; all event loops are closed already."""
-        if self._template is not None:
-            self._template.close()
+        """End the thread of the journal; all event loops are closed already."""
         self.journal._thread.submit(self.journal._disconnect)
         self.journal._thread.shutdown()
 
@@ -161,8 +175,6 @@ class LiveServer(Api):
         finally:
             self._loop.call_soon_threadsafe(self.server.told.set)
             self._thread.join(20)
-            if self._template is not None:
-                self._template.close()
             assert not self._thread.is_alive(), "uvicorn did not stop"
 
     def _run(self) -> None:
