@@ -1,6 +1,6 @@
 """What int8 costs a trained model, and what other scales would cost: perplexity, KL from fp32, equal greedy tokens.
 
-    python -m bench.int8_quality MODEL TEXT [TEXT ...] [--sides bf16 int8 q8_0 g64 g64.squares g64.rows.int10]
+    python -m bench.int8_quality MODEL TEXT [TEXT ...] [--sides bf16 int8 q8_0 g32 g64.rows.exact]
         [--tokens-to TOKENS.json] [--logits Q8_0=LOGITS.npy]
 
 `bf16` and `int8` are the engine as it serves. All other sides are simulated: weights and rows are rounded to what a
@@ -11,7 +11,7 @@ have a scale as well. Words behind it change that, in any order:
     squares  a scale has the least squared error instead of the largest weight at 127
     rows     a row has one scale and its outliers apart, as today, instead of a scale for each N elements
     exact    outlier channels and outputs are not quantized, as today
-    factors  columns of weights unlike the others get factors, as today
+    factors  columns of weights that are unlike the others get factors, as today
     int10    the first layers are in int10, as today, where the CPU has it
     wide     rows are not rounded: what weights alone cost
 `q8_0` is llama.cpp's type of this name, its embedding included; `--logits` takes what llama.cpp itself returned, which
@@ -62,7 +62,7 @@ DIVISORS = tuple(STEP + k / 4 for k in range(-16, 9))
 ELEMENTS = 2**18
 """As many weights are rounded at once: they stay in a core's cache."""
 WINDOW, WINDOWS = 512, 8
-SIDES = ("bf16", "int8", "q8_0", *(f"g{n}.rows{error}" for n in (32, 64, 128) for error in ("", ".squares")))
+SIDES = ("bf16", "int8", "q8_0", *(f"g{n}.rows.exact" for n in (32, 64, 128)))
 AS_SERVED: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
