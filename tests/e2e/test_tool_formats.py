@@ -52,6 +52,8 @@ CASES = [
     *((name, (OTHERS, is_special)) for is_special in (True, False) for name in TEMPLATES if name != "harmony"),
     ("harmony", (HARMONY, True)),
 ]
+FIRST = [("hermes, thinking", (OTHERS, True)), ("llama", (OTHERS, False)), ("mistral-v11", (OTHERS, True)), CASES[-1]]
+"""Of each way to write calls one, and marks of both kinds."""
 STORY = "The cat sat on the mat, and they'll say it's 1000 years old. " * 2  # several blocks
 PLACE: dict[str, Any] = {
     "type": "object",
@@ -162,7 +164,11 @@ def read_response(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"text": text, "calls": calls, "reason": "length" if body["status"] == "incomplete" else "stop"}]
 
 
-@pytest.mark.parametrize(("kind", "marks"), CASES, ids=lambda value: value if isinstance(value, str) else value[1])
+@pytest.mark.parametrize(
+    ("kind", "marks"),
+    [pytest.param(*case, marks=() if case in FIRST else pytest.mark.slow) for case in CASES],
+    ids=lambda value: value if isinstance(value, str) else value[1],
+)
 def test_every_format_gives_what_is_asked_for(folders: dict[Marks, Path], kind: str, marks: Marks) -> None:
     folder = folders[marks]
     ends = Tokenizer.open(folder).encode_with_special("<|end|></think>")

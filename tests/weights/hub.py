@@ -98,7 +98,7 @@ def serve_hub(hub: Hub) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that has gone
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield hub

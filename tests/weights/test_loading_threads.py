@@ -133,7 +133,7 @@ print(len(threads() - before))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in Linux's /proc")
 @pytest.mark.skipif(not native.is_available(), reason="the library is not built, so oneDNN is asked with many threads")
-@pytest.mark.parametrize("quantization", ["int8", ""])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("", marks=pytest.mark.slow)])
 def test_no_thread_of_torchs_pool_starts_while_a_model_loads(make_gpt2: MakeGPT2, quantization: str) -> None:
     folder = make_gpt2(n_embd=256, vocab_size=1000)  # of so large tensors torch computes parts in its threads
     command = [sys.executable, "-P", "-c", NUM_NEW_THREADS, str(folder), quantization]

@@ -201,24 +201,23 @@ def test_a_cache_without_files_that_nobody_reads_is_complete(hub: Hub, resolve: 
     assert resolve("someone/good")["files"] == text(files)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("model-00002-of-00002.safetensors", "model.safetensors.index.json", "vocab.json", "chat_template.jinja"),
-        "additional_chat_templates/tool_use.jinja",
-    ],
-)
-def test_a_file_that_the_cache_lacks_is_named(resolve: Resolve, tmp_path: Path, hub: Hub, name: str) -> None:
+def test_a_file_that_the_cache_lacks_is_named(resolve: Resolve, tmp_path: Path, hub: Hub) -> None:
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = json.dumps({"weight_map": weight_map}).encode()
     hub.repositories["someone/good"]["main"] = WANTED | {"model.safetensors.index.json": index}
     resolve("someone/good")
-    (snapshot(tmp_path) / name).unlink()
+    names = ("model-00002-of-00002.safetensors", "model.safetensors.index.json", "vocab.json", "chat_template.jinja")
 
-    answer = resolve("someone/good", HF_HUB_OFFLINE="1")
+    for name in (*names, "additional_chat_templates/tool_use.jinja"):
+        cached = snapshot(tmp_path) / name
+        cached.rename(tmp_path / "aside")
+        answer = resolve("someone/good", HF_HUB_OFFLINE="1")
+        (tmp_path / "aside").rename(cached)
+        sentence = f"hub model someone/good lacks {name!r} in the cache, and HF_HUB_OFFLINE is set"
+        assert (answer["error"], answer["message"]) == ("ModelNotFoundError", sentence)
 
-    sentence = f"hub model someone/good lacks {name!r} in the cache, and HF_HUB_OFFLINE is set"
-    assert (answer["error"], answer["message"]) == ("ModelNotFoundError", sentence)
+    for name in names:
+        (snapshot(tmp_path) / name).unlink()
     assert resolve("someone/good")["files"] == text(WANTED | {"model.safetensors.index.json": index})
 
 

@@ -269,7 +269,7 @@ asyncio.run(main())
     ("variables", "told"),
     [
         ({}, f"GOMP_SPINCOUNT = '{SPINS}'"),
-        ({"GOMP_SPINCOUNT": "77"}, "GOMP_SPINCOUNT = '77'"),
+        pytest.param({"GOMP_SPINCOUNT": "77"}, "GOMP_SPINCOUNT = '77'", marks=pytest.mark.slow),
         ({"OMP_WAIT_POLICY": "passive"}, "OMP_WAIT_POLICY = 'PASSIVE'"),
     ],
 )

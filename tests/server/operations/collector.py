@@ -72,7 +72,7 @@ def serve_collector() -> Iterator[Collector]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that has gone
     collector.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield collector
