@@ -56,6 +56,7 @@ def test_the_readme_is_a_front_page() -> None:
     assert size <= MAX_BYTES, f"README.md has {size} bytes, {MAX_BYTES} are allowed: the rest belongs in docs/"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["first-steps", "operations", "deployment", "contributing"])
 def test_users_operators_and_contributors_find_their_page_on_the_first_screen(page: str) -> None:
     first_screen = README.read_text(encoding="utf-8").splitlines()[:15]
@@ -68,6 +69,7 @@ def test_the_readme_names_the_commands(command: str) -> None:
     assert command in [line.partition("#")[0].strip() for line in example(README, "make serve").splitlines()]
 
 
+@pytest.mark.slow
 def test_no_line_with_curl_needs_a_new_version() -> None:
     commands = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if "curl " in line]
 

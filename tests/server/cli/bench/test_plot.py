@@ -22,6 +22,7 @@ from gptserve.server.cli.bench.stream import Outcome
 from tests.server.cli.bench.stand_in import DONE, token, usage
 from tests.server.cli.conftest import StandIn
 
+pytestmark = pytest.mark.slow
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -120,11 +121,11 @@ def test_a_rate_alone_is_a_number_of_requests_a_second() -> None:
 @pytest.mark.parametrize(
     "loads",
     [
-        pytest.param([load(1, (0.01, 0.02))], marks=pytest.mark.slow),
+        [load(1, (0.01, 0.02))],
         [load(1, (0.01,))],
         [load(1, (0.0, 0.0, 0.0))],
         [load(1, (0.01, 0.01, 0.02), (0.0001, 90.0))],
-        pytest.param([load(1, failed=3)], marks=pytest.mark.slow),
+        [load(1, failed=3)],
         [load(1, failed=3), ONE],
         [load(number, (0.01, 0.02)) for number in range(1, 21)],
     ],
