@@ -32,6 +32,13 @@ def holdings() -> set[str]:
     return {*_children(), *_threads(), *_tasks(), *_descriptors()}
 
 
+def freeze() -> None:
+    """Let searches pass by all objects that are there, such as modules, unless a task is among them."""
+    gc.collect()
+    if not any(_tasks()):
+        gc.freeze()
+
+
 def open_gpu() -> None:
     """Have CUDA open what it keeps until the process ends, so that it is there before anything is counted."""
     import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import holdings, wait_until_gone
+from tests.leaks import freeze, holdings, wait_until_gone
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
@@ -87,6 +87,13 @@ def test_what_is_held_is_named_until_it_is_gone(hold: Callable[[], AbstractConte
         assert [held for held in holdings() - before if name in held]
 
     assert wait_until_gone(before) == []
+
+
+def test_a_task_that_is_there_when_modules_are_passed_by_is_found() -> None:
+    before = holdings()
+    with task():
+        freeze()
+        assert [held for held in holdings() - before if "kind_task" in held]
 
 
 def run_tests(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client_harness import Gate
-from tests.leaks import holdings, wait_until_gone
+from tests.leaks import freeze, holdings, wait_until_gone
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_are_no_leaks() -> None:
+    """What a test may leave is sought twice a test: not among half a million objects of modules."""
+    freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -12,9 +13,15 @@ from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import FakeEngineClient
 
 
+@pytest.fixture(scope="module")
+def answer() -> Iterator[httpx.Response]:
+    with closing(Api(FakeEngineClient())) as api:
+        yield api.get("/openapi.json")
+
+
 @pytest.fixture
-def document(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = api.get("/openapi.json").json()
+def document(answer: httpx.Response) -> dict[str, Any]:
+    found: dict[str, Any] = answer.json()
     return found
 
 
