@@ -11,7 +11,7 @@ venv := .venv
 bin := $(venv)/bin
 # A running server holds the compiled libraries open: new ones must be new files, for pip writes into the old ones.
 # pip's default build of torch for Linux on x86-64 has gigabytes of CUDA; TORCH_INDEX_URL names an index of other builds.
-install := rm -f engine/*/_*.so && \
+install := rm -f engine/backends/cpu/_*.so && \
 	$(bin)/python -m pip --disable-pip-version-check install --constraint constraints.txt \
 	$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 # A process for each of at most four cores, as each takes 1 GB, and one more, as many tests wait for a child process.
@@ -19,7 +19,7 @@ processes = $$($(bin)/python -c 'import os; print(min(4, os.cpu_count()) + 1)')
 # The slowest tests are named, if they are slow.
 pytest = $(bin)/pytest --numprocesses $(processes) --dist worksteal --durations 20 --durations-min 5
 # What an installation depends on: the metadata, the pins and what it compiles.
-inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/*/*.cpp engine/*/*.h)
+inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/backends/cpu/csrc/*.cpp engine/backends/cpu/csrc/*.h)
 
 # The tests start hundreds of processes, which need not compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from bench.machine import versions
-from gptserve.engine import native
-from gptserve.engine.attention import AttentionMetadata, AttentionSpec
-from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.reference.attention import ReferenceAttention
+from gptserve.engine.model.attention import AttentionMetadata, AttentionSpec
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 192 << 20

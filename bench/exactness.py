@@ -25,12 +25,12 @@ from torch import Tensor
 from bench.engines import seconds
 from bench.machine import versions
 from bench.models import SHAPES, write_model
+from gptserve.engine.backends.reference.draw import Choose
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.model import linear
-from gptserve.engine.model.runner import ModelRunner
-from gptserve.engine.sampling.native_draw import Choice
-from gptserve.engine.sampling.sampler import Choose
+from gptserve.engine.runner.runner import ModelRunner
+from gptserve.engine.sampling.choice import Choice
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import time
 import torch
 
 from gptserve.engine.config import Quantization
-from gptserve.engine.model.memory import kv_bytes_per_token, linear_bytes, parameter_counts
+from gptserve.engine.runner.memory import kv_bytes_per_token, linear_bytes, parameter_counts
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import mapped
 

@@ -24,10 +24,10 @@ import pytest
 from bench.machine import ROOT, versions
 
 FILES = (
-    "tests/engine/test_cuda.py",
-    "tests/engine/attention/test_triton_paged.py",
-    "tests/engine/model/test_triton_operations.py",
-    "tests/engine/sampling/test_triton_sampler.py",
+    "tests/engine/backends/gpu/test_cuda.py",
+    "tests/engine/backends/gpu/test_attention.py",
+    "tests/engine/backends/gpu/test_operations.py",
+    "tests/engine/backends/gpu/test_sampler.py",
     "tests/weights/test_pinned_ring.py",
 )
 """All files with tests that need a GPU. Others import more packages, such as those of the server."""

@@ -28,20 +28,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import tell, versions
-from gptserve.engine import cuda_graphs
+from gptserve.engine.backends.gpu import graphs as cuda_graphs
+from gptserve.engine.backends.gpu.graphs import DecodeGraphs
+from gptserve.engine.backends.gpu.recorded_steps import RecordedStep, Replay
+from gptserve.engine.backends.gpu.sampler import PIECE, TritonSampler
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.cuda_graphs import DecodeGraphs
 from gptserve.engine.engine import Engine
-from gptserve.engine.grammar.matcher import MaskThread
 from gptserve.engine.info import EngineInfo
-from gptserve.engine.model import runner
-from gptserve.engine.model.runner import Collect, ModelRunner
-from gptserve.engine.model.step_memory import max_sampled_rows
 from gptserve.engine.process.garbage import collect_seldom
 from gptserve.engine.process.loop import Stepped
-from gptserve.engine.recorded_steps import RecordedStep, Replay
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling.triton_sampler import PIECE, TritonSampler
+from gptserve.engine.runner import runner
+from gptserve.engine.runner.masks import MaskThread
+from gptserve.engine.runner.runner import Collect, ModelRunner
+from gptserve.engine.runner.step_memory import max_sampled_rows
 from gptserve.engine.scheduling.prompt_pace import Pace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch

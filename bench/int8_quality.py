@@ -40,14 +40,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.machine import tell, versions
+from gptserve.engine.backends.cpu import int8
 from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.engine import Engine
-from gptserve.engine.model import int8, prompt_logprobs, streamed_tensors
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.linear import Linear, make_linear
-from gptserve.engine.model.runner import ModelRunner
+from gptserve.engine.model.linear import Linear
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
-from gptserve.engine.sampling.logprobs import top_logprobs
+from gptserve.engine.runner import products
+from gptserve.engine.runner.logprobs import top_logprobs
+from gptserve.engine.runner.products import make_linear
+from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
+from gptserve.engine.runner.runner import ModelRunner
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.source import resolve_model
@@ -197,7 +200,7 @@ def simulated(recipe: Recipe) -> Iterator[None]:
             return make_linear(weight, bias, activation, out_dtype, weight_type, call_rows, exact_inputs, memory)
         return SimulatedLinear(recipe, weight, bias, activation, exact_inputs)
 
-    with patch.object(streamed_tensors, "make_linear", make):
+    with patch.object(products, "make_linear", make):
         yield
 
 

@@ -1,4 +1,4 @@
-"""The products of a step: those of engine/native compared with oneDNN's, over all weights of a model's shape.
+"""The products of a step: those of engine/backends/cpu compared with oneDNN's, over all weights of a model's shape.
 
     python -m bench.linear [--shape gpt2] [--dtype bfloat16] [--rows 1 8 32 128 512] [--threads 2]
         [--repeats 7]
@@ -21,8 +21,9 @@ import torch
 
 from bench.machine import versions
 from bench.models import GPT2_SHAPES
-from gptserve.engine import native
-from gptserve.engine.model.linear import Linear, NativeLinear, PackedLinear
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear
+from gptserve.engine.model.linear import Linear
 
 HEAD_ROWS = 32
 PAUSE_S = 0.05  # torch's threads spin for a while after their work, in the way of the other side

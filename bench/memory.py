@@ -24,7 +24,7 @@ import psutil
 from bench.machine import versions
 from bench.models import SHAPES, write_served_model
 from bench.server import free_port, serve_command, wait_until_ready
-from gptserve.engine.model.memory import parameter_counts
+from gptserve.engine.runner.memory import parameter_counts
 from gptserve.weights.families import load_config
 
 KV_CACHE_BYTES = 64 * 2**20

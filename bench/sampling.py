@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from bench.machine import versions
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.draw import choose
+from gptserve.engine.backends.reference.draw import choose_by_torch
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling.native_draw import choose
-from gptserve.engine.sampling.sampler import SamplingPosition, sample
-from gptserve.engine.sampling.torch_draw import choose_by_torch
+from gptserve.engine.runner.sampler import sample
+from gptserve.engine.sampling.choice import SamplingPosition
 from gptserve.engine.scheduling.sequence import SequenceState
 
 KINDS: dict[str, dict[str, Any]] = {

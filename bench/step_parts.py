@@ -2,7 +2,7 @@
 
     python -m bench.step_parts [--batch 1 32] [--prompt-len 128] [--max-tokens 256] [--quantization int8]
 
-The weights are random, of the real shape, in bf16, and the engine runs programs (engine/native/program.py). Before each
+The weights are random, of the real shape, in bf16, and the engine runs programs (backends/cpu/program.py). Before each
 step, the operations of each part run alone, on the buffers that the step then computes anew; the program as a whole and
 the draw are timed within the step. What remains of the step is what runs between these two: Python, and scheduling.
 Medians over all steps in which all sequences decode. Prints a table and one JSON line.
@@ -27,12 +27,12 @@ import torch
 from bench.floor import Reader
 from bench.machine import versions
 from bench.models import SHAPES, write_model
+from gptserve.engine.backends.cpu.program import KINDS, Program
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.model import program_steps
-from gptserve.engine.model.memory import kv_bytes_per_token, weight_bytes
-from gptserve.engine.native.program import KINDS, Program
 from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.runner import program_steps
+from gptserve.engine.runner.memory import kv_bytes_per_token, weight_bytes
 from gptserve.weights.config import ModelConfig
 
 PARTS = ("products", "attention", "norms", "other rows", "head")
@@ -86,7 +86,7 @@ def timed_steps(engine: Engine, batch: int, args: argparse.Namespace) -> list[Ti
     for i in range(batch):
         prompt = torch.randint(engine.info.vocab_size, (args.prompt_len,), generator=torch.Generator().manual_seed(i))
         engine.add(Request(str(i), tuple(prompt.tolist()), sampling, seed=i))
-    decoder = engine._runner._decoder._native
+    decoder = engine._runner._decoder._program
     assert decoder is not None, "no program computes this model here"
     steps = []
     times: Times = defaultdict(float)

@@ -14,17 +14,18 @@ from dataclasses import replace
 from functools import partial
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.grammar.drafter import GrammarDrafter
-from gptserve.engine.grammar.queue import GrammarQueue
 from gptserve.engine.info import EngineInfo
-from gptserve.engine.model.runner import ModelRunner
-from gptserve.engine.overlap import RunningStep, Steps
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
-from gptserve.engine.probe import NOT_FINITE, may_overlap, warm_up
+from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.request import MASKS, MAX_SCORES_PER_OUTPUT, FinishReason, Request, TokenLogprobs, TokenOutput
+from gptserve.engine.runner.overlap import RunningStep, Steps
+from gptserve.engine.runner.probe import NOT_FINITE, may_overlap, warm_up
+from gptserve.engine.runner.runner import ModelRunner
 from gptserve.engine.scheduling.block_map import BlockMap, draw_block_map
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
+from gptserve.engine.scheduling.grammar_drafter import GrammarDrafter
+from gptserve.engine.scheduling.grammar_queue import GrammarQueue
 from gptserve.engine.scheduling.prompt_pace import GPU_MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS, Pace, PromptPace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, SequenceState
@@ -59,7 +60,7 @@ class Engine:
             drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
         self._grammar_queue = GrammarQueue(config.model_dir, config.max_queue_time_s)
         with KeptWarnings() as warnings:
-            self._runner = ModelRunner(config, progress, warnings.messages) if runner is None else runner
+            self._runner = ModelRunner(config, progress, warnings.messages, Ranks) if runner is None else runner
         self.info: EngineInfo = self._runner.info
         self._pool = BlockPool(self.info.num_blocks, self.info.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(

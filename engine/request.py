@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import chain
 from types import NoneType
 
+from gptserve.engine.blame import NO_BLAME, Blame
 from gptserve.engine.checks import (
     as_token_ids,
     check_biases,
@@ -23,7 +24,6 @@ from gptserve.engine.checks import (
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.info import EngineInfo
-from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
 MAX_LOGPROBS = 20  # vLLM's default; each costs a top-k over the vocabulary, and the output takes ten times the bytes
 MAX_LOGIT_BIAS_ENTRIES = 1024

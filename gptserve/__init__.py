@@ -33,10 +33,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from gptserve.version import installed_version
 
-        try:
-            return version("gptserve")
-        except PackageNotFoundError:
-            return "unknown"  # a source tree that is not installed
+        return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

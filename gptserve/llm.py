@@ -21,7 +21,7 @@ from gptserve.engine.checks import check_number
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineError, InvalidRequestError
-from gptserve.engine.model.loading_bar import LoadingBar
+from gptserve.engine.process.loading_bar import LoadingBar
 from gptserve.engine.request import DRAWN_SEED_LIMIT, FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 from gptserve.scoring import Score, Windows
 from gptserve.weights.chat.arguments import read_arguments

@@ -3,15 +3,15 @@
 #
 # Each run has a copy of the tree in build/sanitize, with libraries compiled for it; Python finds the copy first. No
 # leaks are looked for: Python and torch have their own. ThreadSanitizer cannot see how libgomp orders torch's threads, so
-# what they do is passed by; the team of engine/native is looked at.
+# what they do is passed by; our own team is looked at.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$PWD/.venv/bin/python
 run=(setarch --addr-no-randomize "$python") # ThreadSanitizer wants it so
-loads="from gptserve.engine import native; from gptserve.engine.attention.cpu import CpuAttention
+loads="from gptserve.engine.backends.cpu import native; from gptserve.engine.backends.cpu.attention import CpuAttention
 assert native.is_available() and CpuAttention.is_available(), 'the libraries do not load'"
-tests=(tests/engine/native tests/engine/sampling tests/engine/attention/test_cpu.py)
-tests+=(tests/engine/model/test_{linear,int8,memory_ahead,native_decoder,program_steps}.py)
+tests=(tests/engine/backends/cpu tests/engine/sampling tests/engine/model/test_linear.py)
+tests+=(tests/engine/runner/test_{logprobs,memory_ahead,program_steps,sampler}.py)
 
 # sanitized FLAGS RUNTIME..: the tests, with the libraries compiled with -fsanitize=FLAGS and these libraries of GCC.
 sanitized() {
@@ -23,7 +23,7 @@ sanitized() {
   cd "$copy"
   sed -i 's/"-g0"/"-g"/' setup.py # reports name lines
   CXXFLAGS=$flags LDFLAGS=$flags "$python" setup.py --quiet build_ext --inplace
-  for library in engine/*/_*.so; do
+  for library in engine/backends/cpu/_*.so; do
     nm --dynamic "$library" | grep "__[atu]*san_" > /dev/null || { echo "$library is not sanitized" >&2; exit 1; }
   done
   export LD_PRELOAD=$runtimes

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
-SOURCES = ("engine/attention/cpu_paged.cpp", "engine/native/team.h")
+SOURCES = ("engine/backends/cpu/csrc/attention.cpp", "engine/backends/cpu/csrc/team.h")
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> log
 case "$*" in
@@ -20,7 +20,7 @@ case "$*" in
     test -e broken && exit 1
     printf '#!/bin/sh\\necho gptserve "$@" >> log' > "$3/bin/gptserve" && chmod +x "$3/bin/gptserve"
     touch "$3/bin/pip" ;;
-  "-m pip"*) ls engine/* >> log ;;
+  "-m pip"*) ls engine/backends/cpu/* >> log ;;
   "-m bench."*) test ! -e fails || ! grep -qx "$2" fails ;;
 esac
 """
@@ -84,8 +84,7 @@ def test_the_environment_is_made_once(tree: Path) -> None:
 
 def test_an_installation_leaves_no_old_library_to_write_into(tree: Path) -> None:
     make(tree)
-    (tree / "engine" / "attention" / "_cpu_paged.cpython-311-x86_64-linux-gnu.so").touch()
-    (tree / "engine" / "native" / "_native.cpython-311-x86_64-linux-gnu.so").touch()
+    (tree / "engine" / "backends" / "cpu" / "_native.cpython-311-x86_64-linux-gnu.so").touch()
     (tree / ".venv" / "serving").unlink()
 
     succeeded, (installed, *rest) = make(tree)
@@ -93,7 +92,7 @@ def test_an_installation_leaves_no_old_library_to_write_into(tree: Path) -> None
     assert succeeded
     assert installed.startswith("-m pip ")
     assert installed.endswith(" --editable .")
-    assert [line for line in rest if line and line[-1] != ":"] == ["cpu_paged.cpp", "team.h", "gptserve serve"]
+    assert [line for line in rest if line and line[-1] != ":"] == ["attention.cpp", "team.h", "gptserve serve"]
 
 
 def test_torch_may_come_from_an_index_of_other_builds(tree: Path) -> None:

@@ -2,7 +2,7 @@
 
 gpt-oss stores a tensor [..., in, out] as two. NAME_blocks, uint8 [..., out, in / 32, 16], has two values a byte, the
 lower half first. NAME_scales, uint8 [..., out, in / 32], has the exponents plus 127. The checkpoint unpacks them, or
-gives them out as they are to a device whose kernel multiplies with them; operations_choice.py compares that kernel.
+gives them out as they are to a device whose kernel multiplies with them; selfcheck/operations.py compares that kernel.
 """
 
 from __future__ import annotations

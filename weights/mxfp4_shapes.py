@@ -1,6 +1,6 @@
 """The shapes of a weight in MXFP4: in a file, and on a device that multiplies with it as it is stored.
 
-Torch-free, as engine/model/memory.py counts bytes by them. weights/mxfp4.py has the numbers.
+Torch-free, as engine/runner/memory.py counts bytes by them. weights/mxfp4.py has the numbers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every rank has all layers, with its share of their heads and of their feed-forward's width. What it computes of
 attention and of a feed-forward is one term of a sum over the ranks. The first rank adds the bias of each sum and alone
 has what is outside the layers: embedding, positions, head. Checkpoint reads what `Share` leaves, and
-engine/model/memory.py counts it.
+engine/runner/memory.py counts it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What may come next by a grammar: the matcher of one sequence, and the thread that asks all of a step.
+"""What may come next by a grammar: the matcher of one sequence.
 
 A matcher has seen tokens of the completion. It is brought up to the known ones before each step, so it needs no word of
-preemption, rejected drafts or replay. Torch-free. ModelRunner starts the thread's work and the sampler takes the masks.
+preemption, rejected drafts or replay. Torch-free. runner/masks.py asks all matchers of a step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +16,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
-
 Mask = NDArray[np.uint32]
 """A bit for each token id, the lowest id in the lowest bit."""
-
-Masks = dict["SequenceState", list[Mask]]
-"""Of each sequence with a grammar: what may come after the known tokens, then what after each token of the draft."""
 
 MAX_REASON = 500  # characters
 _EXCERPT = re.compile(r"^ *\d+ \|", re.MULTILINE)  # of the Lark that the compiler has made
@@ -139,31 +133,3 @@ def reason_of(matcher: LLMatcher) -> str:
     """Return why a matcher has failed, in one line; "" if it has not."""
     told = _EXCERPT.split(matcher.get_error())[0].replace("<non-verbose/>", "")
     return " ".join(told.split())[:MAX_REASON]
-
-
-class MaskThread:
-    """Computes the masks of a step in a thread, beside the model: llguidance lets go of the interpreter's lock."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "gptserve-masks")
-
-    def begin(self, batch: ScheduledBatch) -> Future[Masks] | None:
-        """Begin with the sequences that are sampled and have a matcher; None if there are none."""
-        asked = [
-            (
-                item.sequence,
-                item.sequence.matcher,
-                item.sequence.token_ids[item.sequence.num_prompt_tokens :],
-                item.draft,
-            )
-            for item in batch.items
-            if item.needs_sampling and item.sequence.matcher is not None
-        ]
-        return self._thread.submit(_masks_of, asked) if asked else None
-
-
-def _masks_of(asked: Sequence[tuple[SequenceState, Matcher, list[int], tuple[int, ...]]]) -> Masks:
-    return {
-        sequence: matcher.masks(known, draft, sequence.request.params.num_before_end)
-        for sequence, matcher, known, draft in asked
-    }

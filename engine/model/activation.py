@@ -1,4 +1,4 @@
-"""Activations in torch, elementwise; engine/native/activation.h has the same in vectors. The linears apply them."""
+"""Activations in torch, elementwise; backends/cpu/csrc/activation.h has the same in vectors. Linears apply them."""
 
 from __future__ import annotations
 

@@ -7,24 +7,51 @@ blocks or model families. ModelRunner calls it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gptserve.engine.attention import AttentionBackend, AttentionMetadata
-from gptserve.engine.config import Quantization
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.int8 import large_channels
-from gptserve.engine.model.kv_cache import KVCache
+from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
+from gptserve.engine.model.group import Group
 from gptserve.engine.model.layers import Block
-from gptserve.engine.model.memory_ahead import take_populated
-from gptserve.engine.model.native_decoder import NativeDecoder, native_decoder
+from gptserve.engine.model.linear import LinearMaker
+from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
-from gptserve.engine.model.streamed_tensors import StreamedTensors, take_linear, take_norm
-from gptserve.engine.parallel.group import Group
 from gptserve.weights.config import ModelConfig
-from gptserve.weights.huge_pages import HugePages
+
+
+class Program(Protocol):
+    """What computes a whole step of a decoder, without its soft cap."""
+
+    def step(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata, rows_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the last block's output [T, hidden], valid until the next call, and the logits of these rows of it."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the fp32 logits [rows, vocab_size] of rows of such outputs."""
+
+
+class CompileProgram(Protocol):
+    """Makes the program of a decoder."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        parts: StreamedTensors,
+        embedding: Tensor,
+        positions: Tensor | None,
+        tables: list[Tensor | None],
+        backend: AttentionBackend,
+    ) -> Program | None:
+        """Return the program, or None if it would compute other numbers or cannot compute this model.
+
+        `parts` has made all linears and norms. `positions` is the table that is added to the embedding; `tables` has
+        the rotary table of each layer.
+        """
 
 
 class Layers:
@@ -47,7 +74,7 @@ class Layers:
         self._tables = [rotary_table(rotary, max_model_len, device) for rotary in self._distinct_rotaries]
         return [None if index is None else self._tables[index] for index in self._table_of]
 
-    def __call__(self, x: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def __call__(self, x: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata) -> Tensor:
         term: Tensor | None = None
         rotations = [table[positions_T].unbind(1) for table in self._tables]
         for block, table, cache_2NGBD in zip(self._blocks, self._table_of, cache.layers, strict=True):
@@ -59,8 +86,9 @@ class Decoder:
     """A decoder-only transformer on one device.
 
     `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
-    `quantization` is that of weights of products; memory.py says what becomes of each. An embedding keeps its dtype.
-    With a group this is the first rank, and the other ranks compute with it.
+    `maker` makes linears of the weights; None: torch's. An embedding keeps its dtype. `compile_program`, if given, may
+    make a program of the whole, which then computes steps. With a group this is the first rank, and the other ranks
+    compute with it.
     Call `set_max_model_len` before computing tokens.
     """
 
@@ -69,24 +97,24 @@ class Decoder:
         config: ModelConfig,
         tensors: Iterator[tuple[str, Tensor]],
         backend: AttentionBackend,
-        quantization: Quantization | None = None,
+        maker: LinearMaker | None = None,
         group: Group | None = None,
         operations: Operations = TORCH,
+        compile_program: CompileProgram | None = None,
     ) -> None:
-        self._config, self._backend, self._group = config, backend, group
+        self._config, self._backend, self._group, self._compile = config, backend, group, compile_program
         self.host_starts_experts = operations.host_starts_experts(config)
-        memory = HugePages(take_populated())
-        source = self._source = StreamedTensors(tensors, quantization, group, operations, config.num_layers, memory)
+        source = self._source = StreamedTensors(tensors, maker, group, operations)
         self._embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
-        if quantization is not None and config.embed_size is None:
-            source.large_channels = large_channels(self._embedding, self._positions)
+        if config.embed_size is None:
+            source.maker.begin(self._embedding, self._positions)
         scale = config.embed_scale  # in the model's dtype, as it was trained with
         self._embed_scale = None if scale == 1 else torch.tensor(scale).to(self._embedding)
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
         self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
         self._layers = Layers(config, source, backend, self._embedding.device)
-        self._native: NativeDecoder | None = None
+        self._program: Program | None = None
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
@@ -101,15 +129,16 @@ class Decoder:
         if config.position == "sinusoidal":
             table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
             self._positions = table.to(self._embedding)
-        self._native = native_decoder(config, self._source, self._embedding, self._positions, tables, self._backend)
+        if self._compile is not None:
+            self._program = self._compile(config, self._source, self._embedding, self._positions, tables, self._backend)
 
     @property
-    def program(self) -> NativeDecoder | None:
+    def program(self) -> Program | None:
         """What computes whole steps, to the logits; None where torch has a part in them."""
-        return self._native if self._config.logit_softcap is None else None
+        return self._program if self._config.logit_softcap is None else None
 
     def hidden_states(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata
     ) -> Tensor:
         """Return the last block's output [T, hidden] and store the step's keys and values in the cache.
 
@@ -117,19 +146,19 @@ class Decoder:
 
         token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
-        if self._native is not None:
-            return self._native.step(token_ids_T, positions_T, cache, metadata, token_ids_T[:0])[0]
+        if self._program is not None:
+            return self._program.step(token_ids_T, positions_T, cache, metadata, token_ids_T[:0])[0]
         x = self._embed(token_ids_T, positions_T)
         if self._group is not None:
             self._group.broadcast_(x)
         return self._layers(x, positions_T, cache, metadata)
 
     def step(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCache, metadata: AttentionMetadata, rows_R: Tensor
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata, rows_R: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden_states and the logits of these rows of them, int64 [R], ascending; None if there are none."""
-        if self._native is not None:
-            hidden, logits = self._native.step(token_ids_T, positions_T, cache, metadata, rows_R)
+        if self._program is not None:
+            hidden, logits = self._program.step(token_ids_T, positions_T, cache, metadata, rows_R)
             return hidden, self._capped(logits) if len(rows_R) else None
         hidden = self.hidden_states(token_ids_T, positions_T, cache, metadata)
         rows = hidden if len(rows_R) == len(hidden) else hidden[rows_R]
@@ -137,8 +166,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab_size] for rows of the hidden states."""
-        if self._native is not None:
-            logits = self._native.logits(hidden)
+        if self._program is not None:
+            logits = self._program.logits(hidden)
         else:
             x = hidden if self._final_norm is None else self._final_norm(hidden)
             x = x if self._embed_out is None else self._embed_out(x)

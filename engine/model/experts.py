@@ -22,7 +22,7 @@ from gptserve.engine.model.linear import Linear
 class MixtureOfExperts:
     """The sum of the num_active experts with the highest router logits, weighted by the softmax of these logits.
 
-    engine/native/experts.cpp computes the same.
+    engine/backends/cpu/csrc/experts.cpp computes the same.
     """
 
     def __init__(self, router: Linear, experts: Sequence[Callable[[Tensor], Tensor]], num_active: int) -> None:

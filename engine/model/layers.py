@@ -12,14 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gptserve.engine.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.activation import activate
+from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
-from gptserve.engine.model.linear import make_linear
+from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import Operations
 from gptserve.engine.model.rotary import Rotation, rotate_
-from gptserve.engine.model.streamed_tensors import StreamedTensors, take_linear, take_norm
 from gptserve.weights.config import ModelConfig
 
 
@@ -209,8 +208,7 @@ def take_feed_forward(
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
     bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
-    router = make_linear(weight, bias, call_rows=source.operations.call_rows, memory=source.memory)
-    source.linears[f"{name}.router"] = router
+    router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", weight, bias)
     num, num_active, operations = config.experts.num, config.experts.num_active, source.operations
     if operations.experts is not None:
         weights = stack(source.take, name, num, config.ffn_bias)

@@ -1,48 +1,18 @@
-"""Matrix products with weights: the one place that decides how y = x W^T + b is computed.
+"""Matrix products with weights, y = x W^T + b: their interface, and torch's own, which defines it.
 
-On a CPU the weight is packed once: for our own code, which reads it at memory speed and computes each row by itself; in
-an installation without a C++ compiler, for oneDNN. There the bits of a row do not depend on the other rows if a call
-has at least 2 rows and, with AMX, at most 32; PackedLinear makes such calls. Elsewhere torch's own linear is used.
-layers.py and decoder.py build one `Linear` for each weight and know nothing of packing.
+layers.py and decoder.py have one `Linear` made for each weight. They know nothing of packing and quantizing.
 """
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gptserve.engine import native
-from gptserve.engine.config import WeightType
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.int8 import DenseInt8Linear, column_factors, exact_outputs, quantize_weight
 from gptserve.weights.config import Activation
-from gptserve.weights.huge_pages import HugePages
-
-Product = Literal["native", "onednn", "torch", "native_int8", "native_int10", "torch_int8"]
-"""What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear, NativeInt10Linear or DenseInt8Linear."""
-
-_NATIVE: dict[WeightType | None, Product] = {None: "native", "int8": "native_int8", "int10": "native_int10"}
-
-_MIN_ROWS = 2
-"""Minimum rows of a call of oneDNN: it sums a single row in another order. Two and more agree bit for bit."""
-_AMX_ROWS = 32
-"""Maximum rows of a call with AMX: in bf16 oneDNN sums more rows in another order. From 2 to 32 rows no bit differed in
-16 shapes up to 14336x4096, for any order of the rows and number of threads."""
-
-_FUSED_ACTIVATIONS: dict[Activation | None, tuple[str, str]] = {
-    None: ("none", ""),
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "relu": ("relu", ""),
-    "silu": ("swish", ""),
-    "tanh": ("tanh", ""),
-}
-"""What oneDNN calls the activations it can apply to a product."""
 
 
 class Linear(Protocol):
@@ -50,67 +20,6 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, out]; residual ([rows, out]) is added after the product. Mutates nothing."""
-
-
-def has_onednn() -> bool:
-    """Return whether this build of torch can pack weights for the CPU."""
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
-def product_of(device: torch.device, dtype: torch.dtype, weight_type: WeightType | None = None) -> Product:
-    """Return what multiplies rows of this dtype on this device with weights of this dtype, or of this type.
-
-    Only the library has int10; native.has_fast_int10() says where it is used.
-    """
-    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-    if fits and native.is_available():
-        return _NATIVE[weight_type]
-    if weight_type is not None:
-        assert weight_type == "int8"
-        return "torch_int8"
-    return "onednn" if device.type == "cpu" and has_onednn() and dtype != torch.float16 else "torch"
-
-
-def build_of(product: Product, dtype: torch.dtype) -> str:
-    """Return the product and what else decides its bits; the versions of torch and its libraries decide the others'."""
-    match product:
-        case "native":
-            return f"native {native.supported_variants(8 * dtype.itemsize)[-1]} {native.digest()}"
-        case "native_int8" | "native_int10":  # activations are those of "native", all else the same by all variants
-            return f"{product} {native.digest()}"
-        case _:
-            return product
-
-
-def make_linear(
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Activation | None = None,
-    out_dtype: torch.dtype | None = None,
-    weight_type: WeightType | None = None,
-    call_rows: int | None = None,
-    exact_inputs: Tensor | None = None,
-    memory: HugePages | None = None,
-) -> Linear:
-    """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
-
-    `out_dtype` float32 spares a bf16 result its rounding where the product can give it; on a CPU oneDNN's and torch's
-    cannot. With `call_rows`, torch's multiplies so many rows a call. Of a quantized weight the columns `exact_inputs`,
-    int64 and ascending, are not quantized. Our own products keep the weight in `memory`, or in memory of its own.
-    """
-    match product_of(weight.device, weight.dtype, weight_type):
-        case "native":
-            return NativeLinear(weight, bias, activation, out_dtype, memory=memory)
-        case "native_int8":
-            return NativeInt8Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
-        case "native_int10":
-            return NativeInt10Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
-        case "torch_int8":
-            return DenseInt8Linear(weight, bias, activation, out_dtype, exact_inputs)
-        case "onednn":
-            return PackedLinear(weight, bias, activation)
-        case "torch":
-            return DenseLinear(weight, bias, activation, out_dtype, call_rows)
 
 
 class DenseLinear:
@@ -147,177 +56,41 @@ class DenseLinear:
         return y if self._bias is None else y + self._bias
 
 
-class NativeLinear:
-    """The library of engine/native, for fp32 and bf16 on a CPU, with the weight in its own layout.
+class LinearMaker(Protocol):
+    """Makes the linears of a model, in the order in which a step needs them."""
 
-    The bits of a row depend on that row alone: not on the number of rows, nor on native.num_threads(). They may differ
-    between variants. Bias, activation and residual, which may be fp32, are added in fp32; the result is rounded once.
-    """
+    def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
+        """Take a look at the tables [tokens, hidden] that the residual stream begins with, before the first linear."""
 
-    def __init__(
+    def make(
         self,
+        name: str,
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
-        variant: native.Variant | None = None,
-        memory: HugePages | None = None,
-    ) -> None:
-        """Pack the weight into `memory`. `variant` is one of native.supported_variants; None means the fastest."""
-        assert weight.device.type == "cpu"
-        self._library, self._dtype, self._out_dtype = native.library(), weight.dtype, out_dtype or weight.dtype
-        self._num_out, self._num_in = weight.shape
-        self._padding = -self._num_in % native.ROW_MULTIPLE
-        self._memory, self._kept = memory or HugePages(), list[Tensor]()
-        bits = self._bits()
-        self.weight = native.PackedWeight(
-            num_in=self._num_in,
-            num_out=self._num_out,
-            activation=native.ACTIVATIONS.index(activation),
-            variant=native.VARIANTS[bits].index(variant or native.supported_variants(bits)[-1]) + 1,
-            element_bits=bits,
-            **self._pack(weight, bias),
-        )
+    ) -> Linear:
+        """Return the linear of this canonical name for a weight [out, in]. The caller may drop the weight.
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.dtype is self._dtype and x.is_contiguous() and x.shape[1:] == (self._num_in,)
-        out = torch.empty(len(x), self._num_out, dtype=self._out_dtype)
-        address = None
-        if residual is not None:
-            assert residual.dtype in (self._dtype, torch.float32)
-            assert residual.is_contiguous() and residual.shape == out.shape
-            address = residual.data_ptr()
-        if self._padding:
-            x = functional.pad(x, (0, self._padding))
-        width = native.WIDE_OUT * (self._out_dtype is torch.float32) | native.WIDE_X * (x.dtype is torch.float32)
-        width |= native.WIDE_RESIDUAL * (residual is not None and residual.dtype is torch.float32)
-        self._library.native_multiply(self.weight, x.data_ptr(), address, out.data_ptr(), len(x), width)
-        return out
-
-    def _bits(self) -> int:
-        """Return the bits of an element of the packed weight."""
-        return 8 * self._dtype.itemsize
-
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
-        """Return the members of PackedWeight that depend on the weight's dtype; addresses are of tensors in _kept."""
-        assert weight.dtype in (torch.float32, torch.bfloat16)
-        packed = self._take_packed()
-        self._pack_rows(packed, 0, weight)
-        return {"weight": packed, "bias": self._pad_outputs(bias)}
-
-    def _take_packed(self) -> int:
-        """Keep memory for the weight in the library's layout; return where it begins."""
-        sizes = self._num_in, self._num_out, self._bits()
-        return self._keep(self._memory.take(self._library.native_packed_size(*sizes)))
-
-    def _pack_rows(self, packed: int, start: int, rows: Tensor) -> None:
-        """Pack rows [rows, in] of the weight from row `start`, which begins a panel; whole panels or up to the end."""
-        rows, bits, num_in = rows.contiguous(), self._bits(), self._num_in
-        address = packed + self._library.native_packed_size(num_in, start, bits)
-        self._library.native_pack(rows.data_ptr(), num_in, len(rows), bits, address)
-
-    def _pad_outputs(self, values: Tensor | None) -> int | None:
-        """Keep one number an output in fp32, padded with zeros, as the library reads whole vectors of them."""
-        if values is None:
-            return None
-        kept = self._memory.take(4 * -(-self._num_out // native.COLUMNS) * native.COLUMNS).view(torch.float32)
-        kept[: self._num_out] = values
-        return self._keep(kept)
-
-    def _keep(self, tensor: Tensor) -> int:
-        """Keep a tensor that the library reads; return its address."""
-        assert tensor.is_contiguous()
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+        `out_dtype` float32 spares a bf16 result its rounding where the product can give it.
+        """
 
 
-class NativeInt8Linear(NativeLinear):
-    """The library of engine/native in int8, for fp32 and bf16 on a CPU; its variants give the same bits."""
+class DenseLinears:
+    """Makes torch's linears. A LinearMaker."""
 
-    _WEIGHT_TYPE: WeightType = "int8"
-    _BITS = 8
+    def __init__(self, call_rows: int | None = None) -> None:
+        self._call_rows = call_rows
 
-    def __init__(
+    def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
+        """Nothing depends on the tables."""
+
+    def make(
         self,
+        name: str,
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
-        variant: native.Variant | None = None,
-        exact_inputs: Tensor | None = None,
-        memory: HugePages | None = None,
-    ) -> None:
-        """Quantize and pack the weight, but for its columns `exact_inputs`, int64, ascending."""
-        self._inputs = torch.empty(0, dtype=torch.int64) if exact_inputs is None else exact_inputs
-        super().__init__(weight, bias, activation, out_dtype, variant, memory)
-
-    def _bits(self) -> int:
-        return self._BITS
-
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, int | None]:
-        assert weight.dtype in (torch.bfloat16, torch.float32) and self._num_in <= native.MAX_INT8_DEPTH
-        factors = column_factors(weight, self._inputs)
-        packed = self._take_packed()
-        # Threads pack what they quantize.
-        scales = quantize_weight(weight, factors, self._WEIGHT_TYPE, keep=partial(self._pack_rows, packed))
-        exact = exact_outputs(scales)
-        return {
-            "weight": packed,
-            "bias": self._pad_outputs(bias),
-            "scales": self._pad_outputs(scales),
-            "factors": None if factors is None else self._keep(functional.pad(factors, (0, self._padding), value=1.0)),
-            "exact": self._keep(functional.pad(weight[exact].float(), (0, self._padding))),
-            "exact_outputs": self._keep(exact.to(torch.int32)),
-            "num_exact": len(exact),
-            "input_weights": self._keep(self._pack_columns(weight[:, self._inputs].float())),
-            "exact_inputs": self._keep(self._inputs.to(torch.int32)),
-            "num_exact_inputs": len(self._inputs),
-        }
-
-    def _pack_columns(self, weight: Tensor) -> Tensor:
-        """Return a weight [out, in] as the library reads it column by column: [panels, in, COLUMNS]."""
-        padded = functional.pad(weight, (0, 0, 0, -self._num_out % native.COLUMNS))
-        return padded.view(len(padded) // native.COLUMNS, native.COLUMNS, weight.shape[1]).transpose(1, 2).contiguous()
-
-
-class NativeInt10Linear(NativeInt8Linear):
-    """The same in int10."""
-
-    _WEIGHT_TYPE = "int10"
-    _BITS = 10
-
-
-class PackedLinear:
-    """oneDNN with the weight in its own blocked layout; bias, activation and residual are fused into the product."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        self._bias = bias
-        self._attr, self._algorithm = _FUSED_ACTIVATIONS.get(activation, _FUSED_ACTIVATIONS[None])
-        self._activation = None if activation in _FUSED_ACTIVATIONS else activation
-        uses_amx = weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-        self._max_rows = _AMX_ROWS if uses_amx else None
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert residual is None or (self._attr == "none" and self._activation is None), "a residual or an activation"
-        num_rows = len(x)
-        if num_rows < _MIN_ROWS:
-            padding = (0, 0, 0, _MIN_ROWS - num_rows)
-            x, residual = functional.pad(x, padding), None if residual is None else functional.pad(residual, padding)
-        num_calls = 1 if self._max_rows is None else math.ceil(len(x) / self._max_rows)
-        if num_calls == 1:
-            return activate(self._multiply(x, residual)[:num_rows], self._activation)
-        pieces = x.tensor_split(num_calls)
-        added = [None] * num_calls if residual is None else residual.tensor_split(num_calls)
-        y = torch.cat([self._multiply(*pair) for pair in zip(pieces, added, strict=True)])
-        return activate(y, self._activation)
-
-    def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return x W^T + b, with the residual added or the fused activation applied."""
-        ops = torch.ops.mkldnn
-        y: Tensor
-        if residual is None:
-            y = ops._linear_pointwise(x, self._packed, self._bias, self._attr, [], self._algorithm)
-        else:
-            y = ops._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
-        return y
+    ) -> Linear:
+        return DenseLinear(weight, bias, activation, out_dtype, self._call_rows)

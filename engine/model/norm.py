@@ -1,6 +1,6 @@
 """Normalisation over the last dimension, in and out in the model's dtype, computed in fp32.
 
-layers.py builds one `Norm` for each norm of the model; native_decoder.py reads what it is made of.
+layers.py builds one `Norm` for each norm of the model; cpu/decoder.py reads what it is made of.
 """
 
 from __future__ import annotations

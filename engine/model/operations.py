@@ -1,6 +1,6 @@
 """The operations of a layer between its products with weights: which of them are Triton kernels, which are torch's.
 
-layers.py is given them with the weights; operations_choice.py chooses.
+layers.py is given them with the weights; selfcheck/operations.py chooses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class Operations:
     """None: the host starts the chosen experts one by one."""
     mxfp4_experts: ExpertProducts | None = None
     """The same, proved with weights in MXFP4; None: these are unpacked while they load."""
-    call_rows: int | None = None
-    """Rows of a call of a product with a weight, as batch_invariance.py chose; None: as many as there are."""
     build: str = ""
     """What decides the bits where it is not torch: Triton's version, and the names of its kernels."""
 

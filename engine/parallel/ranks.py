@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineDiedError, InvalidConfigurationError
-from gptserve.engine.model.kv_cache import cache_memory_bytes
-from gptserve.engine.parallel.group import Group, RankLostError, choose_order
+from gptserve.engine.model.group import Group, RankLostError, choose_order
 from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
 from gptserve.engine.parallel.worker import run_rank
-from gptserve.engine.process.child import ENGINE_NAME, RANK_DIED, describe_exit, start_deaf
+from gptserve.engine.runner.kv_cache import cache_memory_bytes
 from gptserve.engine.staging import Array
 from gptserve.weights.sharding import Share
 

@@ -10,30 +10,30 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
 
-from gptserve.engine import native
-from gptserve.engine.attention import AttentionMetadata
-from gptserve.engine.attention.choice import choose_backend
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.gpu.recorded_steps import RecordedSteps, capture_of, obstacle
+from gptserve.engine.backends.gpu.selfcheck.operations import choose_operations
+from gptserve.engine.child import end_with_parent
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import explain
+from gptserve.engine.model.attention import AttentionMetadata
 from gptserve.engine.model.batch import model_input
-from gptserve.engine.model.batch_invariance import choose_products, set_up_device
 from gptserve.engine.model.decoder import Layers
-from gptserve.engine.model.hardware import choose_device, choose_dtype, set_num_threads
-from gptserve.engine.model.kv_cache import KVCache, cache_memory_bytes
+from gptserve.engine.model.group import Group, RankLostError, choose_order
 from gptserve.engine.model.layers import layer_specs
-from gptserve.engine.model.operations_choice import choose_operations
-from gptserve.engine.model.streamed_tensors import StreamedTensors
-from gptserve.engine.parallel.group import Group, RankLostError, choose_order
+from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
 from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
-from gptserve.engine.process.child import end_with_parent
-from gptserve.engine.recorded_steps import RecordedSteps, capture_of, obstacle
+from gptserve.engine.runner.attention_choice import choose_backend
+from gptserve.engine.runner.batch_invariance import choose_products, set_up_device
+from gptserve.engine.runner.hardware import choose_device, choose_dtype, set_num_threads
+from gptserve.engine.runner.kv_cache import KVCache, cache_memory_bytes
+from gptserve.engine.runner.products import Linears
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.loading_threads import loading_threads
@@ -69,9 +69,10 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     model = share.of_config(whole)
     backend = choose_backend(config, device, dtype, layer_specs(model, device), whole.max_position)
     operations = choose_operations(model, device, dtype)
+    call_rows = None
     if device.type != "cpu":  # each GPU has its products; on a CPU those of the first rank are those of all
         products = choose_products(config, model, device, dtype, backend, num_threads)
-        operations = replace(operations, call_rows=products.call_rows)
+        call_rows = products.call_rows
     checkpoint = Checkpoint(config.model_dir, whole, share)
     group = Group(share, path, device, choose_order(config, device))
     with loading_threads(num_threads):
@@ -79,6 +80,7 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
             model,
             StreamedTensors(
                 checkpoint.stream(dtype=dtype, device=device, keeps_mxfp4=operations.keeps_mxfp4),
+                Linears(num_layers=model.num_layers, call_rows=call_rows),
                 group=group,
                 operations=operations,
             ),

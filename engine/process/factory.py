@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.model.memory_ahead import populate_ahead, take_populated
 from gptserve.engine.process.garbage import without_collections
 from gptserve.engine.process.loop import Report, StepEngine
+from gptserve.engine.runner.memory_ahead import populate_ahead, take_populated
 
 
 def load_engine(config: EngineConfig, *, report: Report) -> StepEngine:
     """Load the real engine; report the progress and show it on stderr. Only this imports torch."""
     from gptserve.engine.engine import Engine
-    from gptserve.engine.model.loading_bar import LoadingBar
+    from gptserve.engine.process.loading_bar import LoadingBar
 
     with LoadingBar(report) as bar:
         return Engine(config, bar.show)

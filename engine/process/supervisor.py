@@ -12,11 +12,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from gptserve.engine.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
 from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError, ScarcityError
 from gptserve.engine.process.client import EngineClient, OutputSink
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.request import FinishReason, Request, TokenOutput
-from gptserve.engine.scheduling.blame import MAX_CONVICTIONS_IN_A_ROW, NO_BLAME, Blame
 from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 

@@ -1,8 +1,7 @@
-"""Penalties, bias and bans: the parts of steps 1 to 3 of sampler.py that change single tokens of raw logits.
+"""Penalties, bias and bans: the parts of steps 1 to 3 of choice.py that change single tokens of raw logits.
 
-`SequenceAdjustments` says what they are at a position. On a CPU native/draw.cpp applies them to its own copy of a row,
-on a GPU triton_sampler.py does; `adjusted` does so in torch, for all rows at once: what requests ask for goes to the
-device in one copy. Step 3 also has masks over the whole vocabulary, which grammar_masks.py applies later.
+`SequenceAdjustments` says what they are at a position, the draw.py of a backend applies them. Step 3 also has masks
+over the whole vocabulary, which come later. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.sampling.token_counts import TokenCounts, TokensBefore
-from gptserve.engine.staging import Array, to_device
 
 if TYPE_CHECKING:
     from gptserve.engine.request import SamplingParams
-    from gptserve.engine.sampling.sampler import SamplingPosition
+    from gptserve.engine.sampling.choice import SamplingPosition
 
 
 _NONE_BEFORE = TokensBefore(TokenCounts(0), [])
-_NOTHING: tuple[Array, Array] = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Adjustment(NamedTuple):
@@ -69,64 +64,6 @@ class SequenceAdjustments:
         if self._has_penalties:
             before = TokensBefore(self._counts, position.sequence.token_ids, position.draft)
         return Adjustment(*self._penalties, before, self._biased, self._bias, array("q", banned))
-
-
-class Entries:
-    """Tokens of rows, as indices of flat scores, and a number for each."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._places: list[Array] = []
-        self._numbers: list[Array] = []
-
-    def add(self, row: int, token_ids: Array | array[int], numbers: float | Array | array[float] = 0.0) -> None:
-        """Add distinct tokens of a row, with a number each or one for all."""
-        places = np.asarray(token_ids, np.int64) + row * self._vocab_size
-        self._places.append(places)
-        self._numbers.append(np.broadcast_to(np.asarray(numbers, np.float32), places.shape))
-
-    def arrays(self) -> tuple[Array, Array]:
-        """Return all indices and all numbers."""
-        return (np.concatenate(self._places), np.concatenate(self._numbers)) if self._places else _NOTHING
-
-
-def adjusted(raw: Tensor, adjustments: Sequence[Adjustment | None]) -> Tensor:
-    """Return the logits [rows, vocab] after the changes of each row; `raw` itself if no row has any."""
-    if all(adjustment is None for adjustment in adjustments):
-        return raw
-    entries = [Entries(raw.shape[1]) for _ in range(4)]
-    seen, counted, biased, banned = entries
-    for row, adjustment in enumerate(adjustments):
-        if adjustment is None:
-            continue
-        its_counts = adjustment.before.counts()
-        token_ids, counts = np.array(its_counts.token_ids), np.array(its_counts.counts)
-        if adjustment.repetition != 1.0:
-            seen.add(row, token_ids, adjustment.repetition)
-        generated, counts = token_ids[counts > 0], counts[counts > 0]
-        counted.add(row, generated, adjustment.frequency * counts + adjustment.presence)
-        biased.add(row, adjustment.biased, adjustment.bias)
-        banned.add(row, adjustment.banned)
-    arrays = [array for its_entries in entries for array in its_entries.arrays()]
-    seen_E, penalty_E, counted_E, penalties_E, *others = to_device(raw.device, *arrays)
-    scores = raw.clone()
-    flat = scores.view(-1)
-    if len(seen_E):
-        values = flat[seen_E]
-        flat[seen_E] = torch.where(values > 0, values / penalty_E, values * penalty_E)
-    if len(counted_E):
-        flat[counted_E] -= penalties_E
-    bias_and_ban(scores, *others)
-    return scores
-
-
-def bias_and_ban(scores: Tensor, biased_E: Tensor, bias_E: Tensor, banned_E: Tensor, _: Tensor) -> None:
-    """Change contiguous scores in place, by the arrays of Entries of biased tokens and of banned ones."""
-    flat = scores.view(-1)
-    if len(biased_E):
-        flat[biased_E] += bias_E
-    if len(banned_E):
-        flat[banned_E] -= torch.inf  # leaves a NaN what it is, so that it shows
 
 
 def _packed(token_ids: Sequence[int], vocab_size: int) -> Mask:

@@ -1,7 +1,7 @@
 """The only randomness of sampling: one number for each token position, computed and never stored.
 
 It depends only on its arguments. So a token that is sampled again after a preemption, in another batch or in another
-process is the same. Torch-free; engine/sampling/sampler.py calls it.
+process is the same. Torch-free; choice.py calls it.
 """
 
 from __future__ import annotations

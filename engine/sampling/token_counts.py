@@ -1,7 +1,7 @@
 """How often each token stands in a sequence. Penalties ask for it at each new token.
 
 Counting a context anew takes longer than drawing from the logits, so a sequence keeps its counts: here or, on a GPU, in
-device_counts.py. Torch-free; adjustments.py calls it.
+gpu/token_counts.py. Torch-free; adjustments.py calls it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from gptserve.engine.blame import NO_BLAME, Blame
 from gptserve.engine.request import FinishReason, Request
-from gptserve.engine.scheduling.blame import NO_BLAME, Blame
 
 if TYPE_CHECKING:
     from gptserve.engine.grammar.matcher import Matcher

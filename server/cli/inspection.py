@@ -1,6 +1,6 @@
 """The report of `gptserve inspect`, from a model's config.json alone: parameters, bytes, KV cache, what fits.
 
-engine/model/memory.py does the arithmetic. Reads no weights and does not import torch.
+engine/runner/memory.py does the arithmetic. Reads no weights and does not import torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gptserve.engine.config import Quantization
-from gptserve.engine.model.memory import (
+from gptserve.engine.runner.memory import (
     CPU_MEMORY_SHARE,
     available_memory_bytes,
     cache_capacity,

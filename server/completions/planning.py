@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 
-from gptserve.engine.model.host_cpus import usable_cpus
+from gptserve.engine.runner.host_cpus import usable_cpus
 from gptserve.server.errors import ServiceError
 from gptserve.server.operations.turns import Turns
 from gptserve.weights.workers import NUM_WORKERS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.floor import Reader, step_bytes
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
 from gptserve.weights.families import load_config
 from tests.conftest import MakeGPT2
 

@@ -12,7 +12,7 @@ import torch
 
 from bench import int8_quality
 from bench.int8_quality import Comparison, Recipe, SimulatedLinear, cut, divergence, fake_quantized
-from gptserve.engine.model.int8 import DenseInt8Linear
+from gptserve.engine.backends.cpu.int8 import DenseInt8Linear
 
 
 def weights(num_out: int, num_in: int, seed: int = 0) -> torch.Tensor:

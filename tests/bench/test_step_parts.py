@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from bench.step_parts import PARTS, split, timed_steps
+from gptserve.engine.backends.cpu.program import KINDS
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
-from gptserve.engine.native.program import KINDS
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from gptserve.engine.attention.choice import choose_backend
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.layers import layer_specs
+from gptserve.engine.runner.attention_choice import choose_backend
 from gptserve.weights.families import load_config
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer

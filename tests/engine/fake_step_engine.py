@@ -15,11 +15,11 @@ import time
 from collections.abc import Container
 from typing import Any, Literal
 
+from gptserve.engine.blame import CLEARING_STEPS
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.info import EngineInfo
 from gptserve.engine.process.loop import Report
 from gptserve.engine.request import FinishReason, Request, TokenOutput
-from gptserve.engine.scheduling.blame import CLEARING_STEPS
 from gptserve.engine.scheduling.block_map import BlockMap
 from gptserve.engine.stats import EngineStats
 from gptserve.weights.errors import InvalidConfigError

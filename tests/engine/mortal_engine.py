@@ -17,7 +17,7 @@ from tests.engine.fake_step_engine import count, count_hang
 
 if TYPE_CHECKING:
     from gptserve.engine.engine import Engine
-    from gptserve.engine.model.runner import Collect
+    from gptserve.engine.runner.runner import Collect
 
 Death = Literal["kill", "segfault", "hang", "no memory"]
 POISON = 13, 13, 13

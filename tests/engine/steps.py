@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gptserve.engine.attention import AttentionMetadata
+from gptserve.engine.model.attention import AttentionMetadata
 
 
 def make_metadata(

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineStartError, InvalidRequestError
-from gptserve.engine.model.runner import Collect, ModelRunner
 from gptserve.engine.request import (
     MAX_SCORES_PER_OUTPUT,
     FinishReason,
@@ -24,6 +23,7 @@ from gptserve.engine.request import (
     TokenLogprobs,
     TokenOutput,
 )
+from gptserve.engine.runner.runner import Collect, ModelRunner
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from gptserve.engine.stats import EngineStats

@@ -19,19 +19,19 @@ from typing import Any
 import pytest
 import torch
 
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.decoder import NativeDecoder
 from gptserve.engine.engine import Engine
-from gptserve.engine.model import runner
 from gptserve.engine.model.decoder import Decoder
-from gptserve.engine.model.native_decoder import NativeDecoder
 from gptserve.engine.process.client import LoopClient
 from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import Request, TokenLogprobs
+from gptserve.engine.runner import runner
 from gptserve.weights.storyteller.recipe.generator import stories
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
-from tests.engine import onednn
+from tests.engine.backends.cpu import onednn
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config, make_engine, make_request, run, token_ids
 from tests.exactness_table import PAGE, compare, contrast
@@ -114,7 +114,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "eager bfloat16" and not onednn.has_bf16:
         pytest.skip("oneDNN has no bf16 for this CPU")
     if is_eager:
-        monkeypatch.setattr(native, "open_library", lambda *_: None)
+        monkeypatch.setattr(native, "_load", lambda: None)
         for function in cached:
             function.cache_clear()
     yield request.param

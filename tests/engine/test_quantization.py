@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.quantization import scores as scores_of_prompts
 from bench.quantization import write_with_outliers
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.weights.storyteller.recipe.generator import stories
@@ -171,7 +171,7 @@ def test_the_large_channels_of_the_embedding_are_not_quantized(tmp_path: Path, m
 
     exact = logprobs()
     error = mean_error()
-    monkeypatch.setattr("gptserve.engine.model.decoder.large_channels", lambda *_: torch.empty(0, dtype=torch.int64))
+    monkeypatch.setattr("gptserve.engine.runner.products.large_channels", lambda *_: torch.empty(0, dtype=torch.int64))
     assert 2 * error < mean_error()
 
 
@@ -206,6 +206,6 @@ def test_without_the_kernel_the_numbers_are_the_same_and_a_warning_says_that_it_
 
 
 def test_it_is_refused_where_it_cannot_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.engine.native.MAX_INT8_DEPTH", 700)
+    monkeypatch.setattr("gptserve.engine.backends.cpu.native.MAX_INT8_DEPTH", 700)
     with pytest.raises(InvalidConfigurationError, match="sums at most 700 products, but this model has rows of 768"):
         make_engine(STORYTELLER, **INT8)

@@ -28,8 +28,8 @@ from hypothesis.stateful import (
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
-from gptserve.engine.scheduling.prompt_pace import PromptPace
-from gptserve.engine.scheduling.scheduler import Budget, Scheduler
+from gptserve.engine.scheduling.prompt_pace import Budget, PromptPace
+from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from tests.engine.scheduling.invariants import check_scheduler
 

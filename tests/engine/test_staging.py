@@ -11,22 +11,23 @@ import torch
 from torch import Tensor
 
 from gptserve.engine import staging
-from gptserve.engine.model.batch import build_model_input, known_token_ids
-from gptserve.engine.model.runner import _no_tokens
-from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
-from gptserve.engine.sampling.logprobs import (
+from gptserve.engine.backends.reference.draw import choose_by_torch
+from gptserve.engine.backends.reference.logprobs import (
     best_of_rows,
     read_tokens_with_logprobs,
     tokens_with_logprobs,
-    top_logprobs,
     top_logprobs_by_torch,
 )
-from gptserve.engine.sampling.native_draw import Choice
-from gptserve.engine.sampling.sampler import SamplingPosition, sample
-from gptserve.engine.sampling.torch_draw import choose_by_torch
+from gptserve.engine.model.batch import known_token_ids, model_input
+from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.runner.logprobs import top_logprobs
+from gptserve.engine.runner.runner import _no_tokens
+from gptserve.engine.runner.sampler import sample
+from gptserve.engine.sampling.choice import Choice, SamplingPosition
+from gptserve.engine.scheduling.layout import build_arrays
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import begin_wait, to_device, to_host
-from tests.engine.host_copies import DEVICE, Copies, Lists
+from tests.engine.backends.gpu.host_copies import DEVICE, Copies, Lists
 
 CHOICES = [Choice(), Choice(0.5, 0.9, 1.0, 0.1, 5), Choice(0.3, 1.0, 0.7), Choice(0.1, 0.5, 1.0)]
 
@@ -81,7 +82,7 @@ def test_on_a_cpu_nothing_is_copied(copies: Copies) -> None:
 
 def test_the_inputs_of_a_step_take_one_copy(copies: Copies) -> None:
     batch = ScheduledBatch((scheduled(range(20), 20), scheduled([5], 1)))
-    inputs = build_model_input(batch, 16, DEVICE)
+    inputs = model_input(build_arrays(batch, 16), DEVICE)
     assert inputs.sampled_R.is_meta
     assert inputs.metadata.slots_T.is_meta
     assert copies.count == 1

@@ -10,8 +10,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.reference.attention import ReferenceAttention
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES

@@ -14,15 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptserve.engine import native
-from gptserve.engine.attention import AttentionBackend
-from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.attention.reference import ReferenceAttention
-from gptserve.engine.model import linear
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.cpu.decoder import native_decoder
+from gptserve.engine.backends.reference.attention import ReferenceAttention
+from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.decoder import Decoder
-from gptserve.engine.model.kv_cache import KVCache
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
+from gptserve.engine.runner import products
+from gptserve.engine.runner.kv_cache import KVCache
+from gptserve.engine.runner.products import Linears
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import FAMILIES, load_config
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
@@ -76,7 +78,7 @@ def paged_logits(
         checkpoint.stream(dtype=dtype, device="cpu", keeps_mxfp4=operations.keeps_mxfp4),
     )
     longest, block_size = max(map(len, prompts)), 4
-    decoder = Decoder(config, tensors, backend, operations=operations)
+    decoder = Decoder(config, tensors, backend, Linears(), operations=operations, compile_program=native_decoder)
     decoder.set_max_model_len(longest)
     num_blocks = len(prompts) * (longest // block_size + 1)
     tables = shuffled_tables([longest + 1] * len(prompts), block_size, num_blocks)
@@ -185,7 +187,7 @@ def test_programs_and_products_of_our_own_in_bf16_are_as_close_to_fp32_as_torch(
 
     of_products = error(ReferenceAttention())
     of_programs = error(CpuAttention()) if CpuAttention.is_available() else of_products
-    monkeypatch.setattr(linear, "product_of", lambda *choice: "torch")
+    monkeypatch.setattr(products, "product_of", lambda *choice: "torch")
     limit = 1.5 * error(ReferenceAttention())
     assert 0 < of_products < limit
     assert 0 < of_programs < limit

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gptserve.engine.attention.reference import ReferenceAttention
+from gptserve.engine.backends.reference.attention import ReferenceAttention
 from tests.parity.models import load_in_transformers, write_model
 from tests.parity.shapes import SHAPES
 from tests.parity.test_families import FIRST, paged_logits

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from gptserve.engine.model.memory import weight_bytes
+from gptserve.engine.runner.memory import weight_bytes
 from gptserve.weights import checkpoint, mxfp4
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
 from gptserve.weights.loading_threads import loading_threads, map_pieces
 from tests.conftest import MakeGPT2
 

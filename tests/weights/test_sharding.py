@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptserve.engine.model.memory import weight_bytes
+from gptserve.engine.runner.memory import weight_bytes
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import UnsupportedModelError

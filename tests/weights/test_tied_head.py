@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptserve.engine.info import EngineInfo
-from gptserve.engine.model.memory import weight_bytes
+from gptserve.engine.runner.memory import weight_bytes
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.errors import InvalidCheckpointError
 from gptserve.weights.families import load_config

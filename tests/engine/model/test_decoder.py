@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gptserve.engine.model.streamed_tensors import StreamedTensors
+from gptserve.engine.model.loading import StreamedTensors
 
 
 def test_tensors_that_come_early_wait_until_they_are_taken() -> None:

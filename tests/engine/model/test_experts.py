@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear, has_onednn
 from gptserve.engine.model.experts import MixtureOfExperts, choose
-from gptserve.engine.model.linear import Linear, NativeLinear, PackedLinear, has_onednn
-from tests.engine import onednn
+from gptserve.engine.model.linear import Linear
+from tests.engine.backends.cpu import onednn
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

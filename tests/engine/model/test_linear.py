@@ -11,18 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptserve.engine import native
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.linear import (
-    DenseLinear,
-    NativeLinear,
-    PackedLinear,
-    build_of,
-    make_linear,
-    product_of,
-)
+from gptserve.engine.model.linear import DenseLinear
+from gptserve.engine.runner.products import build_of, make_linear, product_of
 from gptserve.weights.config import Activation
-from tests.engine import onednn
+from tests.engine.backends.cpu import onednn
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -13,7 +13,7 @@ SCRIPT = """
 import ctypes, sys
 from pathlib import Path
 from gptserve.engine.config import EngineConfig
-from gptserve.engine.model.runner import ModelRunner
+from gptserve.engine.runner.runner import ModelRunner
 
 class Found(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks used free top"

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from gptserve.engine import cuda_graphs
-from gptserve.engine.attention.cpu import CpuAttention
-from gptserve.engine.model import step_memory
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.gpu import graphs as cuda_graphs
+from gptserve.engine.backends.gpu.recorded_steps import Capture, Replay
 from gptserve.engine.parallel import ranks, worker
-from gptserve.engine.recorded_steps import Capture, Replay
+from gptserve.engine.runner import step_memory
 
 
 class Noting:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gptserve.engine.model import runner
 from gptserve.engine.parallel import ranks, worker
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
+from gptserve.engine.runner import runner
 from tests.engine.runs import make_engine
 
 logger = logging.getLogger("gptserve.engine.somewhere")

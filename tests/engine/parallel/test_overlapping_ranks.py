@@ -16,25 +16,26 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.gpu.recorded_steps import RecordedStep
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineDiedError
-from gptserve.engine.model import runner as model_runner
-from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.parallel import ranks as parallel_ranks
+from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.process.loop import Report
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
-from gptserve.engine.recorded_steps import RecordedStep
 from gptserve.engine.request import Request, TokenOutput
+from gptserve.engine.runner import runner as model_runner
+from gptserve.engine.runner.runner import ModelRunner
 from gptserve.engine.staging import Array
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.client_harness import run as asyncio_run
 from tests.engine.parallel.recording_ranks import num_replays, record
 from tests.engine.parallel.test_ranks import _grandchild, process_of_rank
+from tests.engine.runner.test_overlap import LateRunner, answers, varied_requests
 from tests.engine.runs import EvenPace, make_config, make_engine, make_request, run, token_ids
-from tests.engine.test_overlap import LateRunner, answers, varied_requests
 
 pytestmark = pytest.mark.skipif(not CpuAttention.is_available(), reason="installed without a compiler")
 
@@ -60,7 +61,7 @@ def pair(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Two ranks; the last test of them kills one."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         _, notes = record(monkeypatch, tmp_path_factory.mktemp("notes"))
-        return Pair(tiny_gpt2, notes, ModelRunner(make_config(tiny_gpt2, **OPTIONS)))
+        return Pair(tiny_gpt2, notes, ModelRunner(make_config(tiny_gpt2, **OPTIONS), start_ranks=Ranks))
 
 
 def requests() -> list[Request]:
@@ -172,7 +173,7 @@ def test_a_launch_ahead_that_fails_in_the_middle_leaves_the_others_the_step_befo
 
 def load_late_engine(config: EngineConfig, *, report: Report) -> Engine:
     """Return an engine whose steps overlap on a stand-in for a GPU."""
-    runner = LateRunner(ModelRunner(config), lambda: 2)
+    runner = LateRunner(ModelRunner(config, start_ranks=Ranks), lambda: 2)
     return Engine(config, runner=runner, pace=EvenPace(), overlap=True)  # type: ignore[arg-type]
 
 

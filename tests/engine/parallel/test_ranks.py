@@ -16,15 +16,15 @@ import torch
 
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidConfigurationError
-from gptserve.engine.model.hardware import set_num_threads
-from gptserve.engine.model.memory import kv_bytes_per_token
-from gptserve.engine.model.runner import ModelRunner
 from gptserve.engine.parallel.messages import Memory
 from gptserve.engine.parallel.ranks import Ranks
 from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.request import Request, TokenOutput
+from gptserve.engine.runner.hardware import set_num_threads
+from gptserve.engine.runner.memory import kv_bytes_per_token
+from gptserve.engine.runner.runner import ModelRunner
 from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import load_config
 from tests.engine.client_harness import LIMIT_S, collect, hurried, run_hurried, started, until
@@ -194,8 +194,8 @@ def test_a_first_rank_that_fails_in_a_step_ends_all(
 @pytest.mark.slow
 def test_a_rank_that_cannot_allocate_its_cache_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first rank thinks that so much memory is there."""
-    monkeypatch.setattr("gptserve.engine.model.step_memory.plan_cache", lambda *args: (2**50, 128))
-    monkeypatch.setattr("gptserve.engine.model.step_memory.KVCache", lambda *args: None)
+    monkeypatch.setattr("gptserve.engine.runner.step_memory.plan_cache", lambda *args: (2**50, 128))
+    monkeypatch.setattr("gptserve.engine.runner.step_memory.KVCache", lambda *args: None)
     with pytest.raises(EngineDiedError) as died:
         make_engine(folder, tensor_parallel_size=2)
 

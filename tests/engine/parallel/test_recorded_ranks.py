@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gptserve.engine.attention.cpu import CpuAttention
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.gpu.recorded_steps import Capture
 from gptserve.engine.engine import Engine
 from gptserve.engine.errors import EngineDiedError
-from gptserve.engine.recorded_steps import Capture
 from gptserve.engine.request import Request
 from tests.engine.parallel.recording_ranks import (
     Differing,
@@ -121,7 +121,9 @@ def test_if_one_rank_has_no_graphs_none_has(
 ) -> None:
     notes = record(monkeypatch, tmp_path, first, others)
     found = Recorded(make_engine(tiny_gpt2, max_num_seqs=7, **OPTIONS), notes)
-    warnings = [r for r in caplog.records if r.levelno == logging.WARNING and r.name == "gptserve.engine.cuda_graphs"]
+    warnings = [
+        r for r in caplog.records if r.levelno == logging.WARNING and r.name == "gptserve.engine.backends.gpu.graphs"
+    ]
     assert [record.getMessage() for record in warnings] == [INSTEAD + reason]
     assert found.engine._runner.graphs is None
     tokens = {i: ids for i, (ids, _) in answers(found.engine).items()}
@@ -144,7 +146,7 @@ def test_a_rank_may_have_an_obstacle_of_its_own(
     tiny_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes = record(monkeypatch, tmp_path)
-    monkeypatch.setattr("gptserve.engine.model.runner.choose_backend", lambda *_: CpuAttention())
+    monkeypatch.setattr("gptserve.engine.runner.runner.choose_backend", lambda *_: CpuAttention())
     found = Recorded(make_engine(tiny_gpt2, attention_backend="reference", **OPTIONS), notes)
     reason = "of rank 1: attention is 'reference', which the host steers by the lengths of the sequences"
     assert INSTEAD + reason in caplog.messages
@@ -159,5 +161,5 @@ def test_without_graphs_nothing_is_recorded(
     engine = make_engine(tiny_gpt2, enforce_eager=True, **OPTIONS)
     assert engine._runner.graphs is None
     assert [num_replays(path) for path in notes] == [0, 0]
-    assert not [record for record in caplog.records if record.name == "gptserve.engine.cuda_graphs"]
+    assert not [record for record in caplog.records if record.name == "gptserve.engine.backends.gpu.graphs"]
     assert len(answers(engine)) == len(requests())

@@ -16,8 +16,8 @@ from subprocess import PIPE
 
 import pytest
 
+from gptserve.engine.child import SPINS
 from gptserve.engine.errors import EngineDiedError, EngineStartError
-from gptserve.engine.process.child import SPINS
 from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 from tests.engine import fake_step_engine as fake
@@ -137,7 +137,7 @@ def test_close_kills_an_engine_that_does_not_answer(stuck: int | None) -> None:
 PARENT = """
 import asyncio, functools, sys
 from multiprocessing import active_children
-from gptserve.engine.process.child import SPINS
+from gptserve.engine.child import SPINS
 from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.request import Request, SamplingParams
@@ -188,7 +188,7 @@ def test_engine_ends_with_its_parent_however_that_ends(parent: str, first: int) 
 PARENT_OF_A_LOAD = """
 import asyncio, functools, os, signal, sys
 from multiprocessing import active_children
-from gptserve.engine.process.child import SPINS
+from gptserve.engine.child import SPINS
 from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 from tests.engine import fake_step_engine as fake
@@ -247,7 +247,7 @@ def test_parent_of_a_real_engine_imports_no_torch(tiny_gpt2: Path) -> None:
 import asyncio, functools, pathlib, sys
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.factory import load_engine
-from gptserve.engine.process.child import SPINS
+from gptserve.engine.child import SPINS
 from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 

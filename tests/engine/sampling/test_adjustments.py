@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptserve.engine import native, staging
+from gptserve.engine import staging
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.draw import choose
+from gptserve.engine.backends.reference.adjustments import adjusted
+from gptserve.engine.backends.reference.grammar_masks import with_masks
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling.adjustments import adjusted
-from gptserve.engine.sampling.grammar_masks import with_masks
-from gptserve.engine.sampling.native_draw import Choice, choose
-from gptserve.engine.sampling.sampler import SamplingPosition, choice_at
+from gptserve.engine.sampling.choice import Choice, SamplingPosition, choice_at
 from gptserve.engine.scheduling.sequence import SequenceState
-from tests.engine.host_copies import DEVICE, Copies, Lists
+from tests.engine.backends.gpu.host_copies import DEVICE, Copies, Lists
 
 VOCAB = 30
 EOS = (0,)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gptserve.engine.blame import Blame
 from gptserve.engine.request import FinishReason, Request, SamplingParams
-from gptserve.engine.scheduling.blame import Blame
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
 from gptserve.engine.scheduling.prompt_pace import Budget, Pace

@@ -1,0 +1,146 @@
+// A program: the operations of a step, as data, in the order in which they run. engine/backends/cpu/program.py mirrors it.
+//
+// An operation reads one buffer and writes one; a buffer has a row for each token of the step, from TAKE on for each row
+// that is taken. The rows of an operation are independent and each is computed in one order, so a row's bits depend
+// neither on the other rows nor on how the team shares them. Python builds programs from a model's configuration; nothing
+// here knows a model or a family.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "attention.h"
+#include "linear.h"
+
+enum Kind {
+    LINEAR,  // data: a Linear of linear.cpp
+    ATTEND,  // data: Attend
+    EXPERTS,  // data: Experts; in are the rows, out their mixtures plus residual
+    // From here on an operation computes row by row: a RowOperation of rows.cpp.
+    TAKE,          // out are the rows of in that the step names; later operations have only as many rows
+    EMBED,         // data: Table; out is the row of the token
+    ADD_POSITION,  // data: Table; out is in plus the row of the position
+    NORM,          // data: Norm
+    CLAMP,         // data: const float*; to [-limit, limit]
+    ROTATE,        // data: Rotation; in place
+    GATE,          // data: Gate; out is act(first half of in) * second half
+    ADD,           // out is in plus residual
+    COPY,          // out is in, in the type of out
+    // Parts of EXPERTS, which only experts.cpp writes; data: Experts.
+    CHOOSE,  // in are the scores
+    GATHER,  // out are the pairs
+    MIX,     // in are the pairs
+    NUM_KINDS,
+};
+
+// In a program of bf16 a wide buffer may be the out or the residual of LINEAR and EXPERTS, the in of LINEAR in int8 and
+// int10, both of GATE, and any of TAKE, EMBED, ADD_POSITION, NORM, ADD and COPY. program.py sees to that.
+struct Buffer {
+    void* data;     // [rows][width], of fp32 if wide, else of the program's elements
+    int64_t width;
+    int32_t wide;   // set in programs of fp32
+};
+
+struct Operation {
+    int32_t kind;
+    int32_t in, out, residual;  // indices of buffers; residual is -1 for none
+    const void* data;
+};
+
+struct Program {
+    const Operation* operations;
+    int64_t num_operations;
+    const Buffer* buffers;
+    int32_t variant;  // a FloatVariant that the CPU has: its instructions compute the rows
+    int32_t element_bytes;  // 4: fp32, 2: bf16
+};
+
+// Multiply rows of one buffer and add those of another one, if there is a residual.
+static inline void multiply(const Linear* linear, const Buffer& in, const Buffer* residual, const Buffer& out,
+                            int64_t num_rows) {
+    const int wide_residual = residual && residual->wide ? WIDE_RESIDUAL : 0;
+    native_multiply(linear, in.data, residual ? residual->data : nullptr, out.data, num_rows,
+                    (in.wide ? WIDE_X : 0) | wide_residual | (out.wide ? WIDE_OUT : 0));
+}
+
+// One call of a program.
+struct Step {
+    int64_t num_rows;
+    const int64_t *token_ids, *positions;  // [num_rows]
+    const AttentionBatch* batch;
+    const AttentionCache* const* caches;   // of each layer
+    int64_t num_taken;
+    const int64_t* taken;  // [num_taken], the rows that TAKE takes; if there are none, the program ends there
+};
+
+struct Table {
+    const void* rows;  // of the program's elements
+    float scale;
+};
+
+// Of each row, `count` vectors of `width` elements from `first` on are normalised. The mean is taken off if `centred`.
+struct Norm {
+    const float *weight, *bias;  // [width], or null
+    int64_t first, count, width;
+    float eps;
+    int32_t centred;
+};
+
+// The pair (x[i], x[i + num_pairs]) of each of the first num_heads heads turns by the angle of the row's position.
+struct Rotation {
+    const float* waves;  // [positions][cosines, sines][num_pairs]
+    int64_t num_heads, head_size, num_pairs;
+};
+
+// With a limit the first half is at most that, and the second is clamped to [-limit, limit] before 1 is added to it.
+struct Gate {
+    float limit;  // in the type of the rows; 0 for none
+    int32_t activation;
+};
+
+// A mixture of experts: the sum of the outputs of the num_active experts with a row's highest scores, weighted by the
+// softmax of these scores. Of equal scores the first ranks highest; a row with a score that is NaN gives NaN. A pair is
+// a row and an expert that it chose: buffers of pairs have num_active times the width of one.
+struct Experts {
+    const Linear* const* ups;    // [num]
+    const Linear* const* downs;  // [num]
+    const Gate* gate;            // between them; null: ups have the activation
+    int32_t* ends;               // [num], scratch: where the pairs of an expert end, sorted by expert
+    int64_t num, num_active;
+    int32_t scores;              // the buffer [rows][num] of the router's output, which the operation reads, too
+    int32_t routes;              // from here on buffers for scratch: of the rows' Routes
+    int32_t pairs;               // of inputs, then outputs
+    int32_t up, gated;           // of outputs of ups, and of the gate, if there is one
+};
+
+// What a row has of its choices, highest score first.
+struct Routes {
+    int32_t* experts;  // [num_active]
+    float* weights;    // [num_active]
+    int32_t* places;   // [num_active], of its pairs among all pairs
+};
+
+static inline Routes routes_of(const Experts& experts, const Program& program, int64_t row) {
+    const int64_t num = experts.num_active;
+    int32_t* start = (int32_t*)program.buffers[experts.routes].data + row * 3 * num;
+    return {start, (float*)(start + num), start + 2 * num};
+}
+
+// in is the fused queries, keys and values.
+struct Attend {
+    const float *slopes, *sinks;
+    int64_t layer, key, value, num_heads, window;  // key and value: where they begin in a row
+    float scale, softcap;
+    int32_t instructions;
+};
+
+typedef void (*RowOperation)(const Operation&, const Program&, const Step&, int64_t row);
+
+// Run neighbouring operations that compute row by row as one job of the team.
+void run_rows(const Program& program, const Step& step, const Operation* first, int64_t num_operations);
+
+// Run an operation of kind EXPERTS.
+void mix_experts(const Program& program, const Step& step, const Operation& op);
+
+// By kind, for the elements and with the instructions of a program; null for those that do not compute row by row.
+const RowOperation* row_operations(const Program& program);

@@ -1,0 +1,354 @@
+"""The decoder as a program of engine/backends/cpu, which computes a step in one call, from token ids to logits.
+
+It computes what decoder.py and layers.py define, with the same weights, without Python between the operations. In bf16
+it rounds where they do, but keeps the residual stream in fp32. If all weights are integers, it also keeps in fp32 what
+norms and activations return: products of integers quantize it anyway. Where no program can compute a model,
+`native_decoder` returns None, and those two files compute it.
+Decoder and program_steps.py call it. Shape letters as in engine/model/attention.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from ctypes import Array, Structure, addressof, c_float, c_int32, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.cpu.draw import LogitsAt
+from gptserve.engine.backends.cpu.linear import NativeLinear
+from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
+from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
+from gptserve.engine.model.loading import StreamedTensors
+from gptserve.engine.scheduling.layout import StepArrays
+from gptserve.weights.config import Experts as Mixture
+from gptserve.weights.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_WIDE = ("x", "taken", "logits")
+"""The buffers that are always in fp32: those of the residual stream, and the logits."""
+
+Part = Callable[[str, str, str], None]
+"""Appends attention or a feed-forward: it reads one buffer and writes another, plus a residual; "" is none."""
+
+
+def native_decoder(
+    config: ModelConfig,
+    parts: StreamedTensors,
+    embedding: Tensor,
+    positions: Tensor | None,
+    tables: list[Tensor | None],
+    backend: AttentionBackend,
+) -> NativeDecoder | None:
+    """Return a decoder that runs programs, or None if none can compute this model.
+
+    `parts` has made all linears and norms. `positions` is the table that is added to the embedding; `tables` has the
+    rotary table of each layer.
+    """
+    obstacle = _obstacle(config, parts, backend)
+    if parts.group is not None and obstacle is None:
+        logger.warning("decoder: 'torch', which is slower, runs a step instead of 'program': a program has no ranks")
+        return None
+    if obstacle is not None:
+        logger.debug("decoder: torch runs the operations of a step, not a program: %s", obstacle)
+        return None
+    assert isinstance(backend, CpuAttention)
+    dtype = embedding.dtype
+    widths = _widths(config, dtype)
+    wide = _wide(parts)
+    step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype, wide) for _ in range(2))
+    step.embed(embedding, positions)
+    for layer, table in enumerate(tables):
+        step.block(layer, table, backend)
+    step.program.add("take", "x", "taken")
+    for writer in (step, head):
+        writer.head()
+    dtypes = {name: torch.float32 if name in wide else dtype for name in widths}
+    return NativeDecoder(widths, dtypes, config.vocab_size, step.program, head.program, backend)
+
+
+def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
+    """Return why no program can compute this model; None if one can."""
+    if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
+        return "its products are not those of engine/backends/cpu"
+    if config.experts is not None and "blocks.0.experts.0.ffn_up" not in parts.linears:
+        return "its experts are multiplied by kernels of a GPU"
+    if not isinstance(backend, CpuAttention):
+        return f"attention is {backend.name!r}"
+    if config.parallel_residual and config.norm_placement != "input":
+        return f"its residual is parallel, its norms are at {config.norm_placement!r}"
+    widths = (config.hidden_size, config.num_heads * config.head_size, config.ffn_size, config.embed_size or 0)
+    if any(width % native.ROW_MULTIPLE for width in widths):
+        return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"
+    return None
+
+
+def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Return the buffers of both programs: by name, the elements of a row."""
+    num_ffns = 1 if config.experts is None else config.experts.num_active
+    buffers = {
+        **dict.fromkeys(("x", "h", "h2", "taken"), config.hidden_size),
+        "embedded": config.embed_size or config.hidden_size,
+        "qkv": config.qkv_size,
+        "heads": config.num_heads * config.head_size,
+        "up": num_ffns * config.ffn_size * (2 if config.gated_ffn else 1),
+        "gated": num_ffns * config.ffn_size,
+    }
+    if config.experts is not None:
+        buffers |= {
+            "scores": config.experts.num,
+            "routes": num_ffns * ROUTE_BYTES // dtype.itemsize,
+            "pairs": num_ffns * config.hidden_size,
+        }
+    return buffers
+
+
+def _wide(parts: StreamedTensors) -> tuple[str, ...]:
+    """Return the buffers that are in fp32."""
+    weights = [linear.weight for linear in parts.linears.values() if isinstance(linear, NativeLinear)]
+    if any(weight.element_bits >= 16 for weight in weights):  # they read their own type; so does each mixture's router
+        return _WIDE
+    return *_WIDE, "embedded", "h", "h2", "up", "gated"
+
+
+class NativeDecoder:
+    """The program of a model's steps and that of its head alone, with their buffers; for one thread at a time."""
+
+    def __init__(
+        self,
+        widths: dict[str, int],
+        dtypes: dict[str, torch.dtype],
+        vocab_size: int,
+        step: Program,
+        head: Program,
+        backend: CpuAttention,
+    ) -> None:
+        self._widths, self._dtypes, self._vocab_size = widths, dtypes, vocab_size
+        self._step, self._head, self._backend = step, head, backend
+        self._buffers: dict[str, Tensor] = {}
+        self._num_rows = self._num_logits = 0
+        self._logits, self._logits_at = torch.empty(0), LogitsAt(0, vocab_size, vocab_size)
+        """What `run` has computed; room for _num_logits rows."""
+
+    def step(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata, rows_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Decoder.step, without the soft cap; the hidden states, in fp32, are valid until the next call."""
+        num_rows = len(token_ids_T)
+        assert token_ids_T.dtype is positions_T.dtype is rows_R.dtype is torch.int64
+        assert len(positions_T) == len(metadata.slots_T) == num_rows and rows_R.is_contiguous()
+        self._reserve(max(num_rows, len(rows_R)))
+        logits = self._logits_of(self._step, len(rows_R))
+        batch, caches = self._backend.step_data(metadata, cache.layers)
+        taken = len(rows_R), rows_R.data_ptr()
+        self._step.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches, *taken)
+        return self._buffers["x"][:num_rows], logits
+
+    def run(self, arrays: StepArrays, cache: Cache) -> LogitsAt:
+        """Compute a step; return where the logits of its sampled rows lie, valid until the next call.
+
+        It calls nothing of torch but where its buffers grow, for program_steps.py.
+        """
+        token_ids, positions, sampled, *of_attention = arrays
+        num_rows, num_sampled = len(token_ids), len(sampled)
+        self._reserve(num_rows)
+        if num_sampled > self._num_logits:
+            self._num_logits, self._logits = 0, torch.empty(0)  # frees the old ones first
+            self._logits = torch.empty(num_sampled, self._vocab_size)
+            self._num_logits, self._logits_at = num_sampled, LogitsAt.of(self._logits)
+        self._step.place("logits", self._logits_at.address)
+        batch, caches = self._backend.step_data_of_arrays(cache.layers, *of_attention)
+        of_tokens, taken = (token_ids.buffer_info()[0], positions.buffer_info()[0]), sampled.buffer_info()[0]
+        self._step.run(num_rows, *of_tokens, batch, caches, num_sampled, taken)
+        return self._logits_at
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's fp32 logits [rows, vocab_size], without the soft cap."""
+        num_rows, hidden = len(hidden), hidden.contiguous()
+        assert hidden.dtype is torch.float32 and hidden.shape[1] == self._widths["x"]
+        self._reserve(num_rows)
+        logits = self._logits_of(self._head, num_rows)
+        self._head.place("taken", hidden.data_ptr())
+        self._head.run(num_rows)
+        return logits
+
+    def _logits_of(self, program: Program, num_rows: int) -> Tensor:
+        """Return what the program will write the logits of so many rows to."""
+        logits = torch.empty(num_rows, self._vocab_size)
+        program.place("logits", logits.data_ptr())
+        return logits
+
+    def _reserve(self, num_rows: int) -> None:
+        """Make the buffers at least this many rows long; to the next power of two, so that they seldom grow."""
+        if num_rows <= self._num_rows:
+            return
+        self._num_rows, self._buffers = 0, {}  # frees the old ones before the new ones are allocated
+        size = 1 << (num_rows - 1).bit_length()
+        for name, width in self._widths.items():
+            buffer = self._buffers[name] = torch.empty(size, width, dtype=self._dtypes[name])
+            self._step.place(name, buffer.data_ptr())
+            self._head.place(name, buffer.data_ptr())
+        self._num_rows = size
+
+
+class _Writer:
+    """Writes a program: what is called here is appended, in the order of the calls."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parts: StreamedTensors,
+        widths: dict[str, int],
+        dtype: torch.dtype,
+        wide: tuple[str, ...],
+    ) -> None:
+        self.program = Program(widths, dtype.itemsize, wide=wide)
+        self._config, self._parts, self._widths, self._dtype = config, parts, widths, dtype
+
+    def embed(self, embedding: Tensor, positions: Tensor | None) -> None:
+        """Write the embedded tokens to x."""
+        config, target = self._config, "embedded" if self._config.embed_size else "x"
+        scale = torch.tensor(config.embed_scale).to(embedding).item()  # rounded as in Decoder
+        self.program.add("embed", target, target, Table(self._address(embedding), scale))
+        if config.embed_norm:
+            self._norm("embed_norm", target, target)
+        if config.embed_size:
+            self._linear("embed_in", target, "x")
+        if positions is not None:
+            self.program.add("add_position", "x", "x", Table(self._address(positions), 1.0))
+
+    def block(self, layer: int, table: Tensor | None, backend: CpuAttention) -> None:
+        """Put x through a layer, as `Block` in layers.py defines it."""
+        name, shared = f"blocks.{layer}", self._config.shared_norm
+        attention = self._attention(layer, table, backend)
+        ffn = self._feed_forward(name) if self._config.experts is None else self._mixture(name, self._config.experts)
+        if not self._config.parallel_residual:
+            self._residual(f"{name}.attn", attention)
+            self._residual(f"{name}.ffn", ffn)
+            return
+        self._norm(f"{name}.attn_norm", "x", "h")
+        if not shared:  # before attention is added to x
+            self._norm(f"{name}.ffn_norm", "x", "h2")
+        attention("h", "x", "x")
+        ffn("h" if shared else "h2", "x", "x")
+
+    def head(self) -> None:
+        """Write the logits of taken rows of x."""
+        source = "h"
+        if self._config.norm_placement == "sum":
+            self.program.add("copy", "taken", source)
+        else:
+            self._norm("final_norm", "taken", source)
+        if self._config.embed_size:
+            self._linear("embed_out", source, "embedded")
+            source = "embedded"
+        self._linear("head", source, "logits")
+
+    def _residual(self, name: str, part: Part) -> None:
+        """Add a part to x, as `Residual` in layers.py defines it."""
+        placement = self._config.norm_placement
+        if placement in ("input", "both"):
+            self._norm(f"{name}_norm", "x", "h")
+        else:
+            self.program.add("copy", "x", "h")
+        if placement in ("output", "both"):
+            part("h", "h", "")
+            self._norm(f"{name}_output_norm", "h", "h")
+            self.program.add("add", "x", "x", residual="h")
+        else:
+            part("h", "x", "x")
+        if placement == "sum":
+            self._norm(f"{name}_norm", "x", "x")
+
+    def _attention(self, layer: int, table: Tensor | None, backend: CpuAttention) -> Part:
+        name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
+        num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+
+        def append(source: str, target: str, residual: str) -> None:
+            self._linear(f"{name}.qkv", source, "qkv")
+            if config.qkv_clip is not None:
+                self.program.add("clamp", "qkv", "qkv", c_float(config.qkv_clip))
+            if config.qk_norm is not None:
+                for part, first, count in (("q", 0, num_heads), ("k", num_heads, num_kv_heads)):
+                    vectors = (count, size) if config.qk_norm == "head" else (1, count * size)
+                    self._norm(f"{name}.{part}_norm", "qkv", "qkv", (first * size, *vectors))
+            if table is not None:
+                rotation = Rotation(self._address(table), num_heads + num_kv_heads, size, table.shape[-1])
+                self.program.add("rotate", "qkv", "qkv", rotation)
+            self.program.add("attend", "qkv", "heads", backend.operation(spec, layer))
+            self._linear(f"{name}.attn_out", "heads", target, residual)
+
+        return append
+
+    def _feed_forward(self, name: str) -> Part:
+        def append(source: str, target: str, residual: str) -> None:
+            self._linear(f"{name}.ffn_up", source, "up")
+            hidden = "up"
+            if self._config.gated_ffn:
+                hidden = "gated"
+                self.program.add("gate", "up", hidden, self._gate())
+            self._linear(f"{name}.ffn_down", hidden, target, residual)
+
+        return append
+
+    def _mixture(self, name: str, experts: Mixture) -> Part:
+        data = Experts(
+            ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num)),
+            downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num)),
+            gate=self._kept(self._gate()) if self._config.gated_ffn else None,
+            ends=self._kept((c_int32 * experts.num)()),
+            num=experts.num,
+            num_active=experts.num_active,
+            **{buffer: self.program.number(buffer) for buffer in ("scores", "routes", "pairs", "up", "gated")},
+        )
+
+        def append(source: str, target: str, residual: str) -> None:
+            self._linear(f"{name}.router", source, "scores")
+            self.program.add("experts", source, target, data, residual=residual)
+
+        return append
+
+    def _gate(self) -> Gate:
+        """Return the gate, as `gated` in activation.py defines it."""
+        limit = torch.tensor(self._config.ffn_limit or 0.0, dtype=self._dtype).item()  # rounded, as torch clamps
+        return Gate(limit, native.ACTIVATIONS.index(self._config.activation))
+
+    def _linear(self, name: str, source: str, target: str, residual: str = "") -> None:
+        self.program.add("linear", source, target, self._weight(name), residual=residual)
+
+    def _weight(self, name: str) -> native.PackedWeight:
+        """Return the weight of a linear, which the program keeps alive."""
+        linear = self._parts.linears[name]
+        assert isinstance(linear, NativeLinear)
+        self.program.keep(linear)
+        return linear.weight
+
+    def _addresses(self, names: Iterable[str]) -> int:
+        """Return the address of an array of addresses of weights."""
+        weights = [addressof(self._weight(name)) for name in names]
+        return self._kept((c_void_p * len(weights))(*weights))
+
+    def _kept(self, data: Structure | Array[Any]) -> int:
+        """Return the address of data, which the program keeps alive."""
+        self.program.keep(data)
+        return addressof(data)
+
+    def _norm(self, name: str, source: str, target: str, vectors: tuple[int, int, int] | None = None) -> None:
+        """Normalise whole rows, or vectors of a row: (where the first begins, how many, their width)."""
+        norm = self._parts.norms[name]
+        weight, bias = (
+            None if vector is None else self._address(vector.float()) for vector in (norm.weight, norm.bias)
+        )
+        place = vectors or (0, 1, self._widths[source])
+        self.program.add("norm", source, target, Norm(weight, bias, *place, norm.eps, norm.kind == "layernorm"))
+
+    def _address(self, tensor: Tensor) -> int:
+        """Return the address of a tensor, which the program keeps alive."""
+        assert tensor.is_contiguous() and tensor.device.type == "cpu"
+        self.program.keep(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,197 @@
+"""Which operations of a layer are Triton kernels on a GPU, and why others are torch's.
+
+Each kernel is compared with torch on the model's own shapes before the weights are loaded: it is compiled on the spot,
+for a device that no test has seen. That also compiles what steps need later. ModelRunner and the ranks call
+`choose_operations`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.backends.gpu.device_loss import WITHOUT_TRITON, end_if_lost
+from gptserve.engine.backends.gpu.operations import TritonOperations
+from gptserve.engine.model.layers import take_feed_forward
+from gptserve.engine.model.loading import StreamedTensors, take_norm
+from gptserve.engine.model.norm import Norm
+from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.engine.model.rotary import rotary_table, rotate_
+from gptserve.weights.config import Experts, ModelConfig
+from gptserve.weights.mxfp4 import unpack
+from gptserve.weights.mxfp4_shapes import Shape, held_shapes
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (2, 150)
+"""A decoding step, and a prompt of which an expert has several tiles."""
+_IDLE_EXPERTS = 3
+"""So many more experts are made than a row chooses: all of a large model's would take gigabytes."""
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1.2e-2}
+"""Of 1 plus the size of an output: torch rounds more often between two products. What is wrong differs by about 1."""
+
+_CODE_SIZE = 4
+"""About the root mean square of random 4-bit numbers times random powers of two from 1/2 to 2."""
+_INSTEAD = {"mxfp4_experts": "unpacked weights, which take more memory, are used"}
+"""By the name of a kernel; of all others torch's operation is used."""
+_SLOWER = "torch, which is slower, is used"
+
+Compute = Callable[[Operations], Tensor]
+
+
+def choose_operations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Operations:
+    """Return the fastest operations for this model; warn of each kernel that fails, differs or is missing."""
+    return TORCH if device.type != "cuda" else agreeing_kernels(model, device, dtype)
+
+
+def agreeing_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Operations:
+    """Return the kernels that compute this model as torch does; with a warning, torch's operations for others."""
+    chosen = TORCH
+    for name, compute in _computations(model, device, dtype):
+        try:
+            kernels = TritonOperations()
+            kernel = getattr(kernels.operations(), name)
+            found = _disagreement(compute(replace(TORCH, **{name: kernel})), compute(TORCH))
+            if name == "mxfp4_experts" and chosen.experts is None:
+                found = "torch multiplies with the experts"
+        except Exception as error:  # of a compiler, a driver or a GPU that Triton does not know: torch needs none
+            end_if_lost(f"the Triton kernel '{name}'", error, WITHOUT_TRITON)
+            found = f"it failed with {type(error).__name__}: {error}"
+        if found is None:
+            chosen = replace(chosen, **{name: kernel}, build=f"{chosen.build or kernels.build} {name}")
+        else:
+            logger.warning("%s: %s instead of a Triton kernel: %s", name, _INSTEAD.get(name, _SLOWER), found)
+    return chosen
+
+
+def _disagreement(out: Tensor, expected: Tensor) -> str | None:
+    """Return how they differ, or None."""
+    difference = ((out.float() - expected.float()).abs() / (1 + expected.float().abs())).max().item()
+    if not difference <= _TOLERANCES[expected.dtype]:  # as where it is NaN
+        return f"it differs from torch by {difference:.1e}"
+    return None
+
+
+def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Compute]]:
+    """Yield the operations that the model has, by the name of their field, and what they make of random numbers."""
+    yield "normalize", lambda operations: _normalize(model, _Numbers(device, dtype), operations)
+    if model.norm_placement == "input" and not model.parallel_residual:
+        yield "add_normalize", lambda operations: _add_normalize(model, _Numbers(device, dtype), operations)
+    if any(model.rotaries):
+        yield "rotate_and_write", lambda operations: _rotate_and_write(model, _Numbers(device, dtype), operations)
+    if model.gated_ffn:
+        yield "gate", lambda operations: _gate(model, _Numbers(device, dtype), operations)
+    if model.experts is not None:
+        few = replace(model.experts, num=min(model.experts.num, model.experts.num_active + _IDLE_EXPERTS))
+        plain = replace(few, stored=None)
+        yield "experts", lambda operations: _mix(model, plain, _Numbers(device, dtype), operations)
+        if few.stored is not None:
+            yield "mxfp4_experts", lambda operations: _mix(model, few, _Numbers(device, dtype), operations)
+
+
+class _Numbers:
+    """Random numbers, the same for each computation."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._generator, self.dtype = torch.Generator(device).manual_seed(0), dtype
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        numbers = torch.randn(*shape, generator=self._generator, device=self._generator.device)
+        return (numbers * scale).to(self.dtype)
+
+    def in_mxfp4(self, blocks: Shape, scales: Shape, size: float) -> tuple[Tensor, Tensor]:
+        """Return blocks and scales of these shapes, of numbers of about this size."""
+        power = 127 + round(math.log2(size / _CODE_SIZE))
+
+        def draw(low: int, end: int, shape: Shape) -> Tensor:
+            generator = self._generator
+            return torch.randint(low, end, shape, generator=generator, device=generator.device, dtype=torch.uint8)
+
+        return draw(0, 256, blocks), draw(power - 1, power + 2, scales)
+
+
+def _normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    """Return rows with and without residuals and, if the model has such norms, heads: views of a projection."""
+    norm = _norm(model, model.hidden_size, numbers, operations)
+    x, residual = (numbers(_ROWS[0], model.hidden_size) for _ in range(2))
+    found = [norm(x + 1), norm(x, residual)]
+    if model.qk_norm is not None:
+        heads = numbers(_ROWS[0], model.num_heads + 1, model.head_size)[:, 1:]
+        x = heads if model.qk_norm == "head" else heads.flatten(1)
+        found.append(_norm(model, x.shape[-1], numbers, operations)(x))
+    return torch.cat([y.flatten() for y in found])
+
+
+def _add_normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    norm = _norm(model, model.hidden_size, numbers, operations)
+    x, term = (numbers(_ROWS[0], model.hidden_size) for _ in range(2))
+    if operations.add_normalize is None:
+        return torch.cat([x + term, norm(x + term)])
+    return torch.cat(operations.add_normalize(x, term, norm))
+
+
+def _rotate_and_write(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    """Return the queries and the cache of two blocks, for each of the model's rotaries; one row is padding."""
+    num_kv_heads, head_size, position, block_size = model.num_kv_heads, model.head_size, 100, 16
+    found = []
+    for rotary in dict.fromkeys(rotary for rotary in model.rotaries if rotary):
+        heads = numbers(3, model.num_heads + 2 * num_kv_heads, head_size)
+        cache = torch.zeros(2, 2, num_kv_heads, block_size, head_size, dtype=numbers.dtype, device=heads.device)
+        slots = torch.tensor([block_size + 1, 3, -1], device=heads.device)
+        rotation = rotary_table(rotary, position + 3, heads.device)[position:].unbind(1)
+        if operations.rotate_and_write is not None:
+            operations.rotate_and_write(heads, rotation, cache, slots)
+        else:
+            rotate_(heads[:, :-num_kv_heads], rotation)
+            pair = heads[:, model.num_heads :].split_with_sizes((num_kv_heads, num_kv_heads), 1)
+            for x_NGBD, x_TGD in zip(cache, pair, strict=True):
+                x_NGBD[slots[:2] // block_size, :, slots[:2] % block_size] = x_TGD[:2]
+        found += [heads[:, : model.num_heads].flatten(), cache.flatten()]
+    return torch.cat(found)
+
+
+def _norm(model: ModelConfig, width: int, numbers: _Numbers, operations: Operations) -> Norm:
+    tensors = ((f"norm.{kind}", numbers(width)) for kind in ("weight", "bias"))
+    return take_norm(model, StreamedTensors(tensors, operations=operations), "norm")
+
+
+def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
+    return operations.gate(numbers(_ROWS[0], 2 * model.ffn_size, scale=3), model.activation, model.ffn_limit)
+
+
+def _mix(model: ModelConfig, experts: Experts, numbers: _Numbers, operations: Operations) -> Tensor:
+    """Return the output of a mixture of random experts, each as large as the model's."""
+    products = operations.mxfp4_experts
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        hidden, ffn = model.hidden_size, model.ffn_size
+        linears = {"router": (experts.num, hidden)}
+        for e in range(experts.num):
+            linears[f"experts.{e}.ffn_up"] = (ffn * (1 + model.gated_ffn), hidden)
+            linears[f"experts.{e}.ffn_down"] = (hidden, ffn)
+        for name, (num_out, num_in) in linears.items():
+            shapes = None if experts.stored is None or name == "router" else held_shapes((num_out, num_in))
+            if shapes is None:
+                yield f"block.{name}.weight", numbers(num_out, num_in, scale=num_in**-0.5)
+            else:
+                blocks, scales = numbers.in_mxfp4(*shapes, num_in**-0.5)
+                if products is None:
+                    yield f"block.{name}.weight", unpack(blocks, scales, numbers.dtype).mT.contiguous()
+                else:
+                    yield f"block.{name}.weight", blocks
+                    yield f"block.{name}.scales", scales
+            if model.ffn_bias:
+                yield f"block.{name}.bias", numbers(num_out)
+
+    if products is not None:
+        operations = replace(operations, experts=products)
+    source = StreamedTensors(tensors(), operations=operations)
+    mixture = take_feed_forward(replace(model, experts=experts), source, "block")
+    rows = [(numbers(num, model.hidden_size), numbers(num, model.hidden_size)) for num in _ROWS]
+    alone = mixture(rows[0][0])  # as where the next norm adds the residual
+    return torch.cat([alone, *(mixture(x, residual) for x, residual in rows)])

@@ -1,0 +1,77 @@
+"""The tensors of a model while it loads, and the linears and norms that are made of them.
+
+decoder.py, layers.py and the ranks of parallel/worker.py take from it, in the order in which the stream gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.model.attention import AttentionSpec
+from gptserve.engine.model.group import Group
+from gptserve.engine.model.linear import DenseLinears, Linear, LinearMaker
+from gptserve.engine.model.norm import Norm
+from gptserve.engine.model.operations import TORCH, Operations
+from gptserve.weights.config import Activation, ModelConfig
+
+
+class StreamedTensors:
+    """Gives tensors by name from a stream; keeps those that come before they are taken, and lists what is made.
+
+    `maker` makes linears of the weights that are taken. `group` has the ranks, if any: then attention and feed-forwards
+    are terms of sums. `operations` computes what is no product.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        maker: LinearMaker | None = None,
+        group: Group | None = None,
+        operations: Operations = TORCH,
+    ) -> None:
+        self._tensors, self.group, self.operations = tensors, group, operations
+        self.maker = maker or DenseLinears()
+        self._waiting: dict[str, Tensor] = {}
+        self.linears: dict[str, Linear] = {}
+        self.norms: dict[str, Norm] = {}
+        self.attentions: list[AttentionSpec] = []
+
+    def take(self, name: str) -> Tensor:
+        """Return the tensor of this name. The stream has it: Checkpoint has checked that."""
+        while name not in self._waiting:
+            other, tensor = next(self._tensors)
+            self._waiting[other] = tensor
+        return self._waiting.pop(name)
+
+    def end(self) -> None:
+        """Let the stream go, which holds the last tensor that it gave."""
+        self._tensors = iter(())
+
+
+def take_norm(config: ModelConfig, source: StreamedTensors, name: str) -> Norm:
+    """Return the norm of this name."""
+    weight = source.take(f"{name}.weight") if config.norm_weight else None
+    bias = source.take(f"{name}.bias") if config.norm_bias else None
+    if weight is not None and config.norm == "rmsnorm":
+        weight = weight.float() + config.norm_weight_offset
+    norm = source.norms[name] = Norm(config.norm, weight, bias, config.norm_eps, source.operations.normalize)
+    return norm
+
+
+def take_linear(
+    source: StreamedTensors,
+    name: str,
+    *,
+    bias: bool,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+    weight: Tensor | None = None,
+) -> Linear:
+    """Return the linear of this name. `weight`, if given, is its weight, which the source then does not have."""
+    weight = source.take(f"{name}.weight") if weight is None else weight
+    its_bias = source.take(f"{name}.bias") if bias else None
+    linear = source.linears[name] = source.maker.make(name, weight, its_bias, activation, out_dtype)
+    return linear

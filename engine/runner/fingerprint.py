@@ -1,0 +1,98 @@
+"""The fingerprint of an engine's numbers: equal fingerprint, request and seed give equal tokens.
+
+It hashes the known causes of numeric differences and a sample of logits. No list of causes is complete (environment
+variables change what libraries do), so the sample catches the rest. ModelRunner calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.config import Quantization
+from gptserve.engine.model.attention import AttentionBackend
+from gptserve.engine.model.operations import Operations
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.runner.batch_invariance import Products
+from gptserve.engine.runner.memory import weight_types
+from gptserve.engine.runner.products import build_of, product_of
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.version import installed_version
+from gptserve.weights.config import ModelConfig
+
+_PROBE_TOKENS = 8
+"""Tokens of the sample: enough for attention over several keys."""
+
+
+def numeric_causes(
+    weights_digest: str,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    backend: AttentionBackend,
+    operations: Operations,
+    products: Products,
+    num_ranks: int,
+    has_graphs: bool,
+    draws: str,
+) -> dict[str, str]:
+    """Return the causes of numeric differences, by name. Threads and sizes of batch and cache are not among them.
+
+    `draws` is what chooses tokens where the compiled library does not.
+    """
+    shape = replace(model, eos_token_ids=(), bos_token_id=None)  # they end a text and change no logits
+    return {
+        "weights": weights_digest,
+        "shape": repr(shape),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": str(dtype),
+        "attention": f"{backend.name} {backend.build}",
+        "operations": operations.build,
+        "products": build_of(product_of(device, dtype), dtype),
+        "quantized products": ", ".join(
+            build_of(product_of(device, dtype, weight_type), dtype)
+            for weight_type in weight_types(quantization)
+            if weight_type is not None
+        )
+        or "none",
+        "rows of products": repr(products),
+        "ranks": str(num_ranks),
+        "rows of decoding steps": "padded for graphs" if has_graphs else "as many as needed",
+        "draws": native.digest() if device.type == "cpu" and native.is_available() else draws,
+        "torch": torch.__version__,
+        "libraries and instructions": torch.__config__.show(),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "gptserve": installed_version(),
+    }
+
+
+def sample_numbers(
+    logits_of: Callable[[ScheduledBatch, slice], Tensor], vocab_size: int, max_model_len: int, block_size: int
+) -> str:
+    """Return the digest of the logits of a fixed prompt; call it before any sequence owns a block.
+
+    `logits_of` computes a step and returns the logits of some of its rows.
+    """
+    num_tokens = min(_PROBE_TOKENS, max_model_len)
+    token_ids = [i % vocab_size for i in range(num_tokens)]
+    request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
+    block_ids = list(range(-(-num_tokens // block_size)))
+    sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
+    return digest_of(logits_of(ScheduledBatch((ScheduledSequence(sequence, num_tokens),)), slice(num_tokens)))
+
+
+def digest_of(logits: Tensor) -> str:
+    """Return a digest of all bits of fp32 logits."""
+    return hashlib.sha256(logits.cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def fingerprint(causes: dict[str, str], sample: str) -> str:
+    """Return a name that changes with any cause and with `sample`, the digest of some logits."""
+    text = "\0".join(f"{name}={cause}" for name, cause in (causes | {"sample": sample}).items())
+    return "gptserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]

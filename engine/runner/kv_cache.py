@@ -1,0 +1,79 @@
+"""The tensors that hold keys and values: one a layer, [2, num_blocks or more, kv_heads, block_size, head_size].
+
+BlockPool knows which sequence owns which block; memory.py computes how many there are. ModelRunner builds the KVCache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.runner.memory import CPU_MEMORY_SHARE, available_memory_bytes
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.huge_pages import mapped
+from gptserve.weights.mappings import HUGE_PAGE
+
+
+class KVCache:
+    """The key and value blocks of every layer, whatever they hold: a slot is read only after it was written.
+
+    Raises InvalidConfigurationError if they cannot be allocated.
+    """
+
+    def __init__(
+        self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        block_shape = (model.num_kv_heads, block_size, model.head_size)
+        self.num_bytes = 2 * model.num_layers * num_blocks * math.prod(block_shape) * dtype.itemsize
+        """Of the blocks; between those of two layers some more addresses may lie."""
+        try:
+            self.layers = list(_allocate(model.num_layers, num_blocks, block_shape, dtype, device))
+        except (RuntimeError, MemoryError) as error:
+            raise InvalidConfigurationError(
+                f"num_blocks is {num_blocks}, but memory for that many could not be allocated"
+            ) from error
+
+
+def _allocate(
+    num: int, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Iterable[Tensor]:
+    """Return so many tensors, which take little memory before they are written; on a CPU in huge pages."""
+    if device.type != "cpu":
+        return [torch.empty(2, num_blocks, *block_shape, dtype=dtype, device=device) for _ in range(num)]
+    block_bytes = math.prod(block_shape) * dtype.itemsize
+    shape = (num, 2, _spread(num_blocks, block_bytes, 2 * num), *block_shape)
+    layers = mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    if native.is_available():  # all threads at once, as the first step would wait for one page after the other
+        native.library().native_populate_first(layers.data_ptr(), 2 * num, layers[0, 0].nbytes)
+    return layers
+
+
+def _spread(num_blocks: int, block_bytes: int, num_arrays: int) -> int:
+    """Return for how many blocks, some of them unused, arrays side by side have room so that they share the waiting.
+
+    The step that first writes to a huge page waits until it is cleared (memory_ahead.py says how long). Were the arrays
+    as long as a number of huge pages, the same block would be the first of a page in all of them.
+    """
+    if num_blocks * block_bytes < HUGE_PAGE:
+        return num_blocks
+    for num in range(num_blocks, num_blocks + HUGE_PAGE // block_bytes + 2):
+        if 0 <= num * block_bytes % HUGE_PAGE - HUGE_PAGE // num_arrays < block_bytes:
+            return num
+    return num_blocks
+
+
+def cache_memory_bytes(config: EngineConfig, device: torch.device, scratch_bytes: int) -> tuple[int, int]:
+    """Return a rank's free bytes, and how many of them its cache may take by default; attention takes scratch_bytes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what self-tests took and no tensor holds is free, too
+        free, total = torch.cuda.mem_get_info(device)
+        free = max(0, free - scratch_bytes)
+        return free, max(0, int(free - (1 - config.gpu_memory_utilization) * total))
+    free = max(0, available_memory_bytes() // config.tensor_parallel_size - scratch_bytes)
+    return free, int(free * CPU_MEMORY_SHARE)

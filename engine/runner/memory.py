@@ -1,0 +1,252 @@
+"""How much memory a model and its KV cache need, how much there is, and how many blocks fit.
+
+Torch-free: it knows a model's shape and which types of weights this CPU multiplies fast, and allocates nothing.
+ModelRunner calls `plan_cache` once; `gptserve inspect` prints sizes before any weight is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.config import EngineConfig, Quantization, WeightType
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.runner.control_groups import group_memory_bytes
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import find_family
+from gptserve.weights.mxfp4_shapes import held_shapes
+from gptserve.weights.sharding import WHOLE, Share
+
+_CONTEXTS_PER_SEQUENCE = 2
+"""The default cache holds at most this many full contexts for each of max_num_seqs sequences: one to compute with, one
+for prefixes of ended requests. Without a limit, the cache of a tiny model would take memory it never uses."""
+
+CPU_MEMORY_SHARE = 0.4
+"""The default cache on a CPU takes at most this share of the memory that is free once the weights are loaded. The
+rest is the operating system's file cache, activations and other processes. It is less than half because of these: what
+a server has reserved counts as free until it is used, and two that start together reserve the same memory."""
+
+_MIN_CONTEXT = 2
+"""One prompt token and one generated token."""
+
+_PARTS = {
+    "embedding": ("embed", "embed_in"),
+    "position": ("position",),
+    "attention": ("qkv", "attn_out", "sinks"),
+    "feed-forward": ("ffn_up", "ffn_down", "router"),
+    "norms": (),  # all tensors named ..._norm
+    "head": ("head", "embed_out"),
+}
+"""The canonical tensors of each part (weights/families/family.py names them)."""
+
+_QUANTIZED = ("qkv", "attn_out", "ffn_up", "ffn_down", "embed_in", "embed_out", "head")
+"""The weights that a quantization changes."""
+_FIRST_LAYERS, _FIRST_SHARE = 3, 4
+"""The first layers, up to 3 and one in 4, are in int10 or keep their dtype: later layers amplify their errors."""
+_BYTES: dict[WeightType, float] = {"int8": 1, "int10": 10 / 8}
+"""Of a weight's element."""
+OF_STREAM = ("qkv", "ffn_up", "head")
+"""The linears whose inputs are the channels of the residual stream."""
+_WIDE_BYTES = 4  # of scales, factors and what is not quantized
+
+logger = logging.getLogger(__name__)
+
+
+def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]:
+    """Return the number of parameters of a rank by part, in the order they are used; a tied head counts nothing.
+
+    They are those in the files, as published: of OPT's positions the first two rows count, which are never loaded.
+    """
+    counts = dict.fromkeys(_PARTS, 0)
+    for part, _, shape in _tensors(model, share):
+        counts[part] += math.prod(shape)
+    if counts["position"]:
+        counts["position"] += model.position_offset * model.hidden_size
+    return counts
+
+
+def weight_type_of(linear: str, num_layers: int, quantization: Quantization | None) -> WeightType | None:
+    """Return what becomes of the weight of this linear, by its canonical name, here; None if it keeps its dtype."""
+    parts = linear.split(".")
+    if quantization is None or parts[-1] not in _QUANTIZED:
+        return None
+    num_first = min(_FIRST_LAYERS, num_layers // _FIRST_SHARE)
+    is_first = parts[0] == "blocks" and int(parts[1]) < num_first
+    if not is_first or "experts" in parts:  # which are most of their model
+        return "int8"
+    return "int10" if native.has_fast_int10() else None
+
+
+def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, ...]:
+    """Return what becomes of some weight here; None for its dtype, which the router of a mixture of experts keeps."""
+    if quantization is None:
+        return (None,)
+    return ("int8", "int10", None) if native.has_fast_int10() else ("int8", None)
+
+
+def weight_bytes(
+    model: ModelConfig,
+    dtype_bytes: int,
+    quantization: Quantization | Literal["mxfp4"] | None = None,
+    share: Share = WHOLE,
+) -> dict[str, int]:
+    """Return the bytes of a rank's parameters by part.
+
+    In MXFP4 experts are held as they are stored. In int8 a tied head is held beside the embedding. There it is the most
+    that the weights may take: how many outputs and channels are not quantized depends on their values.
+    """
+    sizes = dict.fromkeys(_PARTS, 0)
+    for part, name, shape in _tensors(model, share):
+        is_packed = quantization == "mxfp4" and ".experts." in name and name.endswith(".weight")
+        held = held_shapes(shape) if is_packed else None
+        sizes[part] += math.prod(shape) * dtype_bytes if held is None else sum(map(math.prod, held))
+    if quantization != "int8":
+        return sizes
+    for part, name, shape in _tensors(model):
+        linear = name.removesuffix(".weight")
+        weight_type = weight_type_of(linear, model.num_layers, quantization) if linear != name else None
+        if weight_type is not None:
+            sizes[part] += _quantized_bytes(linear, shape, weight_type) - math.prod(shape) * dtype_bytes
+    if model.tied_head:
+        sizes["head"] += _quantized_bytes("head", (model.vocab_size, model.embed_size or model.hidden_size))
+    return sizes
+
+
+def linear_bytes(model: ModelConfig, quantization: Quantization | None, dtype_bytes: int) -> int:
+    """Return the bytes of the weights of layers and head, quantized, without padding, scales and what stays exact.
+
+    Those that are not quantized have dtype_bytes an element.
+    """
+    parts, num_bytes = {"attention", "feed-forward", "embedding" if model.tied_head else "head"}, 0
+    for part, name, shape in _tensors(model):
+        if part in parts and name.endswith(".weight"):
+            linear = "head" if part == "embedding" else name.removesuffix(".weight")
+            weight_type = weight_type_of(linear, model.num_layers, quantization)
+            num_bytes += int(math.prod(shape) * (dtype_bytes if weight_type is None else _BYTES[weight_type]))
+    return num_bytes
+
+
+def _quantized_bytes(linear: str, shape: tuple[int, ...], weight_type: WeightType = "int8") -> int:
+    """Return the most bytes of a quantized weight [out, in], with its scales, factors and what is not quantized."""
+    num_out, num_in = shape
+    num_wide = num_out + num_in + math.ceil(num_out / native.EXACT_SHARE) * num_in
+    if linear.rpartition(".")[2] in OF_STREAM:
+        num_wide += math.ceil(num_in / native.EXACT_SHARE) * num_out
+    return math.ceil(num_out * num_in * _BYTES[weight_type]) + _WIDE_BYTES * num_wide
+
+
+def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
+    """Return the shapes (in, out) of the model's matrix products."""
+    outer = model.embed_size or model.hidden_size
+    return {
+        (model.hidden_size, model.qkv_size),
+        (model.num_heads * model.head_size, model.hidden_size),
+        (model.hidden_size, model.ffn_size * (2 if model.gated_ffn else 1)),
+        (model.ffn_size, model.hidden_size),
+        (outer, model.vocab_size),
+        *([(model.hidden_size, model.experts.num)] if model.experts else []),
+        *([(outer, model.hidden_size), (model.hidden_size, outer)] if model.embed_size else []),
+    }
+
+
+def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
+    """Return the bytes the keys and values of one token take, over all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_size * dtype_bytes
+
+
+def cache_capacity(
+    model: ModelConfig, cache_bytes: int, dtype_bytes: int, block_size: int, max_model_len: int
+) -> tuple[int, int, int]:
+    """Return how many blocks, tokens and sequences of full context fit into `cache_bytes`."""
+    num_blocks = max(0, cache_bytes) // (block_size * kv_bytes_per_token(model, dtype_bytes))
+    blocks_per_sequence = -(-max_model_len // block_size)
+    return num_blocks, num_blocks * block_size, num_blocks // blocks_per_sequence
+
+
+def plan_cache(
+    config: EngineConfig, model: ModelConfig, dtype_bytes: int, free_bytes: int, budget_bytes: int
+) -> tuple[int, int]:
+    """Return how many blocks to allocate and max_model_len.
+
+    num_blocks and kv_cache_bytes are used exactly as given, except that on a CPU the keys and the values of a layer may
+    each take a huge page more (kv_cache.py). Without them the cache takes up to budget_bytes, at most
+    _CONTEXTS_PER_SEQUENCE full contexts for each of max_num_seqs sequences. If the model's whole context does not fit,
+    max_model_len is the longest that fits and a warning is logged, unless the configuration gives max_model_len.
+    Raises InvalidConfigurationError if a given max_model_len does not fit, or a given size exceeds free_bytes.
+    """
+    block_bytes = config.block_size * kv_bytes_per_token(model, dtype_bytes)
+    max_model_len = config.max_model_len or model.max_position
+    needed = -(-max_model_len // config.block_size)
+    num_blocks, source = _choose_num_blocks(config, free_bytes, budget_bytes, block_bytes, needed)
+    if num_blocks >= needed:
+        return num_blocks, max_model_len
+    longest = num_blocks * config.block_size
+    if config.max_model_len is None and longest >= _MIN_CONTEXT:
+        logger.warning(
+            "max_model_len is %d tokens instead of the model's context of %d, because %s; give the KV cache more "
+            "memory for longer sequences",
+            *(longest, max_model_len, source),
+        )
+        return num_blocks, longest
+    shorter = f"lower max_model_len to {longest} or " if longest >= _MIN_CONTEXT else ""
+    raise InvalidConfigurationError(
+        f"the KV cache is too small for one sequence of max_model_len {max_model_len}: {source}, {needed} blocks "
+        f"of {config.block_size} tokens ({needed * block_bytes:,} bytes) are needed; {shorter}give the cache more "
+        "memory"
+    )
+
+
+def _tensors(model: ModelConfig, share: Share = WHOLE) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield each tensor's part, its canonical name, and its shape."""
+    part_of = {tensor: part for part, tensors in _PARTS.items() for tensor in tensors}
+    for name, source in share.of_sources(model, find_family(model.model_type).sources(model)).items():
+        tensor = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        yield "norms" if tensor.endswith("_norm") else part_of[tensor], name, source.shape
+
+
+def _choose_num_blocks(
+    config: EngineConfig, free_bytes: int, budget_bytes: int, block_bytes: int, blocks_per_context: int
+) -> tuple[int, str]:
+    """Return the number of blocks and the reason for it, for messages."""
+    if config.num_blocks is not None:
+        num_blocks, wanted = config.num_blocks, config.num_blocks * block_bytes
+        source, asked = f"num_blocks is {num_blocks}", f"num_blocks {num_blocks}"
+    elif config.kv_cache_bytes is not None:
+        num_blocks, wanted = config.kv_cache_bytes // block_bytes, config.kv_cache_bytes
+        source, asked = f"{wanted:,} bytes hold {num_blocks} blocks", "kv_cache_bytes"
+    else:
+        num_blocks = min(budget_bytes // block_bytes, _CONTEXTS_PER_SEQUENCE * config.max_num_seqs * blocks_per_context)
+        return num_blocks, f"{budget_bytes:,} bytes hold {num_blocks} blocks"
+    if wanted > free_bytes:
+        raise InvalidConfigurationError(
+            f"{asked} asks for {wanted:,} bytes of KV cache, but only {free_bytes:,} bytes of memory are free"
+        )
+    return num_blocks, source
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes this process can take without swapping: the machine's, or its control groups' if these are less.
+
+    `root` is where proc and sys are mounted.
+    """
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+    except FileNotFoundError:  # not Linux: assume that half of the memory is free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = group_memory_bytes(root)
+    return available if limit is None else min(available, limit)
+
+
+def check_max_model_len(config: EngineConfig, max_position: int) -> None:
+    """Raise InvalidConfigurationError if max_model_len exceeds the model's context."""
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise InvalidConfigurationError(
+            f"max_model_len must be at most the model's context of {max_position} tokens, got {config.max_model_len}"
+        )

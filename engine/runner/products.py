@@ -1,0 +1,148 @@
+"""What multiplies with each weight of a model: by its device and dtype, and by what quantization makes of it.
+
+ModelRunner hands a Linears to what builds the layers, which knows nothing of packing and quantizing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.int8 import DenseInt8Linear, large_channels
+from gptserve.engine.backends.cpu.linear import (
+    NativeInt8Linear,
+    NativeInt10Linear,
+    NativeLinear,
+    PackedLinear,
+    has_onednn,
+)
+from gptserve.engine.config import EngineConfig, Quantization, WeightType
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.linear import DenseLinear, Linear
+from gptserve.engine.runner.memory import OF_STREAM, linear_shapes, weight_type_of
+from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.huge_pages import HugePages
+
+logger = logging.getLogger(__name__)
+
+Product = Literal["native", "onednn", "torch", "native_int8", "native_int10", "torch_int8"]
+"""What multiplies: NativeLinear, PackedLinear, DenseLinear, NativeInt8Linear, NativeInt10Linear or DenseInt8Linear."""
+
+_NATIVE: dict[WeightType | None, Product] = {None: "native", "int8": "native_int8", "int10": "native_int10"}
+
+
+def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raise InvalidConfigurationError if this model cannot be computed so; warn if that is slow."""
+    if config.quantization is None:
+        return
+    if config.tensor_parallel_size > 1:
+        raise InvalidConfigurationError(
+            "quantization 'int8' has scales of whole rows, which are not split, got tensor_parallel_size "
+            f"{config.tensor_parallel_size}"
+        )
+    if device.type != "cpu":
+        raise InvalidConfigurationError(f"quantization 'int8' is computed on a CPU only, got device '{device.type}'")
+    widest = max(num_in for num_in, _ in linear_shapes(model))
+    if widest > native.MAX_INT8_DEPTH:
+        raise InvalidConfigurationError(
+            f"quantization 'int8' sums at most {native.MAX_INT8_DEPTH} products, but this model has rows of {widest}"
+        )
+    if not native.is_available():
+        logger.warning("linear: without the compiled library, products in int8 are slow; int8 saves memory only")
+
+
+def product_of(device: torch.device, dtype: torch.dtype, weight_type: WeightType | None = None) -> Product:
+    """Return what multiplies rows of this dtype on this device with weights of this dtype, or of this type.
+
+    Only the library has int10; native.has_fast_int10() says where it is used.
+    """
+    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if fits and native.is_available():
+        return _NATIVE[weight_type]
+    if weight_type is not None:
+        assert weight_type == "int8"
+        return "torch_int8"
+    return "onednn" if device.type == "cpu" and has_onednn() and dtype != torch.float16 else "torch"
+
+
+def build_of(product: Product, dtype: torch.dtype) -> str:
+    """Return the product and what else decides its bits; the versions of torch and its libraries decide the others'."""
+    match product:
+        case "native":
+            return f"native {native.supported_variants(8 * dtype.itemsize)[-1]} {native.digest()}"
+        case "native_int8" | "native_int10":  # activations are those of "native", all else the same by all variants
+            return f"{product} {native.digest()}"
+        case _:
+            return product
+
+
+def make_linear(
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+    weight_type: WeightType | None = None,
+    call_rows: int | None = None,
+    exact_inputs: Tensor | None = None,
+    memory: HugePages | None = None,
+) -> Linear:
+    """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
+
+    `out_dtype` float32 spares a bf16 result its rounding where the product can give it; on a CPU oneDNN's and torch's
+    cannot. With `call_rows`, torch's multiplies so many rows a call. Of a quantized weight the columns `exact_inputs`,
+    int64 and ascending, are not quantized. Our own products keep the weight in `memory`, or in memory of its own.
+    """
+    match product_of(weight.device, weight.dtype, weight_type):
+        case "native":
+            return NativeLinear(weight, bias, activation, out_dtype, memory=memory)
+        case "native_int8":
+            return NativeInt8Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
+        case "native_int10":
+            return NativeInt10Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
+        case "torch_int8":
+            return DenseInt8Linear(weight, bias, activation, out_dtype, exact_inputs)
+        case "onednn":
+            return PackedLinear(weight, bias, activation)
+        case "torch":
+            return DenseLinear(weight, bias, activation, out_dtype, call_rows)
+
+
+class Linears:
+    """Makes the fastest exact Linear of each weight of a model. A LinearMaker.
+
+    `quantization` is that of a model of num_layers layers: memory.py says what becomes of each weight. Columns of
+    outlier channels are not quantized in the linears that take the residual stream. Our own products keep their weights
+    in `memory`; torch's multiply call_rows a call.
+    """
+
+    def __init__(
+        self,
+        quantization: Quantization | None = None,
+        num_layers: int = 0,
+        memory: HugePages | None = None,
+        call_rows: int | None = None,
+    ) -> None:
+        self._quantization, self._num_layers = quantization, num_layers
+        self._memory, self._call_rows = memory or HugePages(), call_rows
+        self._large_channels: Tensor | None = None
+
+    def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
+        if self._quantization is not None:
+            self._large_channels = large_channels(embedding, positions)
+
+    def make(
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        weight_type = weight_type_of(name, self._num_layers, self._quantization)
+        exact_inputs = self._large_channels if name.rpartition(".")[2] in OF_STREAM else None
+        options = weight_type, self._call_rows, exact_inputs, self._memory
+        return make_linear(weight, bias, activation, out_dtype, *options)

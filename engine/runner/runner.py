@@ -1,0 +1,274 @@
+"""Runs the model: a ScheduledBatch in, sampled tokens and prompt logprobs out.
+
+`launch` has the device begin; what it returns waits for the results. So the host may plan the next step in between.
+
+It owns everything with tensors (weights, KV cache, attention backend). hardware.py and memory.py choose what
+EngineConfig left open: device, dtype, threads, context and cache size. It does not know why a sequence was scheduled.
+Engine calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.decoder import native_decoder
+from gptserve.engine.backends.gpu.selfcheck.operations import choose_operations
+from gptserve.engine.backends.gpu.selfcheck.sampler import choose_sampler
+from gptserve.engine.backends.reference.draw import Choose
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.info import EngineInfo
+from gptserve.engine.model.batch import known_token_ids, model_input
+from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.group import OtherRanks, StartRanks
+from gptserve.engine.model.layers import layer_specs
+from gptserve.engine.request import TokenLogprobs
+from gptserve.engine.runner.attention_choice import choose_backend
+from gptserve.engine.runner.batch_invariance import check_model, choose_products, set_up_device
+from gptserve.engine.runner.fingerprint import fingerprint, numeric_causes, sample_numbers
+from gptserve.engine.runner.hardware import choose_device, choose_dtype, set_num_threads
+from gptserve.engine.runner.masks import Masks, MaskThread
+from gptserve.engine.runner.memory import check_max_model_len
+from gptserve.engine.runner.memory_ahead import take_populated
+from gptserve.engine.runner.products import Linears, check_quantization, product_of
+from gptserve.engine.runner.program_steps import program_steps
+from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
+from gptserve.engine.runner.sampler import SampledTokens, begin_sampling, sampling_positions
+from gptserve.engine.runner.step_memory import make_cache, max_sampled_rows
+from gptserve.engine.runner.step_threads import StepWork, num_step_threads
+from gptserve.engine.scheduling.layout import build_arrays
+from gptserve.engine.scheduling.sequence import ScheduledBatch
+from gptserve.engine.staging import begin_wait
+from gptserve.weights.checkpoint import Checkpoint
+from gptserve.weights.families import load_config
+from gptserve.weights.huge_pages import HugePages
+from gptserve.weights.loading_threads import loading_threads
+from gptserve.weights.sharding import Share
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a forward pass.
+
+    `sampled` has one entry for each item that needs sampling, in order: the token after the known ones, then the token
+    after each draft token. prompt_logprobs maps the index of an item to (position, entry) of the prompt tokens that it
+    predicted.
+    """
+
+    sampled: tuple[SampledTokens, ...]
+    prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
+
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of the weights are loaded, and of how many, while they load."""
+Collect = Callable[[], StepResult]
+"""Waits for a step and returns its results; called once. What a step raises comes from here or from its launch."""
+_Start = Callable[[torch.device], OtherRanks]
+
+
+class ModelRunner:
+    """A loaded model on its device, with its KV cache.
+
+    Raises WeightsError if the model is unusable, InvalidConfigurationError if a setting is.
+    `warnings` are those that are logged while this is made: ranks do not repeat them. `start_ranks` starts the others
+    where tensor_parallel_size is above 1.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        warnings: Collection[str] = (),
+        start_ranks: StartRanks | None = None,
+    ) -> None:
+        num_threads, start = set_num_threads(config), None
+        if config.tensor_parallel_size > 1:
+            assert start_ranks is not None
+            start = partial(start_ranks, config, warnings=warnings)
+        with loading_threads(num_threads):
+            self._load(config, num_threads, progress, start)
+        _log_model(self.info)
+
+    def _load(self, config: EngineConfig, num_threads: int, progress: Progress | None, start: _Start | None) -> None:
+        self.device = choose_device(config)
+        set_up_device(config, self.device)
+        dtype, quantization = choose_dtype(config, self.device), config.quantization
+        whole = load_config(config.model_dir)
+        check_max_model_len(config, whole.max_position)
+        check_quantization(config, whole, self.device)
+        share = Share(0, config.tensor_parallel_size)
+        self._model = share.of_config(whole)
+        backend = choose_backend(config, self.device, dtype, layer_specs(self._model, self.device), whole.max_position)
+        checkpoint = Checkpoint(config.model_dir, whole, share)
+        whole = checkpoint.config
+        self._model = share.of_config(whole)
+        # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
+        operations = choose_operations(self._model, self.device, dtype)
+        products = choose_products(config, self._model, self.device, dtype, backend, num_threads)
+        sampler = choose_sampler(whole.vocab_size, max_sampled_rows(config), self.device)
+        self._ranks = None if start is None else start(self.device)
+        with torch.inference_mode():
+            group, takes = None if self._ranks is None else self._ranks.group, operations.keeps_mxfp4
+            stream = partial(checkpoint.stream, dtype=dtype, device=self.device, progress=progress, keeps_mxfp4=takes)
+            # Nothing else may hold the tensors that come, or it holds the last one.
+            linears = Linears(quantization, whole.num_layers, HugePages(take_populated()), products.call_rows)
+            self._decoder = Decoder(self._model, stream(), backend, linears, group, operations, native_decoder)
+            self._cache, self.graphs, num_blocks, max_model_len = make_cache(
+                config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler
+            )
+        self._masks = MaskThread()
+        none_R = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
+        self._step_work = StepWork(self._model)
+        product = product_of(self.device, dtype, quantization)
+        self._in_team = product.startswith("native")
+        self.choose_threads: Callable[[int], int] = partial(num_step_threads, max_threads=num_threads)
+        """From the work of a step to the number of its threads."""
+        self.choose: Choose | None = None if sampler is None else sampler.choose
+        """What chooses the tokens; None: the fastest there is."""
+        logits_of, sample = partial(self._logits_of, config.block_size), ""
+        if products.are_invariant:
+            if self.device.type != "cpu":
+                check_model(logits_of, config, whole.vocab_size, num_blocks, max_model_len)
+            sample = sample_numbers(logits_of, whole.vocab_size, max_model_len, config.block_size)
+        numbers = (self.device, dtype, quantization, backend, operations, products, share.size, self.graphs is not None)
+        causes = numeric_causes(checkpoint.digest, whole, *numbers, "torch" if sampler is None else sampler.build)
+        self.info = EngineInfo(
+            vocab_size=self._model.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
+            device=str(self.device),
+            dtype=str(dtype).removeprefix("torch."),
+            attention_backend=backend.name,
+            product=product,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            kv_cache_bytes=self._cache.num_bytes * share.size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            fingerprint=fingerprint(causes, sample),
+            batch_invariant=products.are_invariant,
+        )
+        self._is_cpu = self.device.type == "cpu"
+        self._programs = program_steps(self._decoder, self._cache, self.info)
+
+    @property
+    def waits_in_launch(self) -> bool:
+        """Whether `launch` waits for the device, in each layer, because the host starts the experts."""
+        return self._decoder.host_starts_experts
+
+    @property
+    def host_counts(self) -> bool:
+        """Whether the host counts tokens for penalties, so that it must know them all before a step is launched."""
+        return self.choose is None
+
+    def launch(self, batch: ScheduledBatch) -> Collect:
+        """Begin to compute the batch's tokens, store their keys and values, and sample for the items that need it.
+
+        A GPU computes steps in the order of their launches. Only the step that is launched next may have foreseen
+        tokens of this one, and a step with prompt_logprobs is collected before the next launch. A CPU computes at once.
+        """
+        masks = self._masks.begin(batch)
+        num_torch_threads = (
+            1  # those of a pool would spin in the team's way, and in that of what starts a GPU's kernels
+        )
+        if self._is_cpu:
+            num_threads = self.choose_threads(self._step_work.of(batch))
+            native.set_num_threads(num_threads)
+            if self._programs is not None and self.choose is None and self.graphs is None:
+                computed = self._programs.compute(batch, masks)
+                if computed is not None:
+                    chosen, sampled = computed
+                    self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
+                    return partial(StepResult, sampled, {})
+            num_torch_threads = 1 if self._in_team else num_threads
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_torch_threads)
+        try:
+            collect = self._launch(batch, masks)
+            if not self._is_cpu:
+                return collect
+            result = collect()
+            return lambda: result
+        finally:
+            torch.set_num_threads(before)  # the process may compute something else between steps
+
+    @torch.inference_mode()
+    def _launch(self, batch: ScheduledBatch, masks: Future[Masks] | None) -> Collect:
+        choose = self.choose
+        logits = None if self.graphs is None else self.graphs.logits(batch, self._chosen())
+        if self.graphs is not None and logits is not None:
+            choose = self.graphs.choose or choose
+        scored: dict[int, Tensor] = {}
+        if logits is None:
+            starts, hidden, logits = self._compute(batch, self.info.block_size)
+            scored = {
+                i: hidden[starts[i] : starts[i + 1]]
+                for i, item in enumerate(batch.items)
+                if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated
+            }
+        sample = self._begin_sampling(logits, batch, {} if masks is None else masks.result(), choose)
+
+        def collect() -> StepResult:
+            score = partial(prompt_logprobs, self._decoder)
+            return StepResult(sample(), {i: score(rows, batch.items[i]) for i, rows in scored.items()})
+
+        return collect
+
+    def _compute(self, batch: ScheduledBatch, block_size: int) -> tuple[Sequence[int], Tensor, Tensor | None]:
+        """Return where the rows of each item start, and what Decoder.step returns, computed by all ranks."""
+        arrays = build_arrays(batch, block_size)
+        with nullcontext() if self._ranks is None else self._ranks.step(arrays):
+            inputs = model_input(arrays, self.device)
+            token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
+            if arrays[0].min() < 0:
+                token_ids_T = known_token_ids(token_ids_T, self._chosen())
+            step = token_ids_T, inputs.positions_T, self._cache, metadata, inputs.sampled_R
+            return metadata.query_starts, *self._decoder.step(*step)
+
+    @torch.inference_mode()
+    def _logits_of(self, block_size: int, batch: ScheduledBatch, rows: slice) -> Tensor:
+        """Return the logits of these rows of a step."""
+        return self._decoder.logits(self._compute(batch, block_size)[1][rows])
+
+    def _begin_sampling(
+        self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks, choose: Choose | None
+    ) -> Callable[[], tuple[SampledTokens, ...]]:
+        """Have the device choose the tokens; what this returns waits for them."""
+        positions, sizes = sampling_positions(batch, masks)
+        if logits is None:
+            return _no_tokens(self.device)
+        chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)
+        self._chosen = lambda: chosen_R
+        return lambda: tuple(finish().split(sizes))
+
+
+def _no_tokens(device: torch.device) -> Callable[[], tuple[SampledTokens, ...]]:
+    """Return what waits for a step that samples nothing, such as a part of a prompt.
+
+    Without the wait the step would seem to take no time, and the host would run ahead of the device by a whole prompt.
+    """
+    wait = begin_wait(device)
+
+    def finish() -> tuple[SampledTokens, ...]:
+        wait()
+        return ()
+
+    return finish
+
+
+def _log_model(info: EngineInfo) -> None:
+    logger.debug(
+        "model: dtype=%s device=%s attention=%s batch_invariant=%s fingerprint=%s",
+        *(info.dtype, info.device, info.attention_backend, "yes" if info.batch_invariant else "no", info.fingerprint),
+    )

@@ -1,0 +1,61 @@
+"""How many threads each step uses: few for little work.
+
+The team of csrc/team.cpp waits for no thread that cannot run, so CPUs that other processes keep busy are no reason for
+fewer. Without a C++ compiler torch's pool computes the step, whose threads do wait for each other. Torch-free; it sets
+nothing. ModelRunner asks it before every step.
+"""
+
+from __future__ import annotations
+
+from gptserve.engine.runner.memory import parameter_counts
+from gptserve.engine.scheduling.sequence import ScheduledBatch
+from gptserve.weights.config import Experts, ModelConfig
+
+WORK_PER_THREAD = 150_000_000
+"""Units of `StepWork` for each thread, some 1.2 ms on one. So storyteller decodes up to 32 sequences on one thread,
+where a second one gained 3 to 9 % and kept another core busy. GPT-2 124M decoding one token, 3.2 billion units, may use
+21 threads."""
+
+_ROWS_OF_A_READ = 24
+"""Reading a weight from memory takes as long as multiplying it with this many rows (measured: 14 to 35)."""
+_ATTENTION_COST = 8
+"""A multiplication in attention takes as long as 8 in packed linears."""
+_DRAW_COST = 2000
+"""Drawing a token takes as long as this many multiplications for each vocabulary entry, by torch: 0.6 to 1 ms for
+50,257. Compiled code takes a tenth of that."""
+
+
+class StepWork:
+    """Estimates a step's work in multiplications of the linears, to within a factor of two."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        counts = parameter_counts(model)
+        self._head = counts["head"]
+        if model.tied_head:
+            self._head += model.vocab_size * (model.embed_size or model.hidden_size)
+        self._experts = model.experts or Experts(1, 1)
+        self._attention_weights = counts["attention"]
+        self._expert = counts["feed-forward"] // self._experts.num  # over all layers
+        self._attention = _ATTENTION_COST * 2 * model.num_layers * model.num_heads * model.head_size
+        self._draw = _DRAW_COST * model.vocab_size
+
+    def of(self, batch: ScheduledBatch) -> int:
+        """Return the work of this step."""
+        num_logits = num_draws = num_pairs = 0
+        for item in batch.items:
+            params, num_sampled = item.sequence.request.params, item.needs_sampling * (1 + len(item.draft))
+            has_scores = params.prompt_logprobs is not None and not item.sequence.num_generated
+            num_logits += item.num_tokens if has_scores else num_sampled
+            num_draws += num_sampled if params.temperature > 0 else 0
+            num_pairs += item.num_tokens * (item.sequence.num_computed + item.num_tokens)
+        head = self._head * (_ROWS_OF_A_READ + num_logits) if num_logits else 0
+        num_active, num_tokens = self._experts.num_active, batch.num_tokens
+        num_read = min(self._experts.num, num_active * num_tokens)  # if each row chooses others
+        blocks = self._attention_weights * (_ROWS_OF_A_READ + num_tokens)
+        blocks += self._expert * (_ROWS_OF_A_READ * num_read + num_tokens * num_active)
+        return blocks + head + self._attention * num_pairs + self._draw * num_draws
+
+
+def num_step_threads(work: int, max_threads: int) -> int:
+    """Return how many threads, 1 to `max_threads`, a step with this work (in units of StepWork) uses."""
+    return max(1, min(max_threads, work // WORK_PER_THREAD))

@@ -1,0 +1,29 @@
+"""The loading bar: what it tells, and that it leaves no thread behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gptserve.engine.process.loading_bar import LoadingBar
+
+
+def test_the_bar_shows_bytes_of_all_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadingBar(disable=False) as bar:
+        bar.show(512 * 1024, 2 * 2**20)
+        bar.show(2 * 2**20, 2 * 2**20)
+    assert "100%" in capsys.readouterr().err.split("\r")[-1]
+
+
+def test_nothing_is_drawn_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadingBar() as bar:
+        bar.show(1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_no_thread_is_left() -> None:
+    before = threading.active_count()
+    with LoadingBar() as bar:
+        bar.show(1, 2)
+    assert threading.active_count() == before

@@ -1,0 +1,250 @@
+"""The sizes of published models, what fits into how much memory, and how much of it is free."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptserve.engine.backends.cpu import native
+from gptserve.engine.config import EngineConfig
+from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.runner.memory import (
+    available_memory_bytes,
+    cache_capacity,
+    kv_bytes_per_token,
+    linear_bytes,
+    parameter_counts,
+    plan_cache,
+    weight_bytes,
+    weight_type_of,
+    weight_types,
+)
+from gptserve.weights.config import ModelConfig
+from gptserve.weights.families import find_family
+from gptserve.weights.families.family import RawConfig
+from tests.engine.model.small_shape import BLOCK_BYTES, MODEL
+from tests.weights.families.known import KNOWN, gpt2, llama3
+
+FREE = 100_000 * BLOCK_BYTES
+GIB = 2**30
+
+
+def read(fields: dict[str, Any]) -> ModelConfig:
+    return find_family(fields["model_type"]).read_config(RawConfig(fields))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_published_models_have_their_published_number_of_parameters(name: str) -> None:
+    fields, published = KNOWN[name]
+
+    assert sum(parameter_counts(read(fields)).values()) == published
+
+
+def test_parameters_are_counted_by_part() -> None:
+    counts = parameter_counts(read(gpt2(768, 12, 12)))
+
+    assert counts["embedding"] == 50257 * 768
+    assert counts["position"] == 1024 * 768
+    assert counts["attention"] == 12 * (768 * 4 * 768 + 4 * 768)
+    assert counts["norms"] == 25 * 2 * 768
+    assert counts["head"] == 0
+
+
+@pytest.mark.parametrize("first", ["int10", None])
+def test_the_first_layers_have_more_bits(first: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_fast_int10", lambda: first == "int10")
+
+    def kept(num_layers: int) -> list[int]:
+        names = [f"blocks.{layer}.ffn_down" for layer in range(num_layers)]
+        return [i for i, name in enumerate(names) if weight_type_of(name, num_layers, "int8") == first]
+
+    assert [kept(num_layers) for num_layers in (1, 4, 12, 48)] == [[], [0], [0, 1, 2], [0, 1, 2]]
+    assert weight_type_of("head", 12, "int8") == "int8"
+    assert weight_type_of("blocks.0.experts.1.ffn_up", 12, "int8") == "int8"
+    assert weight_type_of("blocks.11.router", 12, "int8") is None
+    assert weight_type_of("blocks.11.ffn_down", 12, None) is None
+    assert set(weight_types("int8")) == {"int8", first, None}
+    assert weight_types(None) == (None,)
+
+
+def test_a_weight_in_int10_takes_ten_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = read(gpt2(768, 12, 12))
+    layer = 768 * 12 * 768
+    in_int10, in_bf16 = [], []
+    for sizes, is_fast in ((in_int10, True), (in_bf16, False)):
+        monkeypatch.setattr(native, "has_fast_int10", lambda is_fast=is_fast: is_fast)
+        sizes += [linear_bytes(model, "int8", 2), sum(weight_bytes(model, 2, "int8").values())]
+    assert in_int10[0] == 12 * layer + 50257 * 768 + 3 * layer // 4
+    assert in_bf16[0] - in_int10[0] == 3 * layer * 3 // 4
+    assert 0.9 < (in_bf16[1] - in_int10[1]) / (3 * layer * 3 // 4) < 1
+
+
+def test_untying_the_head_adds_one_embedding() -> None:
+    counts = parameter_counts(read(gpt2(768, 12, 12) | {"tie_word_embeddings": False}))
+
+    assert counts["head"] == counts["embedding"]
+
+
+def test_kv_cache_of_a_7b_shape_is_one_gib_at_2048_tokens() -> None:
+    shape = read(llama3(4096, 32, 32, 14336) | {"num_key_value_heads": 32})
+
+    assert kv_bytes_per_token(shape, 2) * 2048 == 2**30
+
+
+def test_grouped_heads_divide_the_kv_cache() -> None:
+    assert kv_bytes_per_token(read(llama3(4096, 32, 32, 14336)), 2) == 128 * 1024
+
+
+def test_capacity_counts_whole_blocks_and_sequences_of_whole_blocks() -> None:
+    model = read(gpt2(768, 12, 12))
+    block_bytes = 16 * kv_bytes_per_token(model, 2)
+
+    assert cache_capacity(model, 13 * block_bytes - 1, 2, block_size=16, max_model_len=33) == (12, 192, 4)
+
+
+def test_nothing_fits_into_less_than_nothing() -> None:
+    assert cache_capacity(read(gpt2(768, 12, 12)), -1, 2, 16, max_model_len=1024) == (0, 0, 0)
+
+
+def plan(budget_bytes: int = FREE, **options: Any) -> tuple[int, int]:
+    """Return the number of blocks and the longest sequence."""
+    return plan_cache(EngineConfig(model_dir=Path(), **options), MODEL, 4, FREE, budget_bytes)
+
+
+def test_bytes_are_turned_into_whole_blocks() -> None:
+    assert plan(kv_cache_bytes=20 * BLOCK_BYTES + 1) == (20, 128)
+
+
+def test_what_is_asked_for_is_taken_exactly_however_few_sequences_there_are() -> None:
+    assert plan(kv_cache_bytes=1000 * BLOCK_BYTES, max_num_seqs=1) == (1000, 128)
+    assert plan(num_blocks=1000, max_num_seqs=1) == (1000, 128)
+
+
+def test_a_number_of_blocks_is_taken_as_given() -> None:
+    assert plan(num_blocks=9, kv_cache_bytes=1) == (9, 128)
+
+
+def test_by_default_there_are_two_contexts_for_each_sequence_if_they_fit_the_budget() -> None:
+    assert plan(max_num_seqs=3) == (2 * 3 * 8, 128)
+    assert plan(max_num_seqs=64, budget_bytes=40 * BLOCK_BYTES) == (40, 128)
+    with pytest.raises(InvalidConfigurationError, match="too small"):
+        plan(budget_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"kv_cache_bytes": FREE + 1}, "kv_cache_bytes"), ({"num_blocks": 100_001}, "num_blocks 100001")],
+)
+def test_more_than_is_free_is_refused_with_both_numbers(options: dict[str, Any], asked: str) -> None:
+    wanted = options.get("kv_cache_bytes", 100_001 * BLOCK_BYTES)
+    with pytest.raises(InvalidConfigurationError) as caught:
+        plan(**options)
+    assert str(caught.value) == (
+        f"{asked} asks for {wanted:,} bytes of KV cache, but only {FREE:,} bytes of memory are free"
+    )
+    assert plan(kv_cache_bytes=FREE) == (100_000, 128)
+
+
+def test_a_context_that_does_not_fit_is_shortened_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert plan(kv_cache_bytes=8 * BLOCK_BYTES) == (8, 128)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert plan(kv_cache_bytes=7 * BLOCK_BYTES) == (7, 112)
+    assert "max_model_len is 112 tokens instead of the model's context of 128, because " in caplog.text
+    assert plan(num_blocks=1) == (1, 16)
+    with pytest.raises(InvalidConfigurationError, match="too small for one sequence"):
+        plan(kv_cache_bytes=1)
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_the_way_out() -> None:
+    with pytest.raises(InvalidConfigurationError) as caught:
+        plan(max_model_len=128, kv_cache_bytes=7 * BLOCK_BYTES)
+    assert str(caught.value) == (
+        f"the KV cache is too small for one sequence of max_model_len 128: {7 * BLOCK_BYTES:,} bytes hold 7 blocks, "
+        f"8 blocks of 16 tokens ({8 * BLOCK_BYTES:,} bytes) are needed; lower max_model_len to 112 or give the cache "
+        "more memory"
+    )
+    assert plan(max_model_len=112, kv_cache_bytes=7 * BLOCK_BYTES) == (7, 112)
+    with pytest.raises(InvalidConfigurationError, match=r"are needed; give the cache more memory$"):
+        plan(max_model_len=128, kv_cache_bytes=1)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    return tmp_path
+
+
+def limit(root: Path, maximum: str, current: int, inactive_file: int, group: str = "", high: str = "max") -> None:
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{maximum}\n")
+    (folder / "memory.high").write_text(f"{high}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
+
+
+def limit_v1(root: Path, group: str, maximum: int, current: int, inactive_file: int) -> None:
+    folder = root / "sys/fs/cgroup/memory" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{maximum}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {inactive_file}\n")
+
+
+def join_group(root: Path, *lines: str) -> None:
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_without_a_limit_it_is_the_machines(root: Path) -> None:
+    assert available_memory_bytes(root) == 8 * GIB
+    join_group(root, "0::/")
+    limit(root, "max", 3 * GIB, 0)
+    assert available_memory_bytes(root) == 8 * GIB
+
+
+def test_a_container_has_what_its_limit_leaves_and_its_file_cache(root: Path) -> None:
+    join_group(root, "0::/")
+    limit(root, str(4 * GIB), 3 * GIB, GIB)
+    assert available_memory_bytes(root) == 2 * GIB
+    limit(root, str(64 * GIB), 3 * GIB, 0)
+    assert available_memory_bytes(root) == 8 * GIB
+    limit(root, "max", 3 * GIB, 0, high=str(5 * GIB))
+    assert available_memory_bytes(root) == 2 * GIB
+
+
+@pytest.mark.parametrize("group", ["", "system.slice", "system.slice/gptserve.service"])
+def test_the_least_that_a_group_or_one_around_it_leaves_counts(root: Path, group: str) -> None:
+    """As of a service of systemd with MemoryMax, or of a slice with one."""
+    join_group(root, "0::/system.slice/gptserve.service")
+    limit(root, "max", 9 * GIB, 0)
+    limit(root, str(7 * GIB), GIB, 0, "system.slice/gptserve.service")
+    limit(root, str(3 * GIB), 2 * GIB, 0, group)
+    assert available_memory_bytes(root) == GIB
+
+
+def test_a_group_of_version_1_counts_too(root: Path) -> None:
+    join_group(root, "9:name=systemd:/", "4:cpu,memory:/docker/5", "0::/")
+    limit_v1(root, "", 2**63 - 4096, 9 * GIB, 0)
+    assert available_memory_bytes(root) == 8 * GIB
+    limit_v1(root, "docker/5", 4 * GIB, 3 * GIB, GIB)
+    assert available_memory_bytes(root) == 2 * GIB
+
+
+def test_a_group_that_cannot_be_read_limits_nothing(root: Path) -> None:
+    join_group(root, "0::/of/the/host")
+    assert available_memory_bytes(root) == 8 * GIB
+
+
+def test_this_machine_has_some() -> None:
+    assert available_memory_bytes() > 0
+
+
+def test_elsewhere_it_is_half_of_what_there_is(tmp_path: Path) -> None:
+    assert available_memory_bytes(tmp_path) > 0
