@@ -22,11 +22,9 @@ import gptserve
 from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
 from gptserve.server.api.completions import chat_router, completions_router
-from gptserve.server.api.errors import error_response
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.api.responses import responses_router
-from gptserve.server.api.schemas import ChatRequest, CompletionRequest
 from gptserve.server.api.tokenize import tokenize_router
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.owners import FormerOwners
@@ -37,20 +35,22 @@ from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.planning import Planning
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
-from gptserve.server.completions.tokenizer import Tokenizer
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.error_responses import error_response
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.keys import ApiKeys
+from gptserve.server.core.lifecycle import Lifecycle
+from gptserve.server.core.limits import KeyLimits
+from gptserve.server.core.metrics import Metrics
+from gptserve.server.core.settings import ServerSettings
+from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.http.application import Application
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.http.hosts import HostGuard
 from gptserve.server.http.root_path import RootPath
 from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
-from gptserve.server.operations.keys import ApiKeys
-from gptserve.server.operations.lifecycle import Lifecycle
-from gptserve.server.operations.limits import KeyLimits
-from gptserve.server.operations.metrics import Metrics
 from gptserve.server.playground.router import PAGE_PATHS, playground_router
 from gptserve.server.responses.plan import RESPONSE_SHAPE, restore_response
-from gptserve.server.settings import ServerSettings
+from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
 from gptserve.server.tools.dialect import dialect_of
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def create_app(
     planning = Planning(partial(_has_several_owners, keys), settings.engine.max_queue_time_s)
     metrics.watch_planning(lambda: planning.num_requests)
     service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits, planning=planning)
-    dialect = dialect_of(service)
+    dialect = dialect_of(tokenizer, options.chat_template, settings)
     again = partial(restore_plan, tokenizer=tokenizer, unnamed_properties=settings.unnamed_properties)
     restore: dict[str, Restore] = {
         TEXT_SHAPE.object: partial(again, model=CompletionRequest, shape=TEXT_SHAPE),

@@ -29,10 +29,10 @@ from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import SamplingParams
 from gptserve.server.background.journal import Journal, JournalError
-from gptserve.server.operations.keys import KeyFileError
-from gptserve.server.operations.lifecycle import Lifecycle
-from gptserve.server.operations.logs import load_logging_engine
-from gptserve.server.settings import ServerSettings
+from gptserve.server.core.keys import KeyFileError
+from gptserve.server.core.lifecycle import Lifecycle
+from gptserve.server.core.logs import load_logging_engine
+from gptserve.server.core.settings import ServerSettings
 from gptserve.weights.generation import load_sampling_defaults
 from gptserve.weights.source import Download, fetch_model, local_model, model_name
 

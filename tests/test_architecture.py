@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.size_budget import code_lines
 from gptserve.engine.request import SamplingParams
-from gptserve.server.api.schemas import ChatRequest, CompletionRequest
 from gptserve.server.app import create_app
+from gptserve.server.core.metrics import Metrics
 from gptserve.server.http.connections import Connections
-from gptserve.server.operations.metrics import Metrics
+from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
 from gptserve.weights.families import FAMILIES
 from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -342,7 +342,7 @@ def test_every_sampling_parameter_can_be_asked_for() -> None:
 def test_every_field_is_read() -> None:
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "server").rglob("*.py")]
     read = {name for source in sources for name in re.findall(r"\bbody\.(\w+)", source)}
-    shapes = [path.read_text(encoding="utf-8") for path in (ROOT / "server" / "api").glob("*schemas.py")]
+    shapes = [path.read_text(encoding="utf-8") for path in (ROOT / "server" / "schemas").glob("*.py")]
     read |= {name for shape in shapes for name in re.findall(r"\bself\.(\w+)", shape)}
     parameters = {field.name for field in fields(SamplingParams)}
     only_neutral = {"suffix", "response_format", "spaces_between_special_tokens"}

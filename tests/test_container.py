@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from gptserve.server.cli.main import main
+from gptserve.server.core.settings import server_options
+from gptserve.server.core.settings_sources import load_settings
 from gptserve.server.serve import CLOSING_LIMIT_S
-from gptserve.server.settings import server_options
-from gptserve.server.settings_sources import load_settings
 from tests.deploy.tools import run_tool
 
 ROOT = Path(__file__).parents[1]

@@ -14,17 +14,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses, event_stream, links_to_completion
-from gptserve.server.api.schemas import (
-    BackgroundStatus,
-    ChatCompletionChunk,
-    Completion,
-    GenerationRequest,
-    KeptChatCompletion,
-    KeptCompletion,
-    KeptEntry,
-    KeptList,
-)
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest, not_found
 from gptserve.server.background.position import PATTERN, LastEvent, Position
 from gptserve.server.background.response import BackgroundResponse
@@ -34,9 +23,20 @@ from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.lengths import capped_max_tokens
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.core.background_status import BackgroundStatus
+from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.responses.plan import RESPONSE_SHAPE
+from gptserve.server.schemas.completions import (
+    ChatCompletionChunk,
+    Completion,
+    GenerationRequest,
+    KeptChatCompletion,
+    KeptCompletion,
+    KeptEntry,
+    KeptList,
+)
+from gptserve.server.schemas.openapi import error_responses, event_stream, links_to_completion
 
 IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",

@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api import schemas
 from gptserve.server.api.background import (
     IDEMPOTENCY_KEY,
     LAST_EVENT,
@@ -29,9 +28,6 @@ from gptserve.server.api.background import (
     owner_of,
     request_to_keep,
 )
-from gptserve.server.api.body import parse_json_object
-from gptserve.server.api.fields import Take, ignored_names, take_fields
-from gptserve.server.api.openapi import error_responses, event_stream, json_body, links_to_completion
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.answer import CompletionResponse
@@ -39,7 +35,11 @@ from gptserve.server.completions.chat import plan_chat
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
+from gptserve.server.http.body import parse_json_object
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.schemas import completions as schemas
+from gptserve.server.schemas.fields import Take, ignored_names, take_fields
+from gptserve.server.schemas.openapi import error_responses, event_stream, json_body, links_to_completion
 from gptserve.server.tools.dialect import Dialect
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gptserve.server.api.openapi import error_responses
-from gptserve.server.api.schemas import Model, ModelList
 from gptserve.server.completions.service import Service
+from gptserve.server.schemas.completions import Model, ModelList
+from gptserve.server.schemas.openapi import error_responses
 
 _MODEL_ID = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _LINKS: dict[str, Any] = {

@@ -11,11 +11,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.api.openapi import error_responses, openapi_document
-from gptserve.server.api.response_schemas import ResponseEvent, ResponsesRequest
-from gptserve.server.api.schemas import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
 from gptserve.server.api.tokenize import TOKENIZE_BODIES
 from gptserve.server.completions.service import Service
+from gptserve.server.schemas.completions import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
+from gptserve.server.schemas.openapi import error_responses, openapi_document
+from gptserve.server.schemas.responses import ResponseEvent, ResponsesRequest
 
 _NO_KEY: dict[str, Any] = {"security": []}
 _TEXT: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}

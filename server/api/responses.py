@@ -18,27 +18,6 @@ from starlette.responses import JSONResponse, Response
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, owner_of, request_to_keep
 from gptserve.server.api.completions import THREAD_BYTES, read_body
-from gptserve.server.api.openapi import error_responses, event_stream, json_body
-from gptserve.server.api.response_fields import take_response_fields
-from gptserve.server.api.response_queries import (
-    AFTER_EVENT,
-    ID,
-    INCLUDE,
-    PAGE,
-    STREAM,
-    check_include,
-    page_asked,
-    stream_asked,
-)
-from gptserve.server.api.response_schemas import (
-    LOGPROBS,
-    DeletedResponse,
-    InputItemList,
-    InputTokens,
-    ResponseEvent,
-    ResponseObject,
-    ResponsesRequest,
-)
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.admission import leave, planned
@@ -46,7 +25,7 @@ from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.responses.input_list import list_items
 from gptserve.server.responses.kept import KeptResponses
@@ -56,11 +35,32 @@ from gptserve.server.responses.plan import (
     input_items,
     plan_response,
 )
+from gptserve.server.responses.queries import (
+    AFTER_EVENT,
+    ID,
+    INCLUDE,
+    PAGE,
+    STREAM,
+    check_include,
+    page_asked,
+    stream_asked,
+)
 from gptserve.server.responses.stream import (
     NO_EVENT,
     ResponseEncoder,
     StoredAnswer,
     count_events,
+)
+from gptserve.server.schemas.openapi import error_responses, event_stream, json_body
+from gptserve.server.schemas.response_fields import take_response_fields
+from gptserve.server.schemas.responses import (
+    LOGPROBS,
+    DeletedResponse,
+    InputItemList,
+    InputTokens,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
 )
 from gptserve.server.tools.dialect import Dialect
 

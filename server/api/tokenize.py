@@ -14,8 +14,14 @@ from starlette.responses import JSONResponse, Response
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.background import owner_of
 from gptserve.server.api.completions import read_body
-from gptserve.server.api.openapi import error_responses, json_body
-from gptserve.server.api.token_schemas import (
+from gptserve.server.completions.admission import planned
+from gptserve.server.completions.chat import check_conversation, encode_conversation
+from gptserve.server.completions.encoding import json_response
+from gptserve.server.completions.planning import Place
+from gptserve.server.completions.prompt import blaming, check_length
+from gptserve.server.completions.service import Service
+from gptserve.server.schemas.openapi import error_responses, json_body
+from gptserve.server.schemas.tokens import (
     ConversationToTokenize,
     DetokenizedText,
     TextToTokenize,
@@ -23,13 +29,7 @@ from gptserve.server.api.token_schemas import (
     Tokens,
     TokensToText,
 )
-from gptserve.server.completions.admission import planned
-from gptserve.server.completions.chat import check_conversation, encode_conversation
-from gptserve.server.completions.encoding import json_response
-from gptserve.server.completions.output import token_name
-from gptserve.server.completions.planning import Place
-from gptserve.server.completions.prompt import blaming, check_length
-from gptserve.server.completions.service import Service
+from gptserve.server.text.output import token_name
 
 TOKENIZE_BODIES = (TextToTokenize, ConversationToTokenize, TokensToText)
 _ERRORS = error_responses(400, 401, 404, 408, 413, 415, 429, 503)

@@ -13,7 +13,7 @@ import sqlite3
 import struct
 from pathlib import Path
 
-from gptserve.server.settings import StateSync
+from gptserve.server.core.settings import StateSync
 
 FILE_NAME = "gptserve.sqlite3"
 SCHEMA_VERSION = 2

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 
 from gptserve.server.background.job import BackgroundJob, OwnerAndKey
-from gptserve.server.errors import ServiceError
-from gptserve.server.settings import ServerSettings
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.settings import ServerSettings
 
 
 class JobIndex:

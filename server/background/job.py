@@ -15,14 +15,15 @@ from typing import TypeVar
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import DRAWN_SEED_LIMIT
-from gptserve.server.api.schemas import BackgroundStatus, GenerationRequest
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.position import Position
 from gptserve.server.background.records import CompletionRecord, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
-from gptserve.server.completions.seed import DRAW
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.background_status import BackgroundStatus
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.schemas.completions import GenerationRequest
+from gptserve.server.schemas.seed import DRAW
 from gptserve.weights.generation import SAMPLING_DEFAULTS
 
 READ_LIMIT = 64  # batches that a reader reads at once, and outputs that it yields at once: a millisecond of rendering

@@ -23,8 +23,8 @@ from gptserve.server.background.database import FILE_NAME, connect, disconnect, 
 from gptserve.server.background.owners import FormerOwners, rename_owners
 from gptserve.server.background.records import CompletionRecord, EndRecord, IndexRow, OutputBatch, Statement
 from gptserve.server.completions.encoding import PIECE_ENTRIES
-from gptserve.server.errors import ServiceError
-from gptserve.server.settings import StateSync
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.settings import StateSync
 
 Result = TypeVar("Result")
 

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gptserve.engine.request import TokenOutput
-from gptserve.server.completions.output import ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.sse import END_SUFFIX
-from gptserve.server.completions.tokenizer import Tokenizer
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.core.errors import ServiceError, show
+from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.text.output import ChoiceOutput, Delta
 
 PATTERN = rf"[0-9]{{1,9}}(\.[0-9]{{1,9}})*({re.escape(END_SUFFIX)})?"
 RULE = "the id of an event, the number of tokens of each choice, such as 17 or 17.16.18"

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from gptserve.engine.errors import EngineDiedError, QueueFullError
-from gptserve.server.api.errors import INTERNAL_ERROR, to_service_error
 from gptserve.server.background.job import BackgroundJob, RunningJob
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.background.position import Position
@@ -20,7 +19,8 @@ from gptserve.server.background.records import EndRecord, EndStatus, OutputBatch
 from gptserve.server.background.resumption import Resumption
 from gptserve.server.completions.run import expiring
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.error_responses import INTERNAL_ERROR, to_service_error
+from gptserve.server.core.errors import ServiceError
 
 RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
 

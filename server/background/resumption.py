@@ -18,7 +18,7 @@ from gptserve.server.background.records import CompletionRecord, IndexRow, Outpu
 from gptserve.server.completions.identity import Identity
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
 
 SUSPECT_AFTER = 2  # starts that took a completion up in vain
 MAX_ATTEMPTS = 4

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gptserve.engine.process.client import TokenStream
-from gptserve.server.api.errors import error_body
 from gptserve.server.background.index import JobIndex
 from gptserve.server.background.job import (
     READ_LIMIT,
@@ -42,7 +41,8 @@ from gptserve.server.background.resumption import (
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun, render_outputs
 from gptserve.server.completions.service import Service
-from gptserve.server.errors import ServiceError, shutting_down
+from gptserve.server.core.error_responses import error_body
+from gptserve.server.core.errors import ServiceError, shutting_down
 
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a result may take space
 

@@ -20,9 +20,9 @@ def compute_here(model: str, prompt: str, asked: Mapping[str, Any]) -> Iterator[
     with ctrl_c_kills():
         from gptserve.llm import LLM
     from gptserve.engine.request import Request, SamplingParams
-    from gptserve.server.completions.output import ChoiceOutput
-    from gptserve.server.completions.seed import choose_seed, engine_seed
-    from gptserve.server.completions.stop import StopAutomaton
+    from gptserve.server.schemas.seed import choose_seed, engine_seed
+    from gptserve.server.text.output import ChoiceOutput
+    from gptserve.server.text.stop import StopAutomaton
     from gptserve.weights.generation import load_sampling_defaults
     from gptserve.weights.source import resolve_model
 

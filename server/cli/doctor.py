@@ -16,7 +16,7 @@ from typing import Literal
 
 from gptserve.server.cli.bench.launch import started_server
 from gptserve.server.cli.errors import CommandError
-from gptserve.server.settings import ServerSettings, as_text, server_options
+from gptserve.server.core.settings import ServerSettings, as_text, server_options
 from gptserve.weights.confinement import Confinement, available
 
 Verdict = Literal["ok", "warn", "fail"]

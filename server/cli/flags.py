@@ -1,4 +1,4 @@
-"""The flags of `gptserve serve`, in groups, from the options that server/settings.py reads, and those of its clients.
+"""The flags of `gptserve serve`, in groups, from the options that core/settings.py reads, and those of its clients.
 
 `main.py` calls it.
 """
@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from gptserve.server.cli.arguments import TEXT
-from gptserve.server.settings import as_text, server_options
+from gptserve.server.core.settings import as_text, server_options
 
 GROUPS = {
     "model": "model",

@@ -9,7 +9,7 @@ import http.client
 import ssl
 
 from gptserve.server.cli.errors import CommandError
-from gptserve.server.settings import ServerSettings, server_options
+from gptserve.server.core.settings import ServerSettings, server_options
 
 HEALTH_LIMIT_S = 4.0  # under the limit of the image's health check
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}

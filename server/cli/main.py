@@ -28,9 +28,9 @@ from gptserve.server.cli.input_text import STDIN, read_text
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.scoring import SCORE_FLAGS, add_score_flags
 from gptserve.server.cli.terminal import is_terminal, print_text, visible
-from gptserve.server.operations.keys import KEY_RULE, is_key
-from gptserve.server.settings import ServerSettings, SettingsError
-from gptserve.server.settings_sources import client_url, injected_variables, load_settings, suggestion
+from gptserve.server.core.keys import KEY_RULE, is_key
+from gptserve.server.core.settings import ServerSettings, SettingsError
+from gptserve.server.core.settings_sources import client_url, injected_variables, load_settings, suggestion
 from gptserve.weights.errors import TokenizerError, WeightsError
 
 EXIT_FAILURE = 1
@@ -266,7 +266,7 @@ def _serve(options: argparse.Namespace) -> int:
     settings = _settings(options)
     os.environ["PYTHONSAFEPATH"] = "1"  # else child processes import from the current folder, which may be the model's
 
-    from gptserve.server.operations.logs import configure_logging
+    from gptserve.server.core.logs import configure_logging
     from gptserve.server.serve import StartError, serve
 
     configure_logging(settings.log_format, settings.log_level)

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from gptserve.server.cli.arguments import COUNT
 from gptserve.server.cli.flags import add_flags
 from gptserve.server.cli.terminal import ctrl_c_kills
-from gptserve.server.settings import ServerSettings
+from gptserve.server.core.settings import ServerSettings
 
 SCORE_FLAGS = ("FILE", "window", "stride", "json")
 """The arguments that are no options of `serve`."""

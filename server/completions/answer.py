@@ -18,15 +18,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gptserve.engine.request import TokenOutput
-from gptserve.server.api.errors import error_body
 from gptserve.server.completions import sse
 from gptserve.server.completions.encoding import PIECE_ENTRIES, StreamEncoder, json_response
 from gptserve.server.completions.lengths import capped_max_tokens
-from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
 from gptserve.server.completions.service import Service
+from gptserve.server.core.error_responses import error_body
 from gptserve.server.http.envelope import log_fields, report
+from gptserve.server.text.output import Delta
 
 OutputStream = AsyncIterator[tuple[TokenOutput, ...]]
 Result = TypeVar("Result")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.schemas import GenerationRequest
 from gptserve.server.completions.prompt import blaming
 from gptserve.server.completions.service import Service
-from gptserve.server.completions.tokenizer import Tokenizer
+from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.schemas.completions import GenerationRequest
 
 
 async def bad_word_ids(body: GenerationRequest, service: Service) -> tuple[tuple[int, ...], ...]:

@@ -9,9 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.chat_schemas import Conversation
-from gptserve.server.api.grammar_schemas import asked_grammar
-from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.completions import plan
 from gptserve.server.completions.bad_words import bad_word_ids
 from gptserve.server.completions.checks import check_request, check_size
@@ -22,7 +19,10 @@ from gptserve.server.completions.prompt import blaming, check_length, cut_tokens
 from gptserve.server.completions.roles import check_roles
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Shape
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.schemas.chat import Conversation
+from gptserve.server.schemas.completions import ChatRequest
+from gptserve.server.schemas.grammar import asked_grammar
 from gptserve.server.tools.dialect import Dialect, Reading
 from gptserve.server.tools.grammar import fault_of_function
 from gptserve.server.tools.request import asked_tools

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import SamplingParams
-from gptserve.server.api.schemas import GenerationRequest
 from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.service import Service
+from gptserve.server.schemas.completions import GenerationRequest
 
 
 def check_request(body: GenerationRequest, service: Service, owner: str | None, num_prompts: int) -> None:

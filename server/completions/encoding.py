@@ -12,7 +12,7 @@ from typing import Protocol
 
 from starlette.responses import Response
 
-from gptserve.server.completions.output import Delta
+from gptserve.server.text.output import Delta
 
 PIECE_ENTRIES = 64
 """Entries of an iterator that one call encodes; with 20 alternatives each they take about a millisecond."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar
-from gptserve.server.api.grammar_schemas import GrammarFields, asked_grammar
 from gptserve.server.completions.service import Service
+from gptserve.server.schemas.grammar import GrammarFields, asked_grammar
 from gptserve.weights.workers import ForeignCodeError, Limits, Workers
 
 LIMITS = Limits(cpu_s=2, memory_bytes=2**28, open_cpu_s=60, open_memory_bytes=2**31)

@@ -9,10 +9,10 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from gptserve.server.api.schemas import GenerationRequest
-from gptserve.server.completions.seed import choose_seed
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Shape
+from gptserve.server.schemas.completions import GenerationRequest
+from gptserve.server.schemas.seed import choose_seed
 
 
 @dataclass(frozen=True, slots=True)

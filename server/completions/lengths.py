@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.server.api.schemas import ChatRequest, GenerationRequest
 from gptserve.server.completions.service import Service
+from gptserve.server.schemas.completions import ChatRequest, GenerationRequest
 
 NO_LIMIT = -1
 """A max_tokens that asks for what the context leaves, as clients of llama.cpp and LM Studio send it."""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from gptserve.server.settings import ServerSettings
+from gptserve.server.core.settings import ServerSettings
 from gptserve.weights.chat.template import ChatTemplate
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from gptserve.server.completions.grammar import GrammarChecker
-    from gptserve.server.operations.tracing import Tracing
+    from gptserve.server.completions.plan import CompletionPlan
+    from gptserve.server.completions.times import CompletionTimes
+
+
+class Tracing(Protocol):
+    """Makes spans of requests and completions."""
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """Return an application that makes a span of each request to `app`."""
+
+    def add_completion(
+        self, plan: CompletionPlan, usage: Mapping[str, object], times: CompletionTimes, reasons: Sequence[str]
+    ) -> None:
+        """Make the span of a completion that has ended, its choices for these reasons."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.server.api.grammar_schemas import asked_grammar
-from gptserve.server.api.schemas import CompletionRequest, GenerationRequest
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
 from gptserve.server.completions.checks import check_request, check_size
 from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.identity import Identity, new_identity
 from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
-from gptserve.server.completions.output import Delta, join_deltas
 from gptserve.server.completions.prompt import encode_prompt
-from gptserve.server.completions.seed import engine_seed
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
-from gptserve.server.completions.stop import StopAutomaton
-from gptserve.server.completions.tokenizer import Tokenizer
+from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.schemas.completions import CompletionRequest, GenerationRequest
+from gptserve.server.schemas.grammar import asked_grammar
+from gptserve.server.schemas.seed import engine_seed
+from gptserve.server.text.output import Delta, join_deltas
+from gptserve.server.text.stop import StopAutomaton
 from gptserve.server.tools.dialect import Dialect, Reading
 
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 
 from gptserve.engine.runner.host_cpus import usable_cpus
-from gptserve.server.errors import ServiceError
-from gptserve.server.operations.turns import Turns
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.turns import Turns
 from gptserve.weights.workers import NUM_WORKERS
 
 MAX_PLANNING_BYTES = 64 * 2**20

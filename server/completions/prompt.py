@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import too_long
-from gptserve.server.api.schemas import GenerationRequest
 from gptserve.server.completions.service import Service
+from gptserve.server.schemas.completions import GenerationRequest
 from gptserve.weights.errors import TokenizerError
 
 THREAD_CHARACTERS = 2000  # about 0.5 ms of tokenizing; below that a thread costs more than it saves

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gptserve.server.api.chat_schemas import ROLES
-from gptserve.server.errors import show
+from gptserve.server.core.errors import show
+from gptserve.server.schemas.chat import ROLES
 from gptserve.weights.errors import ChatTemplateError
 
 Messages = Sequence[Mapping[str, Any]]

@@ -15,12 +15,12 @@ from typing import Any
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import FinishReason, TokenOutput
-from gptserve.server.completions.output import TIMEOUT, ChoiceOutput, Delta
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.times import CompletionTimes
-from gptserve.server.completions.tokenizer import Tokenizer
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.text.output import TIMEOUT, ChoiceOutput, Delta
 
 
 class CompletionOutput:

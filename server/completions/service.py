@@ -11,14 +11,14 @@ from typing import TypeVar
 from gptserve.engine.errors import EngineError
 from gptserve.engine.process.client import EngineClient, TokenStream
 from gptserve.engine.request import Request
-from gptserve.server.api.body import IncomingBodies
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.planning import Place, Planning
-from gptserve.server.completions.tokenizer import Tokenizer
-from gptserve.server.errors import ServiceError, show, shutting_down
-from gptserve.server.operations.lifecycle import Lifecycle
-from gptserve.server.operations.limits import KeyLimits
-from gptserve.server.operations.metrics import Metrics
+from gptserve.server.core.errors import ServiceError, show, shutting_down
+from gptserve.server.core.lifecycle import Lifecycle
+from gptserve.server.core.limits import KeyLimits
+from gptserve.server.core.metrics import Metrics
+from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.http.body import IncomingBodies
 
 Result = TypeVar("Result")
 

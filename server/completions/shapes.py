@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gptserve.server.completions.output import Delta, RankedToken, TokenScore, token_name
-from gptserve.server.tools.calls import call_json
+from gptserve.server.text.calls import call_json
+from gptserve.server.text.output import Delta, RankedToken, TokenScore, token_name
 
 Json = dict[str, object]
 _REASONING = ("reasoning", "reasoning_content")

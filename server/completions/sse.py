@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from starlette.types import Receive, Send
 
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
-from gptserve.server.completions.output import Delta
 from gptserve.server.completions.shapes import Json, Shape
+from gptserve.server.text.output import Delta
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from gptserve.engine.request import TokenOutput
-from gptserve.server.operations.metrics import Metrics
+from gptserve.server.core.metrics import Metrics
 
 
 @dataclass(slots=True)

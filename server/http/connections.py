@@ -10,7 +10,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from gptserve.server.operations.logs import RareWarning
+from gptserve.server.core.logs import RareWarning
 
 PROBE_CONNECTIONS = 8  # a kubelet and two scrapers open one each now and then
 # An idle server has about 20 open, with its engine, journal and listener. A restart of the engine needs 10 more for a

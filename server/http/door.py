@@ -13,8 +13,8 @@ from typing import Literal
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gptserve.server.api.errors import error_response, headers_of
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.error_responses import error_response, headers_of
+from gptserve.server.core.errors import ServiceError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gptserve.server.api.errors import INTERNAL_ERROR, error_response, to_service_error
-from gptserve.server.errors import ServiceError
-from gptserve.server.operations.limits import KeyLimits
-from gptserve.server.operations.metrics import NO_ROUTE, Metrics
+from gptserve.server.core.error_responses import INTERNAL_ERROR, error_response, to_service_error
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.limits import KeyLimits
+from gptserve.server.core.metrics import NO_ROUTE, Metrics
 
 CLIENT_GONE = 499  # nginx's status for a client that hung up; only in the log
 PROBES = frozenset({"/health", "/ready", "/metrics", "/playground/engine"})

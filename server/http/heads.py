@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.core.errors import ServiceError, show
 
 # A name, an IPv4 address or an IPv6 address in brackets, and a port (RFC 3986, section 3.2.2).
 _HOST = re.compile(rb"(\[[\w:.%~!$&'()*+,;=-]+\]|[\w.%~!$&'()*+,;=-]*)(:[0-9]*)?", re.ASCII)

@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.core.errors import ServiceError, show
 
 
 class HostGuard:

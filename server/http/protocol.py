@@ -3,7 +3,7 @@
 uvicorn limits neither the size nor the time of a head. It parses the body of a request that asks for an upgrade as the
 next request. It takes the trailers of a body for headers. It queues pipelined requests without limit, and tells only
 the last of them that the client has gone. It forgets an answered connection whose body never ends, and waits for ever
-for a client that does not read. `api/body.py` limits the bodies themselves. `server.py` makes one protocol for each
+for a client that does not read. `body.py` limits the bodies themselves. `server.py` makes one protocol for each
 connection.
 """
 
@@ -18,11 +18,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gptserve.server.api.errors import error_response
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.error_responses import error_response
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.logs import RareWarning
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.heads import check_head, without_upgrade
-from gptserve.server.operations.logs import RareWarning
 
 SLICE_BYTES = 16 * 1024  # bytes parsed between two checks of the limits; one read may be 256,000 bytes
 # What connections for probes serve, under any root path. Other paths that end so are answered at once, too.

@@ -21,10 +21,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from gptserve.server.core.logs import RareWarning
 from gptserve.server.http.connections import Connections, ProbeConnections
 from gptserve.server.http.protocol import SLICE_BYTES, BoundedHttpProtocol, raw_response, too_many_connections
 from gptserve.server.http.tls import Tls
-from gptserve.server.operations.logs import RareWarning
 
 BACKLOG = 2048  # connections that the system holds until they are accepted, as uvicorn has it
 ACCEPTS_AT_ONCE = 16  # then the event loop turns, which frees the descriptors of closed connections

@@ -6,7 +6,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from gptserve.server.operations.keys import file_version
+from gptserve.server.core.keys import file_version
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.keys import ApiKeys
+from gptserve.server.core.limits import KeyLimits
 from gptserve.server.http.envelope import log_fields
-from gptserve.server.operations.keys import ApiKeys
-from gptserve.server.operations.limits import KeyLimits
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
 OPERATION_PATHS = frozenset({"/metrics", "/version", "/openapi.json"})

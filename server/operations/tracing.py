@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import gptserve
 from gptserve.server.completions.shapes import TEXT_SHAPE
+from gptserve.server.core.logs import RareWarning
 from gptserve.server.http.envelope import CLIENT_GONE, PROBES
-from gptserve.server.operations.logs import RareWarning
 
 if TYPE_CHECKING:
     from gptserve.server.completions.plan import CompletionPlan

@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gptserve.server.api.base_schemas import _Model
-from gptserve.server.api.openapi import error_responses
-from gptserve.server.completions.harmony import find_marks
 from gptserve.server.completions.service import Service
 from gptserve.server.playground.engine_view import EngineView
+from gptserve.server.schemas.base import _Model
+from gptserve.server.schemas.openapi import error_responses
+from gptserve.server.tools.harmony import find_marks
 
 _PREFIX = "/playground/"
 _PAGE = "index.html"

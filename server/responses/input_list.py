@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptserve.server.api.response_schemas import InputItem, Item, StoredRequest
-from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem, InputPart
 from gptserve.server.completions.shapes import Json
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.responses.plan import input_items
+from gptserve.server.schemas.response_tools import CallItem, CallOutputItem, CustomCallItem, InputPart
+from gptserve.server.schemas.responses import InputItem, Item, StoredRequest
 
 _PREFIXES = {
     **{"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"},

@@ -9,16 +9,16 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from gptserve.server.api.response_schemas import GivenItem, Item, ItemReference, ResponsesRequest, StoredRequest
 from gptserve.server.background.job import BackgroundJob
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.admission import hold
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
-from gptserve.server.errors import ServiceError, show
+from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.responses.input_list import item_ids
 from gptserve.server.responses.plan import RESPONSE_SHAPE, ResponsePlan, input_items, output_items
 from gptserve.server.responses.stream import render_response
+from gptserve.server.schemas.responses import GivenItem, Item, ItemReference, ResponsesRequest, StoredRequest
 
 _GONE = "it was not stored, it was deleted or it has expired"
 

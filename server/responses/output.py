@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gptserve.server.completions.output import Delta, EndReason, TokenScore
 from gptserve.server.completions.shapes import Json, token_with_top
 from gptserve.server.responses.custom_input import InputReader
 from gptserve.server.responses.tools import ResponseTools
-from gptserve.server.tools.calls import CallDelta
+from gptserve.server.text.calls import CallDelta
+from gptserve.server.text.output import Delta, EndReason, TokenScore
 
 Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -15,23 +15,23 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.response_schemas import InputItem, Item, ItemReference, StoredRequest
-from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem, HostedTool, InputPart
-from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
 from gptserve.server.completions.identity import Identity
-from gptserve.server.completions.output import Delta
 from gptserve.server.completions.plan import CompletionPlan, restore_plan
-from gptserve.server.completions.seed import choose_seed, engine_seed
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
-from gptserve.server.completions.tokenizer import Tokenizer
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
 from gptserve.server.responses.tools import ResponseTools
 from gptserve.server.responses.truncation import truncations
+from gptserve.server.schemas.completions import ChatRequest
+from gptserve.server.schemas.response_tools import CallItem, CallOutputItem, CustomCallItem, HostedTool, InputPart
+from gptserve.server.schemas.responses import InputItem, Item, ItemReference, StoredRequest
+from gptserve.server.schemas.seed import choose_seed, engine_seed
+from gptserve.server.text.output import Delta
 from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import SAMPLING_DEFAULTS

@@ -16,7 +16,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gptserve.server.api.schemas import BackgroundStatus
 from gptserve.server.background.job import BackgroundJob
 from gptserve.server.background.position import ResumedOutput, single_tokens
 from gptserve.server.background.recorder import RESUMABLE
@@ -24,13 +23,14 @@ from gptserve.server.background.records import OutputBatch
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import AnswerSender
 from gptserve.server.completions.encoding import PiecewiseEncoder
-from gptserve.server.completions.output import Delta
 from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
-from gptserve.server.completions.tokenizer import Tokenizer
+from gptserve.server.core.background_status import BackgroundStatus
+from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.responses.plan import ResponsePlan, Status, end_status
+from gptserve.server.text.output import Delta
 
 NO_EVENT = -1
 """The number of the last event that a reader of all events has."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.response_tool_schemas import (
+from gptserve.server.completions.shapes import Json
+from gptserve.server.core.errors import show
+from gptserve.server.schemas.response_tools import (
     AllowedTools,
     CustomTool,
     FunctionTool,
@@ -21,8 +23,6 @@ from gptserve.server.api.response_tool_schemas import (
     ToolChoice,
     joined_name,
 )
-from gptserve.server.completions.shapes import Json
-from gptserve.server.errors import show
 
 MAX_NAME_LENGTH = 128  # as that of a function
 

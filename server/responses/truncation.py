@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gptserve.server.api.response_schemas import InputItem, Item
-from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem
+from gptserve.server.schemas.response_tools import CallItem, CallOutputItem, CustomCallItem
+from gptserve.server.schemas.responses import InputItem, Item
 
 
 def truncations(items: Sequence[Item]) -> tuple[int, Callable[[int], list[Item]]]:

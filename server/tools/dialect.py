@@ -15,20 +15,21 @@ from typing import Any, Literal
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import Grammar, UnnamedProperties
-from gptserve.server.api.grammar_schemas import asked_grammar
-from gptserve.server.api.schemas import ChatRequest, GenerationRequest
-from gptserve.server.completions.harmony import HarmonyChannels, Mark, find_marks
-from gptserve.server.completions.output import Delta
-from gptserve.server.completions.service import Service
-from gptserve.server.completions.tokenizer import Tokenizer
-from gptserve.server.tools.calls import call_id
+from gptserve.server.core.settings import ServerSettings
+from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.schemas.completions import ChatRequest, GenerationRequest
+from gptserve.server.schemas.grammar import asked_grammar
+from gptserve.server.text.calls import call_id
+from gptserve.server.text.output import Delta
 from gptserve.server.tools.format import ToolFormat
 from gptserve.server.tools.formats import FORMATS, format_of
 from gptserve.server.tools.grammar import harmony_grammar, spelling, text_grammar, thinking_grammar
+from gptserve.server.tools.harmony import HarmonyChannels, Mark, find_marks
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.reasoning import ThinkMarks, marks_of, read_reasoning, state_after
 from gptserve.server.tools.request import asked_tools
 from gptserve.server.tools.tape import Steps, Tape, drop
+from gptserve.weights.chat.template import ChatTemplate
 
 _Text = Literal["before", "apart", "none"]
 """Where the text of an answer is: before calls, instead of calls, nowhere."""
@@ -180,14 +181,13 @@ class AnswerReader:
         return replace(delta, text=text, reasoning=thought, tool_calls=calls, finish_reason=reason)
 
 
-def dialect_of(service: Service) -> Dialect:
-    """Return the dialect of the model that a service has."""
-    template, settings = service.options.chat_template, service.options.settings
+def dialect_of(tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings) -> Dialect:
+    """Return the dialect of the model that has this tokenizer and this template; the settings may name its format."""
     source, tool_source = ("", "") if template is None else (template.source, template.tool_source)
     form = format_of(tool_source) if settings.tool_call_format is None else FORMATS[settings.tool_call_format]
     knows_tools = re.search(r"\btools\b", tool_source) is not None
-    marks, think = find_marks(service.tokenizer), marks_of(source + tool_source)
-    return Dialect(service.tokenizer, marks, form, knows_tools, think, settings.unnamed_properties)
+    marks, think = find_marks(tokenizer), marks_of(source + tool_source)
+    return Dialect(tokenizer, marks, form, knows_tools, think, settings.unnamed_properties)
 
 
 def _read(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
+from gptserve.server.core.settings import ToolFormatName
 from gptserve.server.tools.format import ToolFormat
 from gptserve.server.tools.hermes import HERMES
 from gptserve.server.tools.llama import LLAMA
 from gptserve.server.tools.mistral import MISTRAL, MISTRAL_V11
-
-ToolFormatName = Literal["hermes", "llama", "mistral", "mistral-v11"]
 
 FORMATS: dict[ToolFormatName, ToolFormat] = {
     "hermes": HERMES,
@@ -17,7 +14,7 @@ FORMATS: dict[ToolFormatName, ToolFormat] = {
     "mistral-v11": MISTRAL_V11,
     "mistral": MISTRAL,
 }
-"""The first that a chat template has all signs of is its format. gpt-oss has its own, `completions/harmony.py`."""
+"""The first that a chat template has all signs of is its format. gpt-oss has its own, `harmony.py`."""
 
 FOREIGN = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")
 """Signs of formats that resemble one of these: Qwen3-Coder, GLM and MiniMax put no JSON between <tool_call>, Hunyuan

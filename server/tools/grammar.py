@@ -15,7 +15,7 @@ from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar, Unnamed
 from gptserve.engine.grammar.schema.document import SchemaError
 from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.rewrite import rewrite
-from gptserve.server.completions.tokenizer import Tokenizer
+from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.reasoning import ThinkMarks
 from gptserve.server.tools.request import AskedTools

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gptserve.server.tools.calls import CallDelta, join_calls
+from gptserve.server.text.calls import CallDelta, join_calls
 
 
 class Parts:

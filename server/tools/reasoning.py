@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from gptserve.server.completions.tokenizer import Tokenizer
+from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import SPACE, Steps, Tape
 

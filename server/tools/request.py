@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.schemas import ChatRequest
-from gptserve.server.api.tool_schemas import AllowedChoice, Function, NamedTool
-from gptserve.server.errors import show
+from gptserve.server.core.errors import show
+from gptserve.server.schemas.completions import ChatRequest
+from gptserve.server.schemas.tools import AllowedChoice, Function, NamedTool
 
 MAX_TOOLS = 128  # OpenAI's limit
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

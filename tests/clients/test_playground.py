@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gptserve.server.completions.harmony import MARKS
+from gptserve.server.tools.harmony import MARKS
 from tests.clients.environments import Environment
 from tests.clients.servers import served
 from tests.engine.held_engine import VARIABLE, EngineGate

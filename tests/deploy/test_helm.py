@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from gptserve.server.app import create_app
-from gptserve.server.operations.keys import read_key_file
+from gptserve.server.core.keys import read_key_file
+from gptserve.server.core.settings import server_options
+from gptserve.server.core.settings_sources import load_settings
 from gptserve.server.serve import CLOSING_LIMIT_S
-from gptserve.server.settings import server_options
-from gptserve.server.settings_sources import load_settings
 from tests.deploy.tools import ROOT, run_tool
 from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -140,7 +140,7 @@ def test_kubernetes_knows_every_field(manifests: Path) -> None:
 
 
 def test_the_server_takes_what_a_pod_gives_it(pod: dict[str, Any]) -> None:
-    files = {"GPTSERVE_API_KEY_FILE": "tests/server/api_keys.txt"}  # instead of the pod's
+    files = {"GPTSERVE_API_KEY_FILE": "tests/server/core/api_keys.txt"}  # instead of the pod's
     given = environment(pod)
     known = {name: files.get(name, value) for name, value in given.items() if name != "HF_TOKEN"}
 

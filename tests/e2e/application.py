@@ -14,7 +14,7 @@ import httpx
 from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.server.app import create_app
-from gptserve.server.completions.tokenizer import Tokenizer
+from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.weights.chat.template import ChatTemplate
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config

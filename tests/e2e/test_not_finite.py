@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptserve.server.completions.output import MIN_LOGPROB
+from gptserve.server.text.output import MIN_LOGPROB
 from tests.e2e.application import ask
 from tests.server.fake_engine import ByteTokenizer
 

@@ -24,7 +24,7 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.server.app import create_app
-from gptserve.server.completions.harmony import MARKS
+from gptserve.server.tools.harmony import MARKS
 from gptserve.weights.chat.template import ChatTemplate
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.conftest import MakeGPT2

@@ -8,7 +8,7 @@ from typing import Any
 
 from gptserve.engine.config import EngineConfig
 from gptserve.server.completions.options import AppOptions
-from gptserve.server.settings import ServerSettings
+from gptserve.server.core.settings import ServerSettings
 
 
 def app_options(model_name: str, **options: Any) -> AppOptions:

@@ -23,7 +23,7 @@ from gptserve.server.cli.bench.workload import Workload
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.remote import Remote
 from gptserve.server.cli.terminal import print_text
-from gptserve.server.settings import SettingsError
+from gptserve.server.core.settings import SettingsError
 
 REQUESTS_A_CLIENT = 4
 REQUESTS_AT_A_RATE = 64

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 import gptserve.server.api.background
 from gptserve.engine.request import FinishReason, Request, TokenOutput
-from gptserve.server.api.schemas import BackgroundCompletion, KeptChatCompletion, KeptCompletion
+from gptserve.server.schemas.completions import BackgroundCompletion, KeptChatCompletion, KeptCompletion
 from tests.server.api.test_completions import TEXT, Events, send_raw, stream
 from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, OPENING, LiveServer
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say

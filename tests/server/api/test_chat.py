@@ -11,8 +11,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from gptserve.server.api.schemas import ChatCompletion, ChatCompletionChunk, Completion
-from gptserve.server.completions.harmony import MARKS
+from gptserve.server.schemas.completions import ChatCompletion, ChatCompletionChunk, Completion
+from gptserve.server.tools.harmony import MARKS
 from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, OPENING, SAID, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
 

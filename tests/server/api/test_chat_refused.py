@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gptserve.server.api.fields import MAX_IGNORED
-from gptserve.server.api.schemas import ChatRequest
 from gptserve.server.completions.chat import NO_TEMPLATE
+from gptserve.server.schemas.completions import ChatRequest
+from gptserve.server.schemas.fields import MAX_IGNORED
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
 

@@ -18,8 +18,8 @@ import pytest
 
 import gptserve.server.completions.plan
 from gptserve.engine.request import FinishReason, TokenOutput
-from gptserve.server.api.schemas import Completion, CompletionRequest
-from gptserve.server.completions.output import Delta, join_deltas
+from gptserve.server.schemas.completions import Completion, CompletionRequest
+from gptserve.server.text.output import Delta, join_deltas
 from tests.server.conftest import MODEL, NO_IDS, OF_PROMPT, Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient, say
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from gptserve.server.api.fields import MAX_IGNORED
-from gptserve.server.api.schemas import CompletionRequest
+from gptserve.server.schemas.completions import CompletionRequest
+from gptserve.server.schemas.fields import MAX_IGNORED
 from tests.server.conftest import Api, LiveServer
 from tests.server.fake_engine import INFO, FakeEngineClient
 

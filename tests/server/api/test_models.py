@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gptserve.server.api.schemas import Model, ModelList
 from gptserve.server.app import create_app
+from gptserve.server.schemas.completions import Model, ModelList
 from tests.server.app_options import app_options
 from tests.server.conftest import MODEL, Api
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient

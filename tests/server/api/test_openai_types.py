@@ -11,8 +11,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.api.fields import take_fields
-from gptserve.server.api.schemas import ChatRequest, CompletionRequest
+from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
+from gptserve.server.schemas.fields import take_fields
 from tests.server.conftest import Api
 
 Given = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gptserve.server.api.schemas import ChatRequest, CompletionRequest
+from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import FakeEngineClient
 

@@ -95,7 +95,7 @@ def test_an_owner_that_fills_the_limit_neither_blocks_another_nor_takes_its_resu
 def test_a_key_that_is_replaced_under_its_name_loses_nothing(
     serve: Serve, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptserve.server.operations.keys.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("gptserve.server.core.keys.CHECK_INTERVAL_S", 0.0)
     engine = FakeEngineClient()
     server = serve(engine, api_key_file=key_file)
     headers = {"idempotency-key": "k"}

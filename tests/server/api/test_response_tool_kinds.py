@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from openai.types.responses import Response, ToolParam
 
-from gptserve.server.api.response_schemas import InputItemList, ResponseObject
-from gptserve.server.errors import show
-from gptserve.server.tools.calls import call_id
+from gptserve.server.core.errors import show
+from gptserve.server.schemas.responses import InputItemList, ResponseObject
+from gptserve.server.text.calls import call_id
 from tests.server.api.test_response_tools import ASKED, conversation_of, serve_kind
 from tests.server.api.test_responses import Serve, get, input_items, post, prompt_of, read, respond, text_of
 from tests.server.api.test_tools import PLACE, TEMPLATES, api_of, engine_of, tokenizer_of

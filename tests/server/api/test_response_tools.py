@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gptserve.server.api.response_schemas import ResponseObject
-from gptserve.server.tools.calls import call_id
+from gptserve.server.schemas.responses import ResponseObject
+from gptserve.server.text.calls import call_id
 from gptserve.server.tools.dialect import NO_TOOLS
 from tests.server.api.test_responses import Serve, get, post, prompt_of, read, respond
 from tests.server.api.test_tools import ANSWERS, OSLO, PLACE, TEMPLATES, api_of, engine_of, tokenizer_of

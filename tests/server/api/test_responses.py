@@ -13,9 +13,9 @@ import pytest
 
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.request import FinishReason, Request, TokenOutput
-from gptserve.server.api.response_fields import UNREAD
-from gptserve.server.api.response_schemas import Includable, InputItemList, ResponseObject, ResponsesRequest
-from gptserve.server.completions.harmony import MARKS
+from gptserve.server.schemas.response_fields import UNREAD
+from gptserve.server.schemas.responses import Includable, InputItemList, ResponseObject, ResponsesRequest
+from gptserve.server.tools.harmony import MARKS
 from tests.server.api.test_owners import KEYS, ask
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gptserve.server.api import tokenize
-from gptserve.server.api.token_schemas import DetokenizedText, TokenizerInfo, Tokens
+from gptserve.server.schemas.tokens import DetokenizedText, TokenizerInfo, Tokens
 from tests.server.conftest import MODEL, Api
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient
 

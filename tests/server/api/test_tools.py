@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from gptserve.engine.grammar.grammar import Grammar
-from gptserve.server.completions.harmony import MARKS
-from gptserve.server.tools.calls import call_id
+from gptserve.server.text.calls import call_id
 from gptserve.server.tools.dialect import NO_FORMAT, NO_TOOLS
+from gptserve.server.tools.harmony import MARKS
 from tests.server.api.test_chat import parse_events
 from tests.server.conftest import SAID, Api, LiveServer
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, Reply, say

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gptserve.server.api.schemas import ChatCompletion, ChatCompletionChunk, Completion
+from gptserve.server.schemas.completions import ChatCompletion, ChatCompletionChunk, Completion
 from tests.server.conftest import Api
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from gptserve.engine.request import Request, TokenOutput
-from gptserve.server.api.schemas import CompletionRequest
 from gptserve.server.background.job import BackgroundJob, BackgroundRequest
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_plan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE
-from gptserve.server.errors import ServiceError
-from gptserve.server.operations.lifecycle import Lifecycle
-from gptserve.server.operations.metrics import Metrics
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.lifecycle import Lifecycle
+from gptserve.server.core.metrics import Metrics
+from gptserve.server.schemas.completions import CompletionRequest
 from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 

@@ -13,7 +13,7 @@ import pytest
 from gptserve.engine.request import TokenOutput
 from gptserve.server.background.database import FILE_NAME
 from gptserve.server.background.journal import Journal
-from gptserve.server.settings import StateSync
+from gptserve.server.core.settings import StateSync
 from tests.server.background.test_journal import END, OUTPUTS, RECORD, overwrite, use
 
 WAL = f"{FILE_NAME}-wal"

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptserve.server.api.errors import status_of
 from gptserve.server.background.index import JobIndex
 from gptserve.server.background.job import BackgroundJob
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.records import CompletionRecord
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.error_responses import status_of
+from gptserve.server.core.errors import ServiceError
 from tests.server.app_options import app_options
 from tests.server.background.server import Clock, Server, found, run, started
 

@@ -11,7 +11,7 @@ import pytest
 
 from gptserve.engine.request import FinishReason, Request, TokenOutput
 from gptserve.server.background.job import READ_LIMIT, BackgroundRequest
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
 from tests.server.background.server import Server, found, run, started
 from tests.server.fake_engine import FakeEngineClient
 

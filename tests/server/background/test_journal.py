@@ -28,7 +28,7 @@ from gptserve.server.background.records import (
     decode_outputs,
     encode_outputs,
 )
-from gptserve.server.settings import StateSync
+from gptserve.server.core.settings import StateSync
 
 RECORD = CompletionRecord(
     completion_id="cmpl-1",

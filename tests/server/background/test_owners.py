@@ -16,7 +16,7 @@ import pytest
 from gptserve.server.background.database import FILE_NAME
 from gptserve.server.background.journal import Journal
 from gptserve.server.background.owners import FormerOwners
-from gptserve.server.operations.keys import option_name
+from gptserve.server.core.keys import option_name
 from tests.server.background.test_journal import END, OUTPUTS, RECORD, use
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient

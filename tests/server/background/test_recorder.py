@@ -12,7 +12,7 @@ import pytest
 from gptserve.engine.request import FinishReason
 from gptserve.server.background.job import READ_LIMIT
 from gptserve.server.background.journal import Journal, JournalError
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
 from tests.server.background.server import Clock, Server, find, run, started
 from tests.server.fake_engine import INFO, FakeEngineClient
 

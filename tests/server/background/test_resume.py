@@ -17,7 +17,7 @@ from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.background.records import OutputBatch
 from gptserve.server.background.resumption import MAX_ATTEMPTS, SUSPECT_AFTER
 from gptserve.server.completions.encoding import PiecewiseEncoder
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
 from tests.server.background.server import Server, find, run, started
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
 

@@ -13,12 +13,12 @@ import pytest
 
 from gptserve.engine.errors import InvalidRequestError, QueueFullError
 from gptserve.engine.request import TokenOutput
-from gptserve.server.api.errors import status_of
 from gptserve.server.background.database import FILE_NAME
 from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.error_responses import status_of
+from gptserve.server.core.errors import ServiceError
 from tests.server.background.server import Clock, Server, find, found, run, started
 
 

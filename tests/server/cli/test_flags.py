@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gptserve.server.cli.flags import EPILOG, GROUPS, add_flags
-from gptserve.server.settings import server_options
-from gptserve.server.settings_sources import load_settings
+from gptserve.server.core.settings import server_options
+from gptserve.server.core.settings_sources import load_settings
 
 
 def test_the_help_of_serve_has_every_option_once_in_groups(run: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gptserve.server.completions.harmony import MARKS
 from gptserve.server.completions.run import CompletionRun
+from gptserve.server.tools.harmony import MARKS
 from tests.server.conftest import SAID, Api
 from tests.server.fake_engine import EOS, INFO, ByteTokenizer, FakeEngineClient, say
 

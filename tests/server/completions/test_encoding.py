@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
-from gptserve.server.completions.output import Delta, PromptScores, TokenScore
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
+from gptserve.server.text.output import Delta, PromptScores, TokenScore
 from tests.server.fake_engine import ByteTokenizer, logprobs_of
 
 NUM_TOKENS = 5 * PIECE_ENTRIES + 1

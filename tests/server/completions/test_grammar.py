@@ -12,7 +12,7 @@ import pytest
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.server.completions import grammar
 from gptserve.server.completions.grammar import LIMITS, GrammarChecker
-from gptserve.server.completions.harmony import MARKS
+from gptserve.server.tools.harmony import MARKS
 from gptserve.weights.workers import Workers
 from tests.server.conftest import Api
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from gptserve.server.completions.service import Service
-from gptserve.server.operations.lifecycle import Lifecycle
-from gptserve.server.operations.metrics import Metrics
+from gptserve.server.core.lifecycle import Lifecycle
+from gptserve.server.core.metrics import Metrics
 from gptserve.weights.workers import NUM_WORKERS
 from tests.server.app_options import app_options
 from tests.server.conftest import Api

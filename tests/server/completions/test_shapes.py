@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gptserve.server.api.schemas import ChatChoice, Choice, ChunkChoice
 from gptserve.server.completions.encoding import PiecewiseEncoder
-from gptserve.server.completions.output import Delta, TokenScore
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
+from gptserve.server.schemas.completions import ChatChoice, Choice, ChunkChoice
+from gptserve.server.text.output import Delta, TokenScore
 from tests.server.conftest import NO_IDS, OF_PROMPT, OPENING, SAID
 
 SCORES = [

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from gptserve.server.api.schemas import ChatCompletionChunk, Completion
 from gptserve.server.completions.encoding import PiecewiseEncoder
-from gptserve.server.completions.output import Delta, TokenScore
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.completions.sse import AFTER_KEEP_ALIVE, DONE, KEEP_ALIVE, Connection, EventEncoder
+from gptserve.server.schemas.completions import ChatCompletionChunk, Completion
+from gptserve.server.text.output import Delta, TokenScore
 
 HEAD = {
     "id": "cmpl-1",

@@ -17,11 +17,11 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from gptserve.server.errors import ServiceError
+from gptserve.server.core.errors import ServiceError
+from gptserve.server.core.logs import RareWarning
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.heads import check_head, without_upgrade
 from gptserve.server.http.protocol import BoundedHttpProtocol
-from gptserve.server.operations.logs import RareWarning
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.http.test_protocol import exchange, status_and_error

@@ -16,9 +16,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from gptserve.server.core.logs import RareWarning
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import MIN_BYTES_TAKEN, SLICE_BYTES, BoundedHttpProtocol
-from gptserve.server.operations.logs import RareWarning
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngineClient
 

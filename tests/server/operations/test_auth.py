@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gptserve.server.operations.keys import option_name
+from gptserve.server.core.keys import option_name
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
 

@@ -11,7 +11,7 @@ import pytest
 
 import gptserve.server.playground.router as router
 from gptserve.engine.stats import EngineStats
-from gptserve.server.completions.harmony import MARKS
+from gptserve.server.tools.harmony import MARKS
 from tests.server.conftest import MODEL, Api
 from tests.server.fake_engine import EOS, ByteTokenizer, FakeEngineClient
 

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptserve.server.completions.output import Delta, TokenScore
 from gptserve.server.responses.output import ResponseOutput
 from gptserve.server.responses.tools import ResponseTools
+from gptserve.server.text.output import Delta, TokenScore
 
 SCORE = TokenScore(b"x", 0, -1.0, ((b"y", -0.5),))
 DELTAS = st.lists(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptserve.server.api.response_schemas import InputItem, Item
-from gptserve.server.api.response_tool_schemas import CallItem, CallOutputItem, CustomCallItem
 from gptserve.server.responses.truncation import _pieces, truncations
+from gptserve.server.schemas.response_tools import CallItem, CallOutputItem, CustomCallItem
+from gptserve.server.schemas.responses import InputItem, Item
 
 ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptserve.server.tools.calls import CallDelta, call_id, join_calls
+from gptserve.server.text.calls import CallDelta, call_id, join_calls
 from gptserve.server.tools.formats import FORMATS, ToolFormatName, format_of
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Tape

@@ -17,11 +17,11 @@ from gptserve.engine.grammar.compiler import Compiler
 from gptserve.engine.grammar.grammar import Grammar, UnnamedProperties
 from gptserve.engine.grammar.matcher import Matcher
 from gptserve.engine.request import FinishReason, TokenOutput
-from gptserve.server.api.schemas import ChatRequest
-from gptserve.server.completions.harmony import MARKS, find_marks
-from gptserve.server.completions.output import ChoiceOutput, Delta
+from gptserve.server.schemas.completions import ChatRequest
+from gptserve.server.text.output import ChoiceOutput, Delta
 from gptserve.server.tools.dialect import Dialect, Reading
 from gptserve.server.tools.formats import FORMATS
+from gptserve.server.tools.harmony import MARKS, find_marks
 from gptserve.server.tools.reasoning import THINK, ThinkMarks
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 

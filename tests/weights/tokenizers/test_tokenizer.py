@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gptserve.server.completions.output import Detokenizer
+from gptserve.server.text.output import Detokenizer
 from gptserve.weights.errors import TokenizerError
 from gptserve.weights.tokenizers.tiktoken_encoder import TiktokenEncoder
 from gptserve.weights.tokenizers.tokenizer import Tokenizer

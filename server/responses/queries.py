@@ -1,0 +1,84 @@
+"""The parameters in the paths and queries of the routes of one response: their documents, and what a request asks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+from starlette.requests import Request
+
+from gptserve.server.core.errors import ServiceError, show
+from gptserve.server.responses.input_list import PageAsked
+from gptserve.server.responses.stream import NO_EVENT
+from gptserve.server.schemas.responses import LOGPROBS, Includable
+
+MAX_LIMIT = 100
+DEFAULT_LIMIT = 20
+
+NOTHING = tuple(value for value in get_args(Includable) if value != LOGPROBS)
+"""What may be included and asks for nothing."""
+
+ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+INCLUDE = {
+    "name": "include",
+    "in": "query",
+    "schema": {"type": "array", "items": {"enum": [*NOTHING]}},
+    "description": "changes nothing, as reasoning comes in the clear; also accepted as `include[]`",
+}
+STREAM = {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "answer as events"}
+AFTER_EVENT = {
+    "name": "starting_after",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+    "description": "the sequence_number of the last event to leave out of a stream",
+}
+PAGE: list[dict[str, Any]] = [
+    {
+        "name": "limit",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+    },
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "the id of the item before the page"},
+]
+
+
+def stream_asked(request: Request) -> tuple[bool, int]:
+    """Return whether the events are asked for, and the number of the last one that is not. Raises ServiceError."""
+    stream, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
+    if stream not in ("true", "false"):
+        raise _error("stream", f"stream must be true or false, got {show(stream)}")
+    if after is None:
+        return stream == "true", NO_EVENT
+    if stream == "false":
+        raise _error("starting_after", "starting_after may be given only with stream true")
+    if re.fullmatch("[0-9]{1,9}", after) is None:
+        message = f"starting_after must be the sequence_number of an event, such as 17, got {show(after)}"
+        raise _error("starting_after", message)
+    return True, int(after)
+
+
+def page_asked(request: Request) -> PageAsked:
+    """Return which items are asked for. Raises ServiceError."""
+    query = request.query_params
+    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
+    if re.fullmatch("[0-9]{1,3}", limit) is None or not 1 <= int(limit) <= MAX_LIMIT:
+        raise _error("limit", f"limit must be a whole number from 1 to {MAX_LIMIT}, got {show(limit)}")
+    if order not in ("asc", "desc"):
+        raise _error("order", f"order must be asc or desc, got {show(order)}")
+    return PageAsked(int(limit), order == "desc", query.get("after"))
+
+
+def check_include(request: Request, *, has_logprobs: bool) -> None:
+    """Raise ServiceError if a request wants something with its answer that has not been kept."""
+    query = request.query_params
+    for value in (*query.getlist("include"), *query.getlist("include[]")):
+        if value == LOGPROBS and not has_logprobs:
+            message = f"include may have {LOGPROBS} only where the request for the response had it, too"
+            raise _error("include", message)
+        if value not in (LOGPROBS, *NOTHING):
+            raise _error("include", f"include may have {', '.join((LOGPROBS, *NOTHING))}, got {show(value)}")
+
+
+def _error(param: str, message: str) -> ServiceError:
+    return ServiceError("invalid_value", message, param=param)

@@ -1,0 +1,76 @@
+"""/openapi.json: FastAPI's document, with the request bodies that routes parse themselves, and the API key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from gptserve.server.core.settings import ServerSettings
+from gptserve.server.schemas.completions import ErrorBody
+
+_REF = "#/components/schemas/{model}"
+_DESCRIPTIONS = {
+    400: "The request breaks a rule; the message says which",
+    401: "The API key is missing or wrong",
+    404: "No such model or completion",
+    408: "The body did not arrive in time",
+    409: "The idempotency key was used with another request, or the completion was cancelled",
+    413: "The body is too large",
+    415: "The content type is not application/json",
+    429: "The queue is full; Retry-After says when to try again",
+    500: "The server failed on this request alone",
+    503: "Loading, shutting down or without an engine; Retry-After says when to try again",
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return FastAPI's `responses` for these statuses; a reference spares it a model for each of them."""
+    content = {"application/json": {"schema": _one_of((ErrorBody,))}}
+    return {status: {"description": _DESCRIPTIONS[status], "content": content} for status in statuses}
+
+
+def event_stream(*chunks: type[BaseModel]) -> dict[str, Any]:
+    """Return FastAPI's description of server-sent events: data is one of `chunks` or an error, at last [DONE]."""
+    json_data = {"contentMediaType": "application/json", "contentSchema": _one_of((*chunks, ErrorBody))}
+    data = {"type": "string", "anyOf": [json_data, {"const": "[DONE]"}]}
+    event = {"type": "object", "properties": {"id": {"type": "string"}, "data": data}, "required": ["data"]}
+    return {"content": {"text/event-stream": {"schema": event}}}
+
+
+def links_to_completion(completion_id: str) -> dict[str, Any]:
+    """Return FastAPI's description of what can be done next with a background completion.
+
+    `completion_id` is the runtime expression of its id: https://spec.openapis.org/oas/v3.1.0#runtime-expressions
+    """
+    operations = ("retrieve_completion", "stream_completion", "cancel_completion")
+    return {"links": {name: {"operationId": name, "parameters": {"id": completion_id}} for name in operations}}
+
+
+def json_body(*models: type[BaseModel]) -> dict[str, Any]:
+    """Return FastAPI's `openapi_extra` for a route that parses its body itself, as one of `models`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _one_of(models)}}}}
+
+
+def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], settings: ServerSettings) -> dict[str, Any]:
+    """Return the document; `models` are those of `json_body` and of events, which FastAPI does not see."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    described: list[type[BaseModel]] = [*models, ErrorBody]
+    _, definitions = models_json_schema([(model, "validation") for model in described], ref_template=_REF)
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    if settings.root_path is not None:
+        document["servers"] = [{"url": settings.root_path}]
+    if settings.needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _one_of(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    references = [{"$ref": _REF.format(model=model.__name__)} for model in models]
+    return references[0] if len(references) == 1 else {"anyOf": references}

@@ -1,0 +1,113 @@
+"""The fields of a response's body that ask for nothing, those that are refused in words, and its items.
+
+As `fields.py` for completions; docs/responses.md repeats UNREAD, and a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from gptserve.engine.errors import InvalidRequestError
+from gptserve.server.core.errors import show
+from gptserve.server.schemas.fields import FieldReader, Unread
+from gptserve.server.schemas.response_tool_fields import take_choice, take_tools
+from gptserve.server.schemas.response_tools import CallOutputItem, InputPart
+from gptserve.server.schemas.responses import ITEMS, InputItem, ReasoningOptions, TextFormat, TextOptions
+
+_HINT = Unread()
+
+UNREAD: dict[str, Unread] = {
+    **dict.fromkeys(("service_tier", "safety_identifier", "stream_options", "client_metadata"), _HINT),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"), _HINT),
+    **dict.fromkeys(("background_options", "access_programs", "image"), _HINT),
+    "personality": Unread((), "a personality is"),
+    "conversation": Unread((), "a conversation object (previous_response_id is another way) is"),
+    "prompt": Unread((), "a prompt template is"),
+    "context_management": Unread(([],), "compaction of the conversation is"),
+    "moderation": Unread((), "moderation is"),
+}
+"""Fields of OpenAI's API."""
+
+_SUMMARY = Unread(("auto", "concise", "detailed", "none"), "this summary of the reasoning is")
+OF_REASONING = {
+    **dict.fromkeys(("summary", "generate_summary"), _SUMMARY),
+    "context": Unread(("auto",), "a choice of the reasoning that the model sees again is"),
+    "mode": Unread(("standard",), "another mode of reasoning is"),
+}
+OF_CACHE = {
+    **dict.fromkeys(("mode", "ttl", "comparison_response_id"), _HINT),
+    "prewarm": Unread((False,), "filling the prompt cache without an answer is"),
+}
+_OF_ITEMS = dict.fromkeys(("id", "status", "phase", "summary", "encrypted_content", "caller", "async"), _HINT)
+_OF_RESULTS = {**_OF_ITEMS, **dict.fromkeys(("name", "namespace"), _HINT)}  # the call with its call_id has them
+_OF_PARTS = dict.fromkeys(("annotations", "logprobs", "prompt_cache_breakpoint"), _HINT)
+_PART_TYPES = ("input_text", "output_text", "reasoning_text", "refusal")
+
+
+def take_response_fields(
+    given: Mapping[str, object], model: type[BaseModel], *, strict: bool = False
+) -> tuple[dict[str, object], list[str]]:
+    """Return the fields of a body that its model reads, and the names of those that nobody reads.
+
+    `strict` refuses the latter. Raises InvalidRequestError.
+    """
+    reader = FieldReader(strict)
+    taken = reader.take(given, model, UNREAD)
+    if isinstance(items := taken.get("input"), list):
+        taken["input"] = [_take_item(f"input[{i}]", item, reader) for i, item in enumerate(items)]
+    if isinstance(options := taken.get("text"), dict):
+        taken["text"] = options = reader.take(options, TextOptions, {}, "text.")
+        if isinstance(wanted := options.get("format"), dict):
+            options["format"] = reader.take(wanted, TextFormat, {}, "text.format.")
+    if isinstance(options := taken.get("reasoning"), dict):
+        taken["reasoning"] = reader.take(options, ReasoningOptions, OF_REASONING, "reasoning.")
+    if isinstance(options := given.get("prompt_cache_options"), dict):
+        reader.take(options, BaseModel, OF_CACHE, "prompt_cache_options.")
+    if isinstance(tools := taken.get("tools"), list):
+        taken["tools"] = take_tools(tools, reader)
+    if isinstance(choice := taken.get("tool_choice"), dict):
+        taken["tool_choice"] = take_choice(choice, reader)
+    return taken, list(reader.ignored)
+
+
+def _take_item(where: str, item: Any, reader: FieldReader) -> Any:
+    """Return the fields of an item. Reasoning is the assistant's, and may have nothing to read."""
+    if not isinstance(item, dict):
+        return item
+    kind = _check_type(where, item, ITEMS, "an item")
+    if kind is None and "role" not in item and "id" in item:
+        kind, item = "item_reference", {**item, "type": "item_reference"}
+    model = ITEMS.get(kind, InputItem)
+    taken = reader.take(item, model, _OF_RESULTS if model is CallOutputItem else _OF_ITEMS, "input.")
+    if taken.get("type") == "reasoning":
+        taken = {"content": [], **taken, "role": "assistant"}
+    for name in ("content", "output"):
+        if isinstance(parts := taken.get(name), list):
+            taken[name] = [_take_part(f"{where}.{name}[{i}]", part, reader) for i, part in enumerate(parts)]
+    return taken
+
+
+def _take_part(where: str, part: Any, reader: FieldReader) -> Any:
+    if not isinstance(part, dict):
+        return part
+    kind = _check_type(where, part, _PART_TYPES, "a part")
+    if kind == "refusal":
+        if "refusal" not in part:
+            name = f"{where}.refusal"
+            raise InvalidRequestError(f"{name} is required", param=name, code="missing_required_parameter")
+        return {"type": "output_text", "text": part["refusal"]}
+    return reader.take(part, InputPart, _OF_PARTS, "input.content.")
+
+
+def _check_type(where: str, given: Mapping[str, object], supported: Container[object], what: str) -> str | None:
+    """Return the type if it is a text. Raises InvalidRequestError for one that is not supported."""
+    kind = given.get("type")
+    if not isinstance(kind, str):
+        return None
+    if kind not in supported:
+        message = f"{where}: {what} of the type {show(kind)} is not supported by this server"
+        raise InvalidRequestError(message, param=where, code="unsupported_parameter")
+    return kind
