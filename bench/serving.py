@@ -28,12 +28,11 @@ from typing import Any
 
 import torch
 
+from bench.load import Load, percentiles
 from bench.machine import tell, versions
 from bench.models import SHAPES, served_model
 from bench.server import running_server
-from gptserve.server.cli.bench.load import Load
-from gptserve.server.cli.bench.report import percentiles
-from gptserve.server.cli.bench.workload import Body, Workload
+from bench.workload import Body, Workload
 from gptserve.weights.source import EMBEDDED_MODEL, resolve_model
 
 TOKENS_BESIDE = 4

@@ -107,7 +107,6 @@ HEAVY = {
     "httpx",
     "huggingface_hub",
     "tiktoken",
-    "matplotlib",
 }
 
 
@@ -115,8 +114,8 @@ def modules() -> set[str]:
     names = {f"gptserve.{path.stem}" for path in (ROOT / "gptserve").glob("*.py") if path.stem != "__init__"}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            if path.parent.name == "kernels" or path.name in ("tracing.py", "plot.py"):
-                continue  # these need Triton, OpenTelemetry and matplotlib, which are not installed everywhere
+            if path.parent.name == "kernels" or path.name in ("tracing.py",):
+                continue  # these need Triton and OpenTelemetry, which are not installed everywhere
             parts = path.relative_to(ROOT).with_suffix("").parts
             names.add(".".join(["gptserve", *parts][:-1] if parts[-1] == "__init__" else ["gptserve", *parts]))
     return names

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from gptserve.server.cli.bench.launch import started_server
 from gptserve.server.cli.errors import CommandError
+from gptserve.server.cli.launch import started_server
 from gptserve.server.core.settings import ServerSettings, as_text, server_options
 from gptserve.weights.confinement import Confinement, available
 

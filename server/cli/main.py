@@ -7,7 +7,6 @@ imports its heavy modules itself.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import logging
@@ -21,7 +20,6 @@ from typing import Any, NoReturn
 import gptserve
 from gptserve.engine.errors import EngineError
 from gptserve.server.cli.arguments import COUNT, NUMBER, SIZE, TEXT, WHOLE
-from gptserve.server.cli.bench.flags import DESCRIPTION, add_bench_flags
 from gptserve.server.cli.errors import CommandError
 from gptserve.server.cli.flags import EPILOG, NAMES_FLAG, SEVERAL_NAMES, add_flags, add_server_flags
 from gptserve.server.cli.input_text import STDIN, read_text
@@ -141,21 +139,8 @@ def _build_parser() -> CommandParser:
     chat.add_argument("--max-tokens", type=WHOLE, help="tokens of an answer (default: what the context has left)")
     chat.set_defaults(parser=chat, run=_chat)
 
-    _add_bench(commands)
     _add_model_commands(commands)
     return parser
-
-
-def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="measure how long the clients of a server wait",
-        usage="gptserve bench [MODEL] [options]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_bench_flags(bench)
-    bench.set_defaults(parser=bench, run=_bench)
 
 
 def _add_model_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -319,33 +304,9 @@ def _chat(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(options: argparse.Namespace) -> int:
-    from dataclasses import fields
-
-    from gptserve.server.cli.bench.command import Bench, check_plot
-    from gptserve.server.cli.bench.launch import started_server
-    from gptserve.server.cli.bench.report import Objective
-    from gptserve.server.cli.bench.workload import Workload
-
-    if options.MODEL is not None and options.url is not None:
-        raise SettingsError("--url is for a server that runs, and MODEL starts one")
-    if options.shared_prefix >= options.prompt_tokens:
-        rule = f"below --prompt-tokens {options.prompt_tokens}"
-        raise SettingsError(f"--shared-prefix must be {rule}, got {options.shared_prefix}")
-    if options.plot is not None:
-        check_plot(options.plot)
-    workload = Workload(**{field.name: getattr(options, field.name) for field in fields(Workload)})
-    clients = options.concurrency or (() if options.rate else (1, 8, 32))
-    slo = Objective(options.slo_ttft_ms, options.slo_itl_ms)
-    bench = Bench(workload, clients, options.rate, options.num_requests, slo)
-    with contextlib.nullcontext() if options.MODEL is None else started_server(options.MODEL) as url:
-        bench.run(_remote(options, url), as_json=options.json, plot=options.plot)
-    return 0
-
-
-def _remote(options: argparse.Namespace, url: str | None = None) -> Remote:
-    """Return the server at `url`, else the one that the flags or the environment name."""
-    url = options.url if url is None else url
+def _remote(options: argparse.Namespace) -> Remote:
+    """Return the server that the flags or the environment name."""
+    url = options.url
     key = os.environ.get("GPTSERVE_API_KEY") or None if options.api_key is None else options.api_key
     if key is not None and not is_key(key):
         raise SettingsError(f"the API key must be {KEY_RULE}, got ***")

@@ -122,11 +122,6 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
 
 def _check_together(body: ChatRequest) -> None:
     """Raise InvalidRequestError if fields contradict each other."""
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        message = (
-            f"max_completion_tokens must be max_tokens, which is {body.max_tokens}, got {body.max_completion_tokens}"
-        )
-        raise InvalidRequestError(message, param="max_completion_tokens")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs may be given only with logprobs true", param="top_logprobs")
 

@@ -25,6 +25,10 @@ def check_request(body: GenerationRequest, service: Service, owner: str | None, 
         raise InvalidRequestError(message, param="priority")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may be given only with stream true", param="stream_options")
+    limit, other = body.max_tokens, body.max_completion_tokens
+    if None not in (limit, other) and limit != other:
+        message = f"max_completion_tokens must be max_tokens, which is {limit}, got {other}"
+        raise InvalidRequestError(message, param="max_completion_tokens")
     take_places(service, owner, body.n or 1, num_prompts)
 
 

@@ -15,20 +15,17 @@ from gptserve.server.schemas.completions import ChatRequest, GenerationRequest
 
 NO_LIMIT = -1
 """A max_tokens that asks for what the context leaves, as clients of llama.cpp and LM Studio send it."""
-_OTHER_NAME = "max_completion_tokens"  # only chats have it
 _DEFAULT = SamplingParams().max_tokens
 
 
 def max_tokens_of(body: GenerationRequest) -> int | None:
     """Return the limit that a body names."""
-    name = "max_tokens" if getattr(body, _OTHER_NAME, None) is None else _OTHER_NAME
-    limit: int | None = getattr(body, name)
-    return limit
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def asked_max_tokens(body: GenerationRequest) -> int | None:
     """Return the limit that a body sets; None for what the context leaves. Raises InvalidRequestError."""
-    name = "max_tokens" if getattr(body, _OTHER_NAME, None) is None else _OTHER_NAME
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = max_tokens_of(body)
     if asked is None and not isinstance(body, ChatRequest):
         asked = _DEFAULT

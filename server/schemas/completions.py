@@ -163,6 +163,8 @@ class GenerationRequest(GrammarFields, SharedFields):
 
     max_tokens: int | None = None
     """default 16; in a chat and for -1, what the context leaves"""
+    max_completion_tokens: int | None = None
+    """another name of max_tokens"""
     min_tokens: int | None = None
     """nothing ends the answer before so many; default 0"""
     logit_bias: LogitBias | None = Field(default=None, fail_fast=True)
@@ -239,8 +241,6 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(Conversation, ToolFields, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = None
-    """another name of max_tokens"""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """needs logprobs true"""

@@ -19,7 +19,7 @@ from tests.server.cli.conftest import StandIn
 from tests.server.cli.events import events, text_event
 from tests.server.serving import Process
 
-COMMANDS = ("serve", "health", "doctor", "config", "complete", "chat", "bench", "inspect", "convert")
+COMMANDS = ("serve", "health", "doctor", "config", "complete", "chat", "inspect", "convert")
 
 
 def test_the_command_alone_prints_its_help(run: Any) -> None:

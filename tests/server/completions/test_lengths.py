@@ -11,7 +11,12 @@ from tests.server.conftest import Api
 from tests.server.fake_engine import INFO, FakeEngineClient
 
 LIMIT = INFO.max_model_len
-NAMES = [("complete", "max_tokens"), ("chat", "max_tokens"), ("chat", "max_completion_tokens")]
+NAMES = [
+    ("complete", "max_tokens"),
+    ("complete", "max_completion_tokens"),
+    ("chat", "max_tokens"),
+    ("chat", "max_completion_tokens"),
+]
 MakeApi = Callable[..., Api]
 
 

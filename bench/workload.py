@@ -1,6 +1,6 @@
 """The requests of one load: prompts, lengths and moments of arrival.
 
-It knows neither servers nor clocks. `command.py` makes one of the flags of `gptserve bench`.
+It knows neither servers nor clocks.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from gptserve.server.cli.bench.load import Load
-from gptserve.server.cli.bench.stream import Outcome
-from tests.server.cli.bench.stand_in import (
+from bench.load import Load
+from bench.stream import Outcome
+from tests.bench.stand_in import (
     DONE,
     END,
     OK,

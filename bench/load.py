@@ -1,4 +1,4 @@
-"""A server under load: clients in a closed loop, or requests at moments of their own. `command.py` runs it."""
+"""A server under load: clients in a closed loop, or requests at moments of their own; percentiles of what they saw."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from urllib.parse import urlsplit
 
-from gptserve.server.cli.bench.stream import CompletionStream, Outcome
-from gptserve.server.cli.bench.workload import Body
+from bench.stream import CompletionStream, Outcome
+from bench.workload import Body
 
 LIMIT_S = 600.0
 """A request that takes longer has failed."""
@@ -77,3 +77,9 @@ class Load:
         except OSError as error:
             outcome.failure, outcome.message = "no connection", str(error)
         return outcome
+
+
+def percentiles(seconds: Iterable[float]) -> dict[str, float]:
+    """Return percentiles in milliseconds by nearest rank: p99 is the least value that 99 % of all do not exceed."""
+    ranked = sorted(seconds)
+    return {f"p{p}": ranked[-(-p * len(ranked) // 100) - 1] * 1e3 for p in (50, 90, 99) if ranked}

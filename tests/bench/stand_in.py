@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gptserve.server.cli.bench.load import Load
+from bench.load import Load
 
 LIMIT_S = 30  # for what a test waits for; nothing takes that long unless it never comes
 OK = "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from gptserve.server.cli.bench.load import Load
-from gptserve.server.cli.bench.stream import Outcome
-from tests.server.cli.bench.stand_in import DONE, OK, Clock, Request, bodies, chunk, token, with_server
+from bench.load import Load
+from bench.stream import Outcome
+from tests.bench.stand_in import DONE, OK, Clock, Request, bodies, chunk, token, with_server
 
 ANSWER = OK + chunk(token(), DONE)
 

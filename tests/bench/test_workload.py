@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptserve.server.cli.bench.workload import Workload
+from bench.workload import Workload
 
 
 def prompts(workload: Workload, number: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A server of one's own: `gptserve serve` as a child process on a free port. The commands bench and doctor call it."""
+"""A server of one's own: `gptserve serve` as a child process on a free port. `gptserve doctor` calls it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import IO, cast
 
 from gptserve.server.cli.errors import CommandError
@@ -22,23 +21,20 @@ _FLAGS = ("--host", "127.0.0.1", "--port", "0", "--log-format", "text", "--log-l
 
 @contextmanager
 def started_server(
-    *arguments: str, environment: Mapping[str, str] | None = None, show: Callable[[str], object] | None = None
+    *arguments: str, environment: Mapping[str, str] | None, show: Callable[[str], object]
 ) -> Iterator[str]:
     """Serve with these arguments; give the URL once it answers. Raises CommandError.
 
-    `show` gets the lines of its log; by default those that warn go to stderr.
-
-    SIGTERM ends the block as Ctrl-C does, so that the server ends, too.
+    `show` gets the lines of its log. SIGTERM ends the block as Ctrl-C does, so that the server ends, too.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    show = show or _show
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     command = [sys.executable, "-P", "-c", _MAIN, "serve", *arguments, *_FLAGS]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         stderr = cast(IO[str], process.stderr)
         reader = threading.Thread(target=_pass_on, args=(stderr, show))  # a full pipe would stop the server
         try:
             url = _wait_until_ready(stderr, show)
-            with signals_blocked():  # else the thread takes those that the main thread blocks
+            with _signals_blocked():  # else the thread takes those that the main thread blocks
                 reader.start()
             yield url
         finally:
@@ -49,19 +45,13 @@ def started_server(
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Block ENDING_SIGNALS in this thread and those it starts: they wait for the end of the block."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Do what Ctrl-C does: asyncio has a handler of its own for it while it runs."""
-    handler = signal.getsignal(signal.SIGINT)
-    (handler if callable(handler) else signal.default_int_handler)(number, frame)
 
 
 def _wait_until_ready(stderr: IO[str], show: Callable[[str], object]) -> str:
@@ -75,8 +65,3 @@ def _wait_until_ready(stderr: IO[str], show: Callable[[str], object]) -> str:
 def _pass_on(stderr: IO[str], show: Callable[[str], object]) -> None:
     for line in stderr:
         show(line)
-
-
-def _show(line: str) -> None:
-    if " INFO " not in line:
-        print(line, end="", file=sys.stderr)
