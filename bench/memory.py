@@ -5,8 +5,8 @@
 A sample of all processes is taken every few milliseconds from the command until the server is ready. `private` is what
 only these processes hold (anonymous and shared memory); `resident` has the pages of mapped files as well, which the
 system may drop. `held` is what is private once the server is ready, and `of held` private / held. `needed` is the
-weights in the type that computes and the KV cache; a head that is tied to the embedding is held beside it, packed. The
-shape `tiny` shows what Python and its libraries take. Linux only. Prints a table and one JSON line.
+weights in the type that computes and the KV cache. The shape `tiny` shows what Python and its libraries take. Linux
+only. Prints a table and one JSON line.
 """
 
 from __future__ import annotations

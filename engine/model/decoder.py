@@ -16,8 +16,8 @@ from gptserve.engine.model.activation import activate
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
 from gptserve.engine.model.group import Group
 from gptserve.engine.model.layers import Block
-from gptserve.engine.model.linear import LinearMaker
-from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
+from gptserve.engine.model.linear import LinearMaker, Rows
+from gptserve.engine.model.loading import StreamedTensors, take_head, take_linear, take_norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, sinusoids
 from gptserve.weights.config import ModelConfig
@@ -42,7 +42,7 @@ class CompileProgram(Protocol):
         self,
         config: ModelConfig,
         parts: StreamedTensors,
-        embedding: Tensor,
+        embedding: Rows,
         positions: Tensor | None,
         tables: list[Tensor | None],
         backend: AttentionBackend,
@@ -105,21 +105,25 @@ class Decoder:
         self._config, self._backend, self._group, self._compile = config, backend, group, compile_program
         self.host_starts_experts = operations.host_starts_experts(config)
         source = self._source = StreamedTensors(tensors, maker, group, operations)
-        self._embedding = source.take("embed.weight")
+        embedding = source.take("embed.weight")
         self._positions = source.take("position.weight") if config.position == "learned" else None
         if config.embed_size is None:
-            source.maker.begin(self._embedding, self._positions)
+            source.maker.begin(embedding, self._positions)
+        # Here a tied head may take the place of the table before the layers take memory. A bias comes after them.
+        early = take_head(config, source, embedding) if config.tied_head and not config.head_bias else None
+        self._embedding: Rows = embedding if early is None else early[1]
+        del embedding
+        dtype, device = self._embedding.dtype, self._embedding.device
         scale = config.embed_scale  # in the model's dtype, as it was trained with
-        self._embed_scale = None if scale == 1 else torch.tensor(scale).to(self._embedding)
+        self._embed_scale = None if scale == 1 else torch.tensor(scale, dtype=dtype, device=device)
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
         self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
-        self._layers = Layers(config, source, backend, self._embedding.device)
+        self._layers = Layers(config, source, backend, device)
         self._program: Program | None = None
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
-        tied = self._embedding if config.tied_head else None
-        self._head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32, weight=tied)
+        self._head, self._embedding = early or take_head(config, source, self._embedding)
         source.end()
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -128,7 +132,7 @@ class Decoder:
         tables = self._layers.set_max_model_len(max_model_len, self._embedding.device)
         if config.position == "sinusoidal":
             table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
-            self._positions = table.to(self._embedding)
+            self._positions = table.to(self._embedding.device, self._embedding.dtype)
         if self._compile is not None:
             self._program = self._compile(config, self._source, self._embedding, self._positions, tables, self._backend)
 

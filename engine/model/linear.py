@@ -22,6 +22,19 @@ class Linear(Protocol):
         """Return [rows, out]; residual ([rows, out]) is added after the product. Mutates nothing."""
 
 
+class Rows(Protocol):
+    """The rows of a matrix [num, width], such as a tensor; tokens are embedded by them."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __getitem__(self, numbers_R: Tensor, /) -> Tensor:
+        """Return the rows [R, width] of these numbers, int64, in [0, num)."""
+
+
 class DenseLinear:
     """torch's linear: any device and dtype; the others are tested against it.
 
@@ -75,6 +88,12 @@ class LinearMaker(Protocol):
         `out_dtype` float32 spares a bf16 result its rounding where the product can give it.
         """
 
+    def rows_of(self, linear: Linear) -> Rows | None:
+        """Return the rows of the weight, bit for bit, if a linear that was made here holds them in a copy of its own.
+
+        Then the weight need not be kept for its rows.
+        """
+
 
 class DenseLinears:
     """Makes torch's linears. A LinearMaker."""
@@ -84,6 +103,9 @@ class DenseLinears:
 
     def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
         """Nothing depends on the tables."""
+
+    def rows_of(self, linear: Linear) -> None:
+        """A linear holds the weight itself."""
 
     def make(
         self,

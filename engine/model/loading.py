@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptserve.engine.model.attention import AttentionSpec
 from gptserve.engine.model.group import Group
-from gptserve.engine.model.linear import DenseLinears, Linear, LinearMaker
+from gptserve.engine.model.linear import DenseLinears, Linear, LinearMaker, Rows
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.weights.config import Activation, ModelConfig
@@ -75,3 +75,14 @@ def take_linear(
     its_bias = source.take(f"{name}.bias") if bias else None
     linear = source.linears[name] = source.maker.make(name, weight, its_bias, activation, out_dtype)
     return linear
+
+
+def take_head(config: ModelConfig, source: StreamedTensors, embedding: Rows) -> tuple[Linear, Rows]:
+    """Return the head, and what rows of the embedding are read from: a tied head that holds them, or `embedding`."""
+    tied = None
+    if config.tied_head:
+        assert isinstance(embedding, Tensor)
+        tied = embedding
+    head = take_linear(source, "head", bias=config.head_bias, out_dtype=torch.float32, weight=tied)
+    rows = None if tied is None else source.maker.rows_of(head)
+    return head, embedding if rows is None else rows

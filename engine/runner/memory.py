@@ -97,8 +97,9 @@ def weight_bytes(
 ) -> dict[str, int]:
     """Return the bytes of a rank's parameters by part.
 
-    In MXFP4 experts are held as they are stored. In int8 a tied head is held beside the embedding. There it is the most
-    that the weights may take: how many outputs and channels are not quantized depends on their values.
+    In MXFP4 experts are held as they are stored. A tied head is the embedding, and in int8 a copy beside it. On a CPU
+    without the compiled library it is always a copy, which is not counted. In int8 this is the most that the weights
+    may take: how many outputs and channels are not quantized depends on their values.
     """
     sizes = dict.fromkeys(_PARTS, 0)
     for part, name, shape in _tensors(model, share):

@@ -18,11 +18,12 @@ from gptserve.engine.backends.cpu.linear import (
     NativeInt10Linear,
     NativeLinear,
     PackedLinear,
+    PackedRows,
     has_onednn,
 )
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model.linear import DenseLinear, Linear
+from gptserve.engine.model.linear import DenseLinear, Linear, Rows
 from gptserve.engine.runner.memory import OF_STREAM, linear_shapes, weight_type_of
 from gptserve.weights.config import Activation, ModelConfig
 from gptserve.weights.huge_pages import HugePages
@@ -146,3 +147,6 @@ class Linears:
         exact_inputs = self._large_channels if name.rpartition(".")[2] in OF_STREAM else None
         options = weight_type, self._call_rows, exact_inputs, self._memory
         return make_linear(weight, bias, activation, out_dtype, *options)
+
+    def rows_of(self, linear: Linear) -> Rows | None:
+        return PackedRows(linear) if type(linear) is NativeLinear else None  # the others are quantized

@@ -20,9 +20,10 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.draw import LogitsAt
-from gptserve.engine.backends.cpu.linear import NativeLinear
+from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
+from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.scheduling.layout import StepArrays
 from gptserve.weights.config import Experts as Mixture
@@ -40,7 +41,7 @@ Part = Callable[[str, str, str], None]
 def native_decoder(
     config: ModelConfig,
     parts: StreamedTensors,
-    embedding: Tensor,
+    embedding: Rows,
     positions: Tensor | None,
     tables: list[Tensor | None],
     backend: AttentionBackend,
@@ -210,11 +211,17 @@ class _Writer:
         self.program = Program(widths, dtype.itemsize, wide=wide)
         self._config, self._parts, self._widths, self._dtype = config, parts, widths, dtype
 
-    def embed(self, embedding: Tensor, positions: Tensor | None) -> None:
+    def embed(self, embedding: Rows, positions: Tensor | None) -> None:
         """Write the embedded tokens to x."""
         config, target = self._config, "embedded" if self._config.embed_size else "x"
-        scale = torch.tensor(config.embed_scale).to(embedding).item()  # rounded as in Decoder
-        self.program.add("embed", target, target, Table(self._address(embedding), scale))
+        scale = torch.tensor(config.embed_scale, dtype=self._dtype).item()  # rounded as in Decoder
+        if isinstance(embedding, PackedRows):
+            self.program.keep(embedding.linear)
+            table = Table(embedding.linear.weight.weight, scale, is_packed=True)
+        else:
+            assert isinstance(embedding, Tensor)
+            table = Table(self._address(embedding), scale)
+        self.program.add("embed", target, target, table)
         if config.embed_norm:
             self._norm("embed_norm", target, target)
         if config.embed_size:

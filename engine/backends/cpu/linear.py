@@ -127,6 +127,25 @@ class NativeLinear:
         return tensor.data_ptr()
 
 
+class PackedRows:
+    """Rows of the weight of a NativeLinear in fp32 or bf16, with their bits. A Rows."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, linear: NativeLinear) -> None:
+        weight = linear.weight
+        assert weight.element_bits in (16, 32)
+        self.linear, self.dtype = linear, torch.float32 if weight.element_bits == 32 else torch.bfloat16
+
+    def __getitem__(self, numbers_R: Tensor) -> Tensor:
+        weight, numbers_R = self.linear.weight, numbers_R.contiguous()
+        assert numbers_R.dtype is torch.int64 and numbers_R.dim() == 1
+        rows = torch.empty(len(numbers_R), weight.num_in, dtype=self.dtype)
+        of_weight = weight.weight, weight.num_in, weight.element_bits
+        native.library().native_unpack(*of_weight, numbers_R.data_ptr(), len(numbers_R), rows.data_ptr())
+        return rows
+
+
 class NativeInt8Linear(NativeLinear):
     """The library of engine/backends/cpu in int8, for fp32 and bf16 on a CPU; its variants give the same bits."""
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["generic", "avx2", "avx512", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx"]
 
-ABI = 23
+ABI = 24
 """native_abi() of the version that `PackedWeight` and the structures of program.py mirror."""
 VARIANTS: dict[int, tuple[Variant, ...]] = {
     32: ("generic", "avx2", "avx512"),
@@ -68,6 +68,7 @@ FUNCTIONS: Functions = {
     "native_populate": (None, c_void_p, c_int64),
     "native_populate_first": (None, c_void_p, c_int64, c_int64),
     "native_pack": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "native_unpack": (None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
     "native_multiply": (None, POINTER(PackedWeight), c_void_p, c_void_p, c_void_p, c_int64, c_int),
     "native_best_instructions": (c_int,),
     "native_fastest_instructions": (c_int,),

@@ -25,7 +25,7 @@ _WRITES_WIDE: tuple[Kind, ...] = (*_READS_WIDE, "linear", "experts")
 class Table(Structure):
     """Table of program.h."""
 
-    _fields_ = native.members((c_void_p, "rows"), (c_float, "scale"))
+    _fields_ = native.members((c_void_p, "rows"), (c_float, "scale"), (c_int32, "is_packed"))
 
 
 class Norm(Structure):

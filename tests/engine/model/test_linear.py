@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
-from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear
+from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear, PackedRows
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.linear import DenseLinear
 from gptserve.engine.runner.products import build_of, make_linear, product_of
@@ -294,3 +294,19 @@ def test_the_fingerprint_knows_the_variant(dtype: torch.dtype, monkeypatch: pyte
     assert build_of(product_of(CPU, dtype), dtype).startswith(f"native {fastest} ")
     monkeypatch.setattr(native, "supported_variants", lambda element_bits: (other,))
     assert build_of(product_of(CPU, dtype), dtype).startswith(f"native {other} ")
+
+
+@pytest.mark.skipif(not native.is_available(), reason="the library is not built")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_in", [1, 2, 3, 31, 32, 33, 96, 200])
+def test_rows_of_a_packed_weight_have_its_bits(num_in: int, dtype: torch.dtype) -> None:
+    integers = torch.int32 if dtype is torch.float32 else torch.int16
+    limits = torch.iinfo(integers)
+    bits = torch.randint(limits.min, limits.max, (70, num_in), dtype=integers)  # numbers that are not finite, too
+    rows = PackedRows(NativeLinear(bits.view(dtype), None))
+
+    for numbers in ([], [0], [69, 0, 31, 32, 63, 64, 31], list(range(70))):
+        numbers_R = torch.tensor(numbers, dtype=torch.int64)
+        assert rows[numbers_R].dtype is rows.dtype is dtype
+        assert torch.equal(rows[numbers_R].view(integers), bits[numbers_R])
+    assert torch.equal(rows[torch.arange(70)[::3]].view(integers), bits[::3])

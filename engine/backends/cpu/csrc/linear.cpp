@@ -43,16 +43,6 @@ static int64_t cut(Product& p) {
     return quotient(p.rows, p.rows_a_pass) * p.chunks_a_pass;
 }
 
-// Bytes of a row of x as it is multiplied: with weights in int10 its elements have 16 bits.
-static int64_t row_bytes_of(int64_t num_in, int64_t element_bits) {
-    return padded(padded(num_in, ROW_MULTIPLE) * (element_bits == 10 ? 16 : element_bits) / 8, LINE);
-}
-
-static int64_t panel_bytes_of(int64_t num_in, int64_t element_bits) {
-    if (element_bits == 10) return padded(num_in, ROW_MULTIPLE) / 16 * STEP_10;
-    return row_bytes_of(num_in, element_bits) * COLUMNS;
-}
-
 static int64_t panels_of(int64_t num_out) { return quotient(num_out, COLUMNS); }
 
 struct Packing {
@@ -102,7 +92,7 @@ static void pack_panel_10(void* job, int64_t panel) {
 }
 
 // Raise it with every change of the exported functions, of Linear or of program.h, so that a stale library is refused.
-EXPORT int native_abi() { return 23; }
+EXPORT int native_abi() { return 24; }
 
 // Whether the CPU has this variant of products in fp32, bf16, int8 or int10, by the bits of an element.
 EXPORT bool native_has_variant(int64_t element_bits, int variant) {
@@ -161,6 +151,14 @@ EXPORT void native_pack(const uint8_t* weight, int64_t num_in, int64_t num_out, 
         const int64_t num_panels = min_of(MAX_CHUNKS, panels_of(p.num_out));
         run_chunks(element_bits == 10 ? pack_panel_10 : pack_panel, &p, num_panels, num_threads());
     }
+}
+
+// Write rows of a weight [..][num_in] that is packed in fp32 or bf16, by their numbers [num_rows].
+EXPORT void native_unpack(const uint8_t* packed, int64_t num_in, int64_t element_bits, const int64_t* numbers,
+                          int64_t num_rows, uint8_t* rows) {
+    const int64_t row_bytes = num_in * element_bits / 8;
+    for (int64_t i = 0; i < num_rows; i++)
+        unpack(packed_row(packed, num_in, element_bits, numbers[i]), 0, row_bytes, rows + i * row_bytes);
 }
 
 // x is [rows][num_in, padded with zeros to a multiple of 32], residual null or [rows][num_out], out [rows][num_out]; all

@@ -81,6 +81,29 @@ static constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t quotient(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
 static inline int64_t padded(int64_t size, int64_t multiple) { return quotient(size, multiple) * multiple; }
 
+// Bytes of a row of x as it is multiplied: with weights in int10 its elements have 16 bits.
+static inline int64_t row_bytes_of(int64_t num_in, int64_t element_bits) {
+    return padded(padded(num_in, ROW_MULTIPLE) * (element_bits == 10 ? 16 : element_bits) / 8, LINE);
+}
+
+static inline int64_t panel_bytes_of(int64_t num_in, int64_t element_bits) {
+    if (element_bits == 10) return padded(num_in, ROW_MULTIPLE) / 16 * STEP_10;
+    return row_bytes_of(num_in, element_bits) * COLUMNS;
+}
+
+// Where a row of a weight that is packed in fp32 or bf16 begins. Its words lie WORDS bytes apart.
+static inline const uint8_t* packed_row(const uint8_t* packed, int64_t num_in, int64_t element_bits, int64_t row) {
+    return packed + row / COLUMNS * panel_bytes_of(num_in, element_bits) + row % COLUMNS * 4;
+}
+
+// Copy bytes [start, start + num_bytes) of such a row; start is a multiple of 4.
+static inline void unpack(const uint8_t* row, int64_t start, int64_t num_bytes, void* to) {
+    const uint8_t* word = row + start / 4 * WORDS;
+    int64_t i = 0;
+    for (; i + 4 <= num_bytes; i += 4, word += WORDS) __builtin_memcpy((uint8_t*)to + i, word, 4);
+    __builtin_memcpy((uint8_t*)to + i, word, num_bytes - i);
+}
+
 // Compute the outputs of panels [panel, last) for rows [from, to): in fp32 and bf16, in int8, and in int10.
 void compute_floats(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);
 void compute_int8(const Product& p, int64_t from, int64_t to, int64_t panel, int64_t last);

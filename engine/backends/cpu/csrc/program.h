@@ -76,6 +76,7 @@ struct Step {
 struct Table {
     const void* rows;  // of the program's elements
     float scale;
+    int32_t packed;  // whether the rows are those of a packed weight (linear.h); EMBED only
 };
 
 // Of each row, `count` vectors of `width` elements from `first` on are normalised. The mean is taken off if `centred`.

@@ -47,9 +47,19 @@ template <class T>
 static void embed(const Operation& op, const Program& program, const Step& step, int64_t row) {
     const Table& table = *(const Table*)op.data;
     const int64_t width = program.buffers[op.out].width;
-    const T* from = (const T*)table.rows + step.token_ids[row] * width;
+    const int64_t token_id = step.token_ids[row];
     const Row<T> to = wide_or_narrow_row<T>(program, op.out, row);
     const Floats scale = broadcast(table.scale);
+    if (table.packed) {
+        const uint8_t* from = packed_row((const uint8_t*)table.rows, width, 8 * sizeof(T), token_id);
+        each(width, [=](int64_t i, int count) {
+            T values[16];  // packed rows are padded to as many
+            unpack(from, i * sizeof(T), sizeof values, values);
+            to.set(i, count, load(values, count) * scale);
+        });
+        return;
+    }
+    const T* from = (const T*)table.rows + token_id * width;
     each(width, [=](int64_t i, int count) { to.set(i, count, load(from + i, count) * scale); });
 }
 

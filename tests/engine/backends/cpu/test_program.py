@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu.linear import NativeLinear
 from gptserve.engine.backends.cpu.program import Gate, Kind, Norm, Program, Rotation, Table
 from gptserve.engine.model.activation import gated
 from gptserve.weights.config import Activation
@@ -54,6 +55,14 @@ def table(kind: Literal["embed", "add_position"], precision: torch.dtype = torch
 def gate(activation: str | None, limit: float = 0.0) -> Add:
     number = native.ACTIVATIONS.index(activation)
     return lambda program, y: program.add("gate", "x", "out", Gate(limit, number))
+
+
+def packed_table(program: Program, y: Tensor) -> None:
+    """The same as table("embed"), of a weight that is packed."""
+    rows = torch.randn(y.shape).to({4: torch.float32, 2: torch.bfloat16}[program._element_bytes])
+    linear = NativeLinear(torch.cat([rows, torch.full((70, y.shape[1]), torch.nan, dtype=rows.dtype)]), None)
+    program.keep(linear)
+    program.add("embed", "y", "out", Table(linear.weight.weight, 1.3, is_packed=True))
 
 
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-6}
@@ -171,6 +180,15 @@ def test_the_instructions_of_any_cpu_compute_the_same_but_for_fused_sums(name: s
     for width in WIDTHS:
         by_any, by_avx2 = (computed(OPERATIONS[name], width, dtype, variant) for variant in ("generic", "avx2"))
         torch.testing.assert_close(by_any, by_avx2, atol=1e-5, rtol=TOLERANCES[dtype], equal_nan=True)
+
+
+@by_variant
+def test_a_packed_table_embeds_as_a_plain_one(dtype: torch.dtype, variant: native.Variant) -> None:
+    for width in WIDTHS:
+        for wide in ((), ("out",)):
+            expected = computed(OPERATIONS["embedding"], width, dtype, variant, wide)
+            assert torch.equal(computed(packed_table, width, dtype, variant, wide), expected), width
+            assert not torch.equal(expected, expected.roll(1, 0))
 
 
 OF_THE_STREAM: dict[str, Add] = {
