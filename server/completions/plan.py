@@ -95,6 +95,8 @@ async def plan_completion(body: CompletionRequest, service: Service, owner: str 
     """Check the rules that types cannot express, then tokenize. Raises ServiceError or InvalidRequestError."""
     prompts = _split_prompt(body.prompt)
     check_request(body, service, owner, len(prompts))
+    if body.thinking_limit is not None:
+        raise InvalidRequestError("thinking_token_budget may be given in a chat only", param="thinking_token_budget")
     if body.best_of not in (None, body.n or 1):
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")

@@ -165,6 +165,8 @@ class GenerationRequest(GrammarFields, SharedFields):
     """default 16; in a chat and for -1, what the context leaves"""
     max_completion_tokens: int | None = None
     """another name of max_tokens"""
+    thinking_token_budget: int | None = Field(default=None, ge=-1)
+    """the reasoning of a chat ends after so many tokens; -1: no limit"""
     min_tokens: int | None = None
     """nothing ends the answer before so many; default 0"""
     logit_bias: LogitBias | None = Field(default=None, fail_fast=True)
@@ -200,6 +202,11 @@ class GenerationRequest(GrammarFields, SharedFields):
     """what has not ended by then ends with the text so far"""
     background: bool | None = None
     """answer 202 at once and go on without the client"""
+
+    @property
+    def thinking_limit(self) -> int | None:
+        """The most tokens of the reasoning; None for any number."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def sampling_params(
         self, defaults: Mapping[str, float], *, bad_words: tuple[tuple[int, ...], ...], **chosen: Any

@@ -94,7 +94,6 @@ UNREAD: dict[str, Unread] = {
     "return_prompt_text": Unread((False,), "the text of the prompt in an answer is"),
     **dict.fromkeys(("session_id", "stream_interval", "return_token_offsets", "return_mm_kwargs"), _HINT),
     "routed_experts_prompt_start": _HINT,
-    "thinking_token_budget": Unread((-1,), "a limit of the reasoning's tokens is"),
     "vllm_xargs": Unread(({},), "an argument of vLLM's plugins is"),
 }
 """Fields of OpenAI's API, of vLLM and of others."""

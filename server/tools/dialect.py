@@ -23,7 +23,7 @@ from gptserve.server.text.calls import call_id
 from gptserve.server.text.output import Delta
 from gptserve.server.tools.format import ToolFormat
 from gptserve.server.tools.formats import FORMATS, format_of
-from gptserve.server.tools.grammar import harmony_grammar, spelling, text_grammar, thinking_grammar
+from gptserve.server.tools.grammar import FREE, at_most, harmony_grammar, spelling, text_grammar, thinking_grammar
 from gptserve.server.tools.harmony import HarmonyChannels, Mark, find_marks
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.reasoning import ThinkMarks, marks_of, read_reasoning, state_after
@@ -35,6 +35,7 @@ _Text = Literal["before", "apart", "none"]
 """Where the text of an answer is: before calls, instead of calls, nowhere."""
 
 NO_TOOLS = "tools may not be given: the chat template of this model knows no tools"
+NO_THINKING = "thinking_token_budget may not be given: the chat template of this model marks no reasoning by tokens"
 NO_FORMAT = (
     "tools may not be given: the chat template of this model asks for calls in a format that this server cannot read; "
     "if it can, the operator may name the format by --tool-call-format"
@@ -79,9 +80,13 @@ class Dialect:
             if wanted is not None and wanted.kind != "json":
                 message = f"{field} may not be given together with tools that may be called, but JSON may be asked for"
                 raise InvalidRequestError(message, param=field)
+        if body.thinking_limit is not None and not self._marks_are_tokens():
+            raise InvalidRequestError(NO_THINKING, param="thinking_token_budget", code="unsupported_parameter")
         reason = ""
         if asked is not None and asked.needs_grammar:
             reason = "tools whose calls are forced, strict or not parallel"
+        elif body.thinking_limit is not None:
+            reason = "thinking_token_budget"
         elif wanted is not None and (asked is not None or self.marks is not None):
             reason = f"{field} and tools" if asked is not None else f"{field} and a model that marks its reasoning"
         if reason and (body.continue_final_message or body.add_generation_prompt is False):
@@ -91,11 +96,8 @@ class Dialect:
     def reading(self, body: GenerationRequest, prompt: Sequence[int]) -> Reading | None:
         """Return how to read the answers to a prompt; None if they are all text. Raises InvalidRequestError."""
         assert isinstance(body, ChatRequest), "other completions have no dialect"
-        asked, wanted, spell = (
-            asked_tools(body),
-            asked_grammar(body, self.unnamed_properties)[1],
-            spelling(self.tokenizer),
-        )
+        asked, wanted, limit = asked_tools(body), asked_grammar(body, self.unnamed_properties)[1], body.thinking_limit
+        spell = spelling(self.tokenizer, as_tokens=() if limit is None else self.think or ())
         special_ids, grammar = self.tokenizer.special_ids, None
         if asked is not None and asked.must_call:
             wanted = None  # it is about the text, and there is none
@@ -113,16 +115,29 @@ class Dialect:
             think = None
         if form is None and think is None:
             return None
+        has_grammar |= limit is not None
+        thinking = FREE if limit is None or think is None else at_most(limit, self.tokenizer, think.end)
         if has_grammar and asked is not None and form is not None:
             grammar = text_grammar(
-                asked, form, spell, self.unnamed_properties, think=think, is_open=is_open, wanted=wanted
+                asked,
+                form,
+                spell,
+                self.unnamed_properties,
+                think=think,
+                is_open=is_open,
+                wanted=wanted,
+                thinking=thinking,
             )
-        elif wanted is not None and think is not None:
-            grammar = thinking_grammar(wanted, spell, think, is_open=is_open)
+        elif has_grammar and think is not None:
+            grammar = thinking_grammar(wanted, spell, think, is_open=is_open, thinking=thinking)
         names = frozenset(function.name for function in asked.functions) if asked is not None else frozenset[str]()
         text: _Text = "apart" if wanted is not None else "none" if asked is not None and asked.must_call else "before"
         steps = partial(_read, form=form, names=names, think=think, is_open=is_open, text=text)
         return Reading(grammar, special_ids - self._mark_ids(form, think), steps=steps)
+
+    def _marks_are_tokens(self) -> bool:
+        """Whether the marks of reasoning are a token each."""
+        return self.think is not None and all(len(self.tokenizer.encode_with_special(mark)) == 1 for mark in self.think)
 
     def _mark_ids(self, form: ToolFormat | None, think: ThinkMarks | None) -> set[int]:
         """Return the special tokens that are marks to read."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import replace
+from typing import NamedTuple
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.grammar.grammar import MAX_GRAMMAR_LENGTH, Grammar, UnnamedProperties
@@ -22,15 +24,44 @@ from gptserve.server.tools.request import AskedTools
 
 # Models are trained on JSON with a space after a comma and a colon, and on JSON without.
 _WHITESPACE = " ?"
+MAX_LIMIT = 2**20
+"""No reasoning is longer."""
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
 
 
-def spelling(tokenizer: Tokenizer) -> Spell:
-    """Return the function from a mark to its symbol: texts do not match special tokens."""
+class Thinking(NamedTuple):
+    """What stands between the marks of reasoning: a symbol, and the rules of it."""
+
+    symbol: str
+    rules: tuple[str, ...] = ()
+
+
+FREE = Thinking("ANY")
+
+
+def at_most(limit: int, tokenizer: Tokenizer, end: str) -> Thinking:
+    """Return up to `limit` tokens, none of them special or the mark `end`, which is a token.
+
+    So `end` may come at any time, and after so many tokens nothing else may. llguidance's own max_tokens would not let
+    drafts be taken back.
+    """
+    if limit == 0:
+        return Thinking("")
+    excluded = sorted({*tokenizer.special_ids, *tokenizer.encode_with_special(end)})
+    other = f"<[^{','.join(map(str, excluded))}]>"
+    return Thinking("thinking", (f"thinking: other{{0,{min(limit, MAX_LIMIT)}}}", f"other: {other}"))
+
+
+def spelling(tokenizer: Tokenizer, *, as_tokens: Collection[str] = ()) -> Spell:
+    """Return the function from a mark to its symbol: texts do not match special tokens.
+
+    Marks of as_tokens, each one token, are tokens even if they are not special: then no text matches them, either.
+    """
 
     def spell(mark: str) -> str:
         ids = tokenizer.encode_with_special(mark)
-        return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in tokenizer.special_ids else literal(mark)
+        is_token = len(ids) == 1 and (ids[0] in tokenizer.special_ids or mark in as_tokens)
+        return f"<[{ids[0]}]>" if is_token else literal(mark)
 
     return spell
 
@@ -44,11 +75,12 @@ def text_grammar(
     think: ThinkMarks | None,
     is_open: bool,
     wanted: Grammar | None = None,
+    thinking: Thinking = FREE,
 ) -> Grammar:
     """Return the grammar of an answer in a format. Raises InvalidRequestError.
 
-    An answer may begin with reasoning between the marks `think`; where the prompt has opened that, it has to. A text
-    matches `wanted`, and then calls have none before them.
+    An answer may begin with reasoning, `thinking` between the marks `think`; where the prompt has opened that, it has
+    to. A text matches `wanted`, and then calls have none before them.
     """
     calls = f"{spell(form.begin)} calls" if form.begin else "calls"
     thought = [rf"\s*{re.escape(think.begin)}"] if think is not None and not is_open else []
@@ -63,7 +95,7 @@ def text_grammar(
     else:
         answer = "TEXT | free_calls"
     rules = [
-        _start(spell, think, is_open=is_open),
+        _start(spell, think, is_open=is_open, thinking=thinking),
         f"answer: {answer}",
         f"calls_of_answer: {calls}",
         _free_calls(form, spell),
@@ -74,9 +106,12 @@ def text_grammar(
     return _join(rules, wanted)
 
 
-def thinking_grammar(wanted: Grammar, spell: Spell, think: ThinkMarks, *, is_open: bool) -> Grammar:
+def thinking_grammar(
+    wanted: Grammar | None, spell: Spell, think: ThinkMarks, *, is_open: bool, thinking: Thinking = FREE
+) -> Grammar:
     """Return the grammar of an answer without tools that begins with reasoning, as in `text_grammar`."""
-    return _join([_start(spell, think, is_open=is_open), "answer: framed"], wanted)
+    answer = "ANY" if wanted is None else "framed"
+    return _join([_start(spell, think, is_open=is_open, thinking=thinking), f"answer: {answer}"], wanted)
 
 
 def harmony_grammar(
@@ -127,7 +162,7 @@ def _free_calls(form: ToolFormat, spell: Spell) -> str:
     return f"free_calls: before calls\nbefore{'[lazy]' if begin.startswith(chr(34)) else ''}: TEXT {begin}"
 
 
-def _start(spell: Spell, think: ThinkMarks | None, *, is_open: bool) -> str:
+def _start(spell: Spell, think: ThinkMarks | None, *, is_open: bool, thinking: Thinking) -> str:
     """Return the rules of an answer with its reasoning and the white space after that."""
     rules = ["ANY: /(?s:.*)/"]
     if think is None:
@@ -138,7 +173,8 @@ def _start(spell: Spell, think: ThinkMarks | None, *, is_open: bool) -> str:
         (
             f"start: {'thought' if is_open else 'thought?'} answer",
             "thought: marked /\\s{0,2}/",
-            f"marked{'[lazy]' if end.startswith(chr(34)) else ''}: {opened}ANY {end}",
+            f"marked{'[lazy]' if end.startswith(chr(34)) else ''}: {opened}{thinking.symbol} {end}",
+            *thinking.rules,
             *rules,
         )
     )

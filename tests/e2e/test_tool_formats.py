@@ -16,8 +16,6 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
@@ -28,12 +26,12 @@ from gptserve.server.tools.harmony import MARKS
 from gptserve.weights.chat.template import ChatTemplate
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.conftest import MakeGPT2
+from tests.e2e.marked_models import Marks, marked_model
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config
 from tests.engine.test_grammars import NoDrafts
 from tests.server.api.test_chat import parse_events
 from tests.server.app_options import app_options
-from tests.weights.tiny_tokenizers import byte_level
 
 HARMONY = (*MARKS, "<|constrain|>", "<|call|>", "<|return|>")
 OTHERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
@@ -46,8 +44,6 @@ TEMPLATES = {
     "mistral-v11": SHOWN + "{# [TOOL_CALLS] [ARGS] #}",
     "harmony": SHOWN + "<|start|>assistant",
 }
-Marks = tuple[tuple[str, ...], bool]
-"""The marks in a vocabulary, and whether they are special tokens; Qwen's are not."""
 CASES = [
     *((name, (OTHERS, is_special)) for is_special in (True, False) for name in TEMPLATES if name != "harmony"),
     ("harmony", (HARMONY, True)),
@@ -96,17 +92,10 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folders(make_gpt2: MakeGPT2, tmp_path_factory: pytest.TempPathFactory) -> dict[Marks, Path]:
     """Models whose vocabularies have some marks."""
-    made = {}
-    for marks, is_special in {marks for _, marks in CASES}:
-        library = byte_level(size=330)
-        library.add_tokens([AddedToken(mark, special=is_special, normalized=False) for mark in marks])
-        folder = tmp_path_factory.mktemp("model")
-        source = make_gpt2(vocab_size=library.get_vocab_size(), n_positions=512, eos_token_id=0)
-        for path in source.iterdir():
-            (folder / path.name).symlink_to(path)
-        PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<|endoftext|>").save_pretrained(folder)
-        made[marks, is_special] = folder
-    return made
+    return {
+        (marks, is_special): marked_model(make_gpt2, tmp_path_factory.mktemp("model"), marks, is_special)
+        for marks, is_special in {marks for _, marks in CASES}
+    }
 
 
 def load(config: EngineConfig, *, report: Report) -> StepEngine:

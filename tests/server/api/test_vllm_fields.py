@@ -245,10 +245,19 @@ def test_all_fields_of_vllm_may_be_sent_with_what_asks_for_nothing(api: Api, rou
 
 
 def test_a_limit_of_the_reasoning_is_refused_in_words(api: Api) -> None:
-    message = "a limit of the reasoning's tokens is not supported by this server; leave out thinking_token_budget"
+    message = "thinking_token_budget may not be given: the chat template of this model marks no reasoning by tokens"
     error = api.chat(thinking_token_budget=5).json()["error"]
-    assert (error["code"], error["message"]) == ("unsupported_parameter", message)
+    assert (error["param"], error["code"], error["message"]) == (
+        *("thinking_token_budget", "unsupported_parameter"),
+        message,
+    )
     assert api.chat(thinking_token_budget=-1).status_code == 200
+    message = "thinking_token_budget: input should be greater than or equal to -1, got -2"
+    error = api.chat(thinking_token_budget=-2).json()["error"]
+    assert (error["code"], error["message"]) == ("invalid_value", message)
+    error = api.complete(prompt="x", thinking_token_budget=5).json()["error"]
+    assert (error["code"], error["message"]) == ("invalid_value", "thinking_token_budget may be given in a chat only")
+    assert api.complete(prompt="x", thinking_token_budget=-1).status_code == 200
 
 
 RULE = "input should be a valid"
