@@ -41,6 +41,9 @@ class BlockPool:
         self._keys: list[tuple[PrefixId, tuple[int, ...]] | None] = [None] * num_blocks  # None: not findable
         self._prefixes: list[PrefixId] = [""] * num_blocks  # meaningful from `register` until the block is reused
         self._num_prefixes = 0
+        self.num_offers = 0
+        """How often a block has come to be both held and findable. The number of held blocks that `match` finds for
+        given tokens never grows by more than this."""
 
     @property
     def num_free(self) -> int:
@@ -83,6 +86,7 @@ class BlockPool:
         for block_id in matched:
             if self.num_references[block_id] == 0:
                 del self._cached[block_id]
+                self.num_offers += 1
             self.num_references[block_id] += 1
         return [*matched, *(self._take_free() for _ in range(num_new))]
 
@@ -120,6 +124,7 @@ class BlockPool:
         self.findable[block_id] = 1
         self._prefixes[block_id] = self._num_prefixes
         self._num_prefixes += 1
+        self.num_offers += 1
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:

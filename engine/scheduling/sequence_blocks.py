@@ -7,9 +7,22 @@ Scheduler calls it and decides which sequence gets blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from gptserve.engine.scheduling.block_pool import BlockPool
 from gptserve.engine.scheduling.sequence import SequenceState
+
+
+class _Refusal(NamedTuple):
+    """`allocate` found too few free blocks for a sequence of so many tokens: it needs num_lacking that nobody holds.
+
+    That was when the pool's num_offers had this value.
+    """
+
+    arrival: int
+    num_tokens: int
+    num_lacking: int
+    num_offers: int
 
 
 class SequenceBlocks:
@@ -19,6 +32,7 @@ class SequenceBlocks:
         self._pool, self.block_size = pool, pool.block_size
         self._unfilled: list[int] = []
         self._unknown: list[tuple[SequenceState, int, int]] = []  # positions that end with a foreseen token
+        self._refusal: _Refusal | None = None  # the newest
 
     def begin_step(self) -> list[int]:
         """Return the ScheduledBatch.unfilled of a new step, to which `register` adds from here on."""
@@ -32,15 +46,32 @@ class SequenceBlocks:
     def allocate(self, sequence: SequenceState, *, use_cache: bool) -> bool:
         """Give a sequence without blocks all it needs; False, and nothing changes, if too few are free.
 
-        With use_cache the first ones are those of the longest cached prefix; its tokens count as computed.
+        With use_cache the first ones are those of the longest cached prefix; its tokens count as computed. A prefix is
+        not matched again while too few blocks have become free or shared to change an earlier refusal.
         """
+        if use_cache and self._is_still_refused(sequence):
+            return False
         matched = self._pool.match(sequence.token_ids, sequence.request.cache_salt) if use_cache else []
         block_ids = self._pool.allocate(self.num_needed(sequence) - len(matched), matched)
         if block_ids is None:
+            if not use_cache:
+                return False
+            num_held = sum(self._pool.num_references[block_id] > 0 for block_id in matched)
+            num_lacking = self.num_needed(sequence) - num_held
+            self._refusal = _Refusal(sequence.arrival, len(sequence.token_ids), num_lacking, self._pool.num_offers)
             return False
+        self._refusal = None
         sequence.block_ids.extend(block_ids)
         sequence.num_computed = len(matched) * self.block_size
         return True
+
+    def _is_still_refused(self, sequence: SequenceState) -> bool:
+        """Whether it is certain, without a look at the tokens, that `allocate` would refuse a sequence again."""
+        refusal = self._refusal
+        if refusal is None or (refusal.arrival, refusal.num_tokens) != (sequence.arrival, len(sequence.token_ids)):
+            return False
+        num_offers = self._pool.num_offers - refusal.num_offers  # each may spare the sequence one block
+        return refusal.num_lacking - num_offers > self._pool.num_free
 
     def grow(self, sequence: SequenceState) -> bool:
         """Give a running sequence the blocks it lacks; False, and nothing changes, if too few are free."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+
 import pytest
 
 from gptserve.engine.request import Request, SamplingParams
@@ -76,3 +79,64 @@ def test_a_draft_gets_free_blocks_and_its_rejected_tokens_give_them_back(
     drafting.token_ids += [1, 2, 3]
     blocks.trim(drafting)
     assert (len(drafting.block_ids), pool.num_free) == (3, 1)
+
+
+def test_a_blocked_sequence_is_matched_once_and_again_when_that_may_change_something(
+    blocks: SequenceBlocks, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matched, match = list[int](), pool.match
+    monkeypatch.setattr(pool, "match", lambda token_ids, salt: matched.append(len(token_ids)) or match(token_ids, salt))
+    running, waiting = numbered(0, range(9)), numbered(1, range(100, 109))
+    assert blocks.allocate(running, use_cache=True)
+    for _ in range(50):
+        assert not blocks.allocate(waiting, use_cache=True)
+    assert matched == [9, 9]
+    blocks.free(running)
+    assert blocks.allocate(waiting, use_cache=True)
+    assert matched == [9, 9, 9]
+
+
+def numbered(arrival: int, token_ids: Iterable[int]) -> SequenceState:
+    known = list(token_ids)
+    return SequenceState(Request("r", tuple(known), SamplingParams(), seed=0), arrival, known)
+
+
+def disagreements(seed: int, *, notes_offers: bool = True) -> int:
+    """Return how often `allocate` of random sequences decided otherwise than the pool's blocks alone say."""
+    rng, num_wrong = random.Random(seed), 0
+    pool = BlockPool(rng.randint(4, 16), rng.choice([1, 2, 4]), enable_prefix_caching=True)
+    blocks = SequenceBlocks(pool)
+    live, waiting = list[SequenceState](), list[SequenceState]()
+    for arrival in range(300):
+        if len(waiting) < 2:
+            prefix, length = rng.randint(0, 1), rng.randint(1, 24)
+            waiting.append(numbered(arrival, [prefix] * length if rng.random() < 0.8 else range(length)))
+        head = waiting[0]
+        matched = pool.match(head.token_ids, "")
+        num_held = sum(pool.num_references[block_id] > 0 for block_id in matched)
+        expected = blocks.num_needed(head) - num_held <= pool.num_free
+        found = blocks.allocate(head, use_cache=True)
+        num_wrong += found != expected
+        if found:
+            live.append(waiting.pop(0))
+        elif expected or blocks.num_needed(head) > 12:
+            waiting.pop(0)
+        for sequence in rng.sample(live, rng.randint(0, len(live))):
+            if sequence.num_computed < len(sequence.token_ids) - 1 and rng.random() < 0.7:
+                end = rng.randint(sequence.num_computed + 1, len(sequence.token_ids))
+                blocks.register(sequence, sequence.num_computed, end)
+                sequence.num_computed = end
+            elif rng.random() < 0.3:
+                blocks.free(sequence)
+                live.remove(sequence)
+        if not notes_offers:
+            pool.num_offers = 0
+    return num_wrong
+
+
+def test_a_remembered_refusal_decides_as_the_blocks_do() -> None:
+    assert sum(map(disagreements, range(60))) == 0
+
+
+def test_a_refusal_that_forgets_what_became_shared_would_be_seen() -> None:
+    assert sum(disagreements(seed, notes_offers=False) for seed in range(60)) > 0
