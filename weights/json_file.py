@@ -93,8 +93,8 @@ def _check_size(path: Path, error: type[WeightsError], max_bytes: int) -> None:
 def _is_deeper(value: dict[str, object], depth: int) -> bool:
     level: list[dict[str, object] | list[object]] = [value]
     for _ in range(depth):
-        inner = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
-        level = [child for child in inner if isinstance(child, dict | list)]
+        children = (node.values() if type(node) is dict else node for node in level)
+        level = [child for some in children for child in some if type(child) is list or type(child) is dict]
         if not level:
             return False
     return True

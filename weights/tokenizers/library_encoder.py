@@ -8,6 +8,7 @@ worker_encoder.py has. The library is imported with the first encoder.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,19 @@ PREPEND = {"type": "Prepend", "prepend": "\u2581"}
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 NFC = {"type": "NFC"}
 SPLITTERS = ("ByteLevel", "Digits", "Split")
+STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 class LibraryEncoder:
     """Holds the library's tokenizer twice: one finds special tokens, the other never does.
 
     One instance would have to be switched between the two, and threads share it. `describe` makes the descriptions.
+    Where the second is None, both have one model, which takes most of the time and of the memory.
     """
 
-    def __init__(self, finding: str, plain: str) -> None:
+    def __init__(self, finding: str, plain: str | None) -> None:
         self._finding = _open(finding)
-        self._plain = _open(plain)
+        self._plain = _without_added(self._finding) if plain is None else _open(plain)
         self._plain.encode_special_tokens = True
 
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
@@ -43,9 +46,10 @@ class LibraryEncoder:
         return ids
 
 
-def describe(vocabulary: Vocabulary) -> tuple[str, str]:
+def describe(vocabulary: Vocabulary) -> tuple[str, str | None]:
     """Return the two descriptions of a LibraryEncoder. Raises TokenizerError."""
-    return json.dumps(vocabulary.description), json.dumps(_without_special(vocabulary))
+    plain = None if _never_makes_special(vocabulary) else json.dumps(_without_special(vocabulary))
+    return json.dumps(vocabulary.description), plain
 
 
 def most_bytes_per_byte(vocabulary: Vocabulary) -> int:
@@ -63,6 +67,32 @@ def _open(description: str) -> Library:
     library.no_truncation()
     library.no_padding()
     return library
+
+
+def _without_added(library: Library) -> Library:
+    """Return a tokenizer with the same model and steps that finds no added token."""
+    plain = type(library)(library.model)
+    for step in STEPS:
+        if (value := getattr(library, step)) is not None:
+            setattr(plain, step, value)
+    return plain
+
+
+def _never_makes_special(vocabulary: Vocabulary) -> bool:
+    """Return whether the model makes none of the added tokens of any text, and all of them are special tokens.
+
+    BPE begins with single characters, or the bytes of one, and goes on with what merges give.
+    """
+    model: Any = vocabulary.description["model"]
+    special = {token.text for token in vocabulary.added if token.special and token.text in vocabulary.ids}
+    return (
+        model.get("type", "BPE") == "BPE"
+        and len(special) == len(vocabulary.added)
+        and not vocabulary.ignores_merges
+        and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+        and not any(len(text) == 1 or re.fullmatch("<0x..>", text) for text in special)
+        and special.isdisjoint(map("".join, vocabulary.merges))
+    )
 
 
 def _keeps_everything(vocabulary: Vocabulary) -> bool:

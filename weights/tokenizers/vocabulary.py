@@ -119,11 +119,13 @@ def _unigram_ids(model: Mapping[str, object], path: Path) -> dict[str, int]:
 
 def _bpe_ids(model: Mapping[str, object], path: Path) -> dict[str, int]:
     ids: dict[str, int] = {}
-    seen: dict[int, str] = {}
+    seen: set[int] = set()
     for text, value in _object(model, "vocab", path).items():
-        ids[text] = _token_id(value, shown(text), path)
-        if seen.setdefault(ids[text], text) != text:
-            raise TokenizerError(f"{path}: {shown(text)} must have an id of its own, got {value}")
+        if type(value) is not int or value < 0 or value in seen:
+            its_id = _token_id(value, shown(text), path)
+            raise TokenizerError(f"{path}: {shown(text)} must have an id of its own, got {its_id}")
+        ids[text] = value
+        seen.add(value)
     return ids
 
 
@@ -140,7 +142,7 @@ def _merges(model: Mapping[str, object], path: Path) -> list[tuple[str, str]]:
     merges = []
     for entry in entries:
         pair = entry.split(" ") if isinstance(entry, str) else entry
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) and part for part in pair)):
+        if not (type(pair) is list and len(pair) == 2 and type(pair[0]) is str is type(pair[1]) and all(pair)):
             raise TokenizerError(f"{path}: a merge must be two tokens, got {shown(entry)}")
         merges.append((pair[0], pair[1]))
     return merges

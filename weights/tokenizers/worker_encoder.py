@@ -60,10 +60,12 @@ class WorkerEncoder:
         return ids
 
 
-def open_encoder(descriptions: list[str]) -> Callable[..., list[int]]:
+def open_encoder(descriptions: list[str | None]) -> Callable[..., list[int]]:
     """Be opened in a worker: return the function from a text to ids."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # no threads, whose stacks would count as memory
-    return LibraryEncoder(*descriptions).encode
+    finding, plain = descriptions
+    assert finding is not None
+    return LibraryEncoder(finding, plain).encode
 
 
 def is_known(vocabulary: Vocabulary) -> bool:

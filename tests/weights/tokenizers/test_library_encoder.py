@@ -11,8 +11,11 @@ import pytest
 import tokenizers
 
 from gptserve.weights.errors import TokenizerError
+from gptserve.weights.tokenizers import library_encoder
+from gptserve.weights.tokenizers.library_encoder import describe
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
-from tests.weights.tiny_tokenizers import FAMILIES, change
+from gptserve.weights.tokenizers.vocabulary import load_vocabulary
+from tests.weights.tiny_tokenizers import CORPUS, FAMILIES, change
 
 
 def description(name: str) -> dict[str, Any]:
@@ -28,9 +31,7 @@ def opened(raw: dict[str, Any], folder: Path) -> Tokenizer:
 def test_merges_do_not_put_a_special_token_together(tmp_path: Path) -> None:
     raw = description("llama2")
     vocab = raw["model"]["vocab"]
-    for token in ("<", "/", "s", ">", "</", "s>"):
-        vocab.setdefault(token, len(vocab))
-    raw["model"]["merges"] += [["<", "/"], ["s", ">"], ["</", "s>"]]
+    with_merge(raw)
     library = tokenizers.Tokenizer.from_str(json.dumps(raw))
     library.encode_special_tokens = True
     assert vocab["</s>"] in library.encode("x</s>").ids  # the control: left alone, the library does it
@@ -62,6 +63,78 @@ def test_unigram_pieces_do_not_make_a_special_token(tmp_path: Path) -> None:
     assert library.token_to_id("</s>") not in tokenizer.encode("x</s>")
     assert tokenizer.encode_with_special("x</s>")[-1] == library.token_to_id("</s>")
     assert tokenizer.encode_prompt("x")[0] == library.token_to_id("</s>")
+
+
+TEXTS = (*CORPUS, "", " ", "a</s>b<s> <unk>", "<|endoftext|> x<fim>y", "</ s></", "\u2581\u2581x\u0000\u00e9<0x0A>")
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "gemma", "bloom", "gpt_bigcode"])
+def test_one_model_gives_the_tokens_of_two(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = description(name)
+
+    def told(num_opened: int) -> list[list[int]]:
+        opened_before.clear()
+        tokenizer = opened(raw, tmp_path)
+        assert len(opened_before) == num_opened
+        ways = tokenizer.encode, tokenizer.encode_prompt, tokenizer.encode_with_special
+        return [way(text) for text in TEXTS for way in (*ways, *ways[::-1])]
+
+    opened_before: list[str] = []
+    open_library = library_encoder._open
+    monkeypatch.setattr(library_encoder, "_open", lambda text: opened_before.append(text) or open_library(text))
+    by_one = told(1)
+    monkeypatch.setattr(library_encoder, "_never_makes_special", lambda _: False)
+    assert by_one == told(2)
+    assert len({tuple(ids) for ids in by_one}) > 2 * len(CORPUS), "special tokens are found by one way alone"
+
+
+def with_merge(raw: dict[str, Any]) -> None:
+    vocab = raw["model"]["vocab"]
+    for token in ("<", "/", "s", ">", "</", "s>"):
+        vocab.setdefault(token, len(vocab))
+    raw["model"]["merges"] += [["<", "/"], ["s", ">"], ["</", "s>"]]
+
+
+def with_special(text: str, **flags: bool) -> Callable[[dict[str, Any]], None]:
+    def change(raw: dict[str, Any]) -> None:
+        token_id = raw["model"]["vocab"].setdefault(text, len(raw["model"]["vocab"]))
+        raw["added_tokens"].append({**raw["added_tokens"][0], "content": text, "id": token_id, **flags})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        with_merge,
+        with_special("c"),
+        with_special("<0x0A>"),
+        with_special("<tool>", special=False),
+        change("model", "ignore_merges", to=True),
+        change("model", "end_of_word_suffix", to="</s>"),
+        change("model", "continuing_subword_prefix", to="<"),
+    ],
+)
+def test_a_model_that_may_make_an_added_token_is_opened_twice(
+    spoil: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    raw = description("llama2")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert describe(load_vocabulary(tmp_path))[1] is None
+    spoil(raw)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert describe(load_vocabulary(tmp_path))[1] is not None
+
+
+@pytest.mark.parametrize(("text", "written"), [("c", "c"), ("<0x01>", "\x01")])
+def test_a_special_token_of_one_symbol_is_never_made(text: str, written: str, tmp_path: Path) -> None:
+    raw = description("llama2")
+    with_special(text)(raw)
+    library = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    library.encode_special_tokens = True
+    special = library.token_to_id(text)
+    assert special in library.encode(f"x{written}").ids  # the control
+    assert special not in opened(raw, tmp_path).encode(f"x{written}")
 
 
 def test_byte_level_bpe_out_of_tiktokens_reach_has_the_ids_of_tokenizers(tokenizer_json: str, tmp_path: Path) -> None:

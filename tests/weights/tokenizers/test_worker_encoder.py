@@ -158,8 +158,8 @@ def test_a_tokenizer_that_does_not_open_is_refused(
     refusal = rf"^{tmp_path}/tokenizer\.json: the tokenizer does not open: "
     with pytest.raises(TokenizerError, match=refusal + "the library tokenizers cannot read it: "):
         opened("llama2", normalizer={"type": "Nonsense"})
-    monkeypatch.setattr(worker_encoder, "LIMITS", Limits(open_memory_bytes=2**26))
-    with pytest.raises(TokenizerError, match=refusal + "it needed more than 64 MiB of memory$"):
+    monkeypatch.setattr(worker_encoder, "LIMITS", Limits(open_memory_bytes=2**25))
+    with pytest.raises(TokenizerError, match=refusal + "it needed more than 32 MiB of memory$"):
         opened("llama2", normalizer={**LONG, "content": "a" * 40_000_000})
 
 
