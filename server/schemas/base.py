@@ -11,7 +11,8 @@ Text = Annotated[str, Tag("text")]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(allow_inf_nan=False, use_attribute_docstrings=True)
+    # Strings below the fields describe them: openapi.py reads these, as pydantic would do so at each start.
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class _RequestModel(_Model):

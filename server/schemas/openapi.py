@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gptserve.server.core.settings import ServerSettings
+from gptserve.server.schemas.base import _Model
 from gptserve.server.schemas.completions import ErrorBody
 
 _REF = "#/components/schemas/{model}"
@@ -63,12 +67,46 @@ def openapi_document(app: FastAPI, models: Sequence[type[BaseModel]], settings: 
     _, definitions = models_json_schema([(model, "validation") for model in described], ref_template=_REF)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
+    _describe_fields(components["schemas"])
     if settings.root_path is not None:
         document["servers"] = [{"url": settings.root_path}]
     if settings.needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _describe_fields(schemas: dict[str, Any]) -> None:
+    """Give the properties of our models the strings below their fields as descriptions."""
+    models: list[type[BaseModel]] = [_Model]
+    for model in models:  # which grows meanwhile
+        models += model.__subclasses__()
+    for model in models:
+        fields = {field.alias or name: name for name, field in model.model_fields.items()}
+        for key in (model.__name__, f"{model.__module__}.{model.__name__}".replace(".", "__")):
+            properties = schemas.get(key, {}).get("properties", {})
+            if properties.keys() == fields.keys():  # else it is another model of this name
+                texts = _field_docstrings(model)
+                for name, its_schema in properties.items():
+                    if fields[name] in texts:
+                        its_schema.setdefault("description", texts[fields[name]])
+
+
+def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the strings below the fields of a model and of those that it extends."""
+    found: dict[str, str] = {}
+    for part in reversed(model.__mro__):
+        if not issubclass(part, _Model):
+            continue
+        (definition,) = ast.parse(inspect.getsource(part)).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in pairwise((*definition.body, ast.Pass())):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found.pop(statement.target.id, None)
+                match following:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        found[statement.target.id] = inspect.cleandoc(text)
+    return found
 
 
 def _one_of(models: Sequence[type[BaseModel]]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gptserve.server.schemas.base import _Model
 from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
+from gptserve.server.schemas.openapi import _field_docstrings
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import FakeEngineClient
 
@@ -31,6 +33,31 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     assert {"CompletionRequest", "StreamOptions", "Completion", "ErrorBody"} <= names
     assert names <= set(document["components"]["schemas"])
     assert text.count('"$ref"') == text.count('"$ref": "#/components/schemas/')
+
+
+class Extended(_Model):
+    kept: int
+    """is kept, and
+    has two lines"""
+    changed: int
+    """is changed"""
+    plain: int
+
+
+class Extending(Extended):
+    changed: str  # type: ignore[assignment]
+    added: int
+    """is added"""
+
+
+def test_fields_are_described_by_the_strings_below_them(document: dict[str, Any]) -> None:
+    assert _field_docstrings(Extending) == {"kept": "is kept, and\nhas two lines", "added": "is added"}
+    for model in ("CompletionRequest", "ChatRequest"):
+        properties = document["components"]["schemas"][model]["properties"]
+        assert properties["n"]["description"] == "completions per prompt; default 1"
+        assert properties["seed"]["description"] == "drawn and reported back when left out or -1"
+        assert "description" not in properties["model"]
+    assert "description" in document["components"]["schemas"]["Completion"]["properties"]["system_fingerprint"]
 
 
 def test_a_completions_body_and_answers_are_described(document: dict[str, Any]) -> None:
