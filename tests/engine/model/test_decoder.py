@@ -25,7 +25,7 @@ from tests.engine.runs import make_engine, make_request, run
 
 VOCAB_SIZE, WIDTH = 40_000, 256
 TABLE = VOCAB_SIZE * WIDTH
-MARGIN = TABLE  # bytes, half a table in bf16: the layer, huge pages, and what else this process may take meanwhile
+MARGIN = TABLE  # bytes, half a table in bf16: the layer, huge pages, what else this process takes or gives back
 
 needs_library = pytest.mark.skipif(not native.is_available(), reason="the library is not built")
 
@@ -68,7 +68,7 @@ def test_a_tied_head_is_held_once_and_a_quantized_one_beside_the_embedding(
         (untied, None, 2 * TABLE * dtype.itemsize),
         (tied, "int8", TABLE * dtype.itemsize + TABLE),
     ):
-        assert expected < held_bytes(folder, dtype, quantization) < expected + MARGIN
+        assert abs(held_bytes(folder, dtype, quantization) - expected) < MARGIN
 
 
 @needs_library
