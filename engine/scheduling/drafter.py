@@ -21,8 +21,8 @@ MIN_NGRAM = 2
 MAX_NGRAM = 8
 """Longer n-grams find no better place, and each n costs one index entry for each token."""
 
-INDEXED_AT_ONCE = 4096
-"""Tokens. Indexing them takes some milliseconds, by which the step of all sequences is delayed."""
+INDEXED_A_STEP = 1024
+"""Tokens. Indexing them takes 1 to 4 milliseconds, by which the step of all sequences is delayed."""
 
 
 class Drafter(Protocol):
@@ -30,6 +30,9 @@ class Drafter(Protocol):
 
     max_step_tokens: int
     """A step with drafts computes at most this many tokens, drafts included."""
+
+    def begin_step(self) -> None:
+        """Be told that the drafts of another step are asked for."""
 
     def may_draft(self, sequence: SequenceState) -> bool:
         """Whether `draft` may ever guess a token of a sequence, and reads its tokens for that."""
@@ -56,9 +59,9 @@ class PromptLookup:
     them. The latest such place counts. A draft that reaches the end of the known tokens continues with its own first
     tokens, as a copy in LZ77 does: a loop is guessed as a loop.
 
-    A draft costs O(max_ngram) for each token that is not indexed yet. One call indexes at most INDEXED_AT_ONCE tokens;
-    until all are indexed there are no guesses. The index takes some hundred bytes for each token and n, little beside
-    the token's keys and values. `forget` drops it.
+    A draft costs O(max_ngram) for each token that is not indexed yet. A step indexes at most INDEXED_A_STEP tokens;
+    until all of a sequence are indexed there are no guesses for it. The index takes some hundred bytes for each token
+    and n, little beside the token's keys and values. `forget` drops it.
     """
 
     def __init__(self, max_ngram: int, max_step_tokens: int = MAX_DRAFTING_STEP_TOKENS) -> None:
@@ -66,6 +69,10 @@ class PromptLookup:
         self.max_step_tokens = max_step_tokens
         self._lengths = range(max_ngram, MIN_NGRAM - 1, -1)
         self._indices: dict[SequenceState, _Index] = {}
+        self._num_left = INDEXED_A_STEP
+
+    def begin_step(self) -> None:
+        self._num_left = INDEXED_A_STEP
 
     def may_draft(self, sequence: SequenceState) -> bool:
         return True
@@ -88,7 +95,8 @@ class PromptLookup:
 
     def _extend(self, index: _Index, token_ids: list[int]) -> None:
         """Index the n-grams that end before the last token; those that end with it are looked up."""
-        num_known = min(len(token_ids), index.num_known + INDEXED_AT_ONCE)
+        num_known = min(len(token_ids), index.num_known + self._num_left)
+        self._num_left -= num_known - index.num_known
         for end in range(index.num_known, num_known):
             for n in self._lengths:
                 if n <= end:

@@ -16,6 +16,10 @@ class GrammarDrafter:
         self.max_step_tokens = MAX_DRAFTING_STEP_TOKENS if other is None else other.max_step_tokens
         self._other = other
 
+    def begin_step(self) -> None:
+        if self._other is not None:
+            self._other.begin_step()
+
     def may_draft(self, sequence: SequenceState) -> bool:
         return sequence.matcher is not None or (self._other is not None and self._other.may_draft(sequence))
 

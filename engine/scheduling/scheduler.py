@@ -17,6 +17,7 @@ from operator import attrgetter, eq
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.draft_gain import DraftGain
 from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.prompt_pace import Budget, Pace
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
@@ -72,7 +73,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._drafter = drafter
+        self._drafter, self._draft_gain = drafter, DraftGain()
         self._pace = pace or Pace()
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
@@ -196,12 +197,14 @@ class Scheduler:
         begun_at, self._updated_at = max(batch.scheduled_at, self._updated_at), self._clock()
         if any(item.sequence.is_running for item in batch.items):  # a void step may have ended long ago
             self._pace.observe(batch, self._updated_at - begun_at)
+            self._draft_gain.observe(batch, self._updated_at - begun_at)
         sampling = [item for item in batch.items if item.needs_sampling]
         if batch is not self._foreseen:
             foresight.count_computed(batch)
         self._foreseen = None
         results = zip(sampling, sampled, strict=True)
-        progressed = [self._accept(item, token_ids) for item, token_ids in results if item.sequence.is_running]
+        num_seqs = len(batch.items)
+        progressed = [self._accept(item, ids, num_seqs) for item, ids in results if item.sequence.is_running]
         self._blocks.register_known()
         return progressed
 
@@ -305,12 +308,15 @@ class Scheduler:
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
-        if room <= 0:
+        if room <= 0 or self._draft_gain.wants_plain(len(items)):
             return
+        drafter.begin_step()
         sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
             max_tokens = min(-(-room // num_left), sequence.max_len - len(sequence.token_ids) - 1)
+            if max_tokens > 0:
+                max_tokens = min(max_tokens, self._draft_gain.max_tokens(sequence, len(items)))
             if max_tokens <= 0:
                 continue
             draft = drafter.draft(sequence, max_tokens)
@@ -318,7 +324,7 @@ class Scheduler:
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
                 room -= len(draft)
 
-    def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
+    def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...], num_seqs: int) -> Progress:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence, draft, token_ids = item.sequence, item.draft, item.sequence.token_ids
         if token_ids[-1] < 0:  # foreseen
@@ -342,16 +348,18 @@ class Scheduler:
                 newest = following
                 token_ids.append(newest)
                 accepted, reason = (*accepted, newest), self._finish_reason(sequence)
-            self._rollback(item, accepted)
+            self._rollback(item, accepted, num_seqs)
         if reason is not None:
             self._end(sequence, reason)
         return Progress(sequence, accepted, reason, newest if reason is FinishReason.STOP else None)
 
-    def _rollback(self, item: ScheduledSequence, accepted: Sequence[int]) -> None:
+    def _rollback(self, item: ScheduledSequence, accepted: Sequence[int], num_seqs: int) -> None:
         """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
+        num_held = sum(map(eq, accepted, item.draft))
         self.stats.num_draft_tokens += len(item.draft)
-        self.stats.num_accepted_tokens += sum(map(eq, accepted, item.draft))
+        self.stats.num_accepted_tokens += num_held
+        self._draft_gain.note(sequence, len(item.draft), num_held, num_seqs)
         sequence.num_computed = len(sequence.token_ids) - 1
         self._blocks.register(sequence, num_before, sequence.num_computed)
         self._blocks.trim(sequence)
@@ -383,4 +391,5 @@ class Scheduler:
         self._blocks.free(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
+            self._draft_gain.forget(sequence)
         sequence.finish_reason = reason

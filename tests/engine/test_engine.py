@@ -330,6 +330,10 @@ class Oracle:
     def __init__(self, truths: dict[str, list[int]], mood: str) -> None:
         self._truths, self._mood = truths, mood
 
+    def begin_step(self) -> None:
+
+        pass
+
     def may_draft(self, sequence: SequenceState) -> bool:
         return True
 

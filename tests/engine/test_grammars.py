@@ -158,6 +158,10 @@ class NoDrafts:
 
     max_step_tokens = 0
 
+    def begin_step(self) -> None:
+
+        pass
+
     def may_draft(self, sequence: SequenceState) -> bool:
         return False
 

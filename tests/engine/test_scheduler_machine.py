@@ -78,6 +78,10 @@ class FickleDrafter:
         self._mood = mood
         self._max_model_len = max_model_len
 
+    def begin_step(self) -> None:
+
+        pass
+
     def may_draft(self, sequence: SequenceState) -> bool:
         return True
 

@@ -467,6 +467,10 @@ class DraftsFor:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
+    def begin_step(self) -> None:
+
+        pass
+
     def may_draft(self, sequence: SequenceState) -> bool:
         return sequence.request.request_id == self._request_id
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling.drafter import INDEXED_AT_ONCE, MAX_NGRAM, MIN_NGRAM, PromptLookup
+from gptserve.engine.scheduling.drafter import INDEXED_A_STEP, MAX_NGRAM, MIN_NGRAM, PromptLookup
 from gptserve.engine.scheduling.sequence import SequenceState
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -81,17 +81,28 @@ class CountedList(list[int]):
         return super().__getitem__(place)
 
 
-@pytest.mark.parametrize("num_tokens", [50, INDEXED_AT_ONCE])
+@pytest.mark.parametrize("num_tokens", [50, INDEXED_A_STEP])
 def test_a_draft_reads_only_what_is_new_whatever_the_context(num_tokens: int) -> None:
     drafter, growing = PromptLookup(3), sequence(range(num_tokens))
     drafter.draft(growing, 4)
+    drafter.begin_step()
     growing.token_ids = CountedList([*growing.token_ids, num_tokens])
     drafter.draft(growing, 4)
     assert growing.token_ids.num_reads == 4, "a bigram and a trigram to enter, and as many to look for"
 
 
 def test_a_long_prompt_is_entered_part_by_part() -> None:
-    drafter, long = PromptLookup(3), sequence([*range(50), *range(2 * INDEXED_AT_ONCE), *range(50)])
-    assert drafter.draft(long, 4) == ()
-    assert drafter.draft(long, 4) == ()
+    drafter, long = PromptLookup(3), sequence([*range(50), *range(2 * INDEXED_A_STEP), *range(50)])
+    for _ in range(2):
+        assert drafter.draft(long, 4) == ()
+        drafter.begin_step()
     assert drafter.draft(long, 4) == (50, 51, 52, 53)
+
+
+def test_a_step_enters_so_many_tokens_of_all_sequences_together() -> None:
+    drafter, prompts = PromptLookup(3), [sequence([*range(50), *range(600), *range(50)]) for _ in range(4)]
+    ready = []
+    for _ in range(4):
+        drafter.begin_step()
+        ready.append([drafter.draft(prompt, 4) == (50, 51, 52, 53) for prompt in prompts])
+    assert ready == [[True, False, False, False], [True, True, False, False], [True, True, True, True], [True] * 4]

@@ -48,6 +48,10 @@ class Monomaniac:
     def __init__(self, guess: int) -> None:
         self._guess = guess
 
+    def begin_step(self) -> None:
+
+        pass
+
     def may_draft(self, sequence: SequenceState) -> bool:
         return True
 

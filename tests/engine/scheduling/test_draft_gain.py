@@ -1,0 +1,125 @@
+"""How long drafts should be, by steps of given times and guesses that hold or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.scheduling.draft_gain import DraftGain
+from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+
+PLAIN_S = 0.010
+
+
+def sequence() -> SequenceState:
+    return SequenceState(Request("r", (1,), SamplingParams(), seed=0), 0, [1, 2], num_computed=1)
+
+
+def step(num_seqs: int, num_drafted: int = 0) -> ScheduledBatch:
+    """Return a step of sequences that decode; the first one has a draft."""
+    drafted = ScheduledSequence(sequence(), 1 + num_drafted, (7,) * num_drafted)
+    return ScheduledBatch((drafted, *(ScheduledSequence(sequence(), 1) for _ in range(num_seqs - 1))))
+
+
+def gain(row_cost: float, num_seqs: int = 1) -> DraftGain:
+    """Return what has seen steps of so many sequences, where a row of a draft takes row_cost of a token's time."""
+    made = DraftGain()
+    learn(made, row_cost, num_seqs)
+    return made
+
+
+def learn(made: DraftGain, row_cost: float, num_seqs: int) -> None:
+    for _ in range(40):
+        made.observe(step(num_seqs), PLAIN_S)
+        made.observe(step(num_seqs, 4), PLAIN_S * (1 + 4 * row_cost / num_seqs))
+
+
+def drafts(made: DraftGain, drafting: SequenceState, share: float, num_steps: int, num_seqs: int = 1) -> Iterator[int]:
+    """Yield the lengths of the drafts of a sequence, of which about a share of guesses hold."""
+    debt = 0.0
+    for _ in range(num_steps):
+        length = made.max_tokens(drafting, num_seqs)
+        num_held = 0
+        while num_held < length and (debt := debt + share) >= 1:
+            debt -= 1
+            num_held += 1
+        if length:
+            made.note(drafting, length, num_held, num_seqs)
+        yield length
+
+
+def test_where_rows_cost_little_and_guesses_hold_drafts_are_long() -> None:
+    assert list(drafts(gain(0.02), sequence(), 1.0, 20))[-1] >= 11
+
+
+def test_where_rows_cost_more_than_guesses_give_drafts_stop_and_are_tried_now_and_then() -> None:
+    lengths = list(drafts(gain(0.5), sequence(), 0.0, 1000))
+    assert [at for at, length in enumerate(lengths) if length] == [0, 1, 66, 195, 452, 965]
+    assert sum(lengths[2:]) == 16
+
+
+def test_a_trial_that_holds_ends_the_wait() -> None:
+    made, drafting = gain(0.5), sequence()
+    list(drafts(made, drafting, 0.0, 100))
+    assert 0 in drafts(made, drafting, 0.0, 30)
+    assert min(list(drafts(made, drafting, 1.0, 400))[-50:]) > 0
+
+
+def test_a_row_costs_what_it_costs_among_as_many_sequences() -> None:
+    made = gain(0.02, 1)
+    learn(made, 0.9, 8)
+    alone, beside = sequence(), sequence()
+    assert sum(drafts(made, alone, 0.5, 50)) > 20
+    assert sum(list(drafts(made, beside, 0.5, 60, 8))[5:]) == 0
+
+
+def test_rows_that_take_more_than_a_step_are_never_worth_it() -> None:
+    assert sum(list(drafts(gain(3.0), sequence(), 0.9, 60))[1:]) == 0
+
+
+def test_a_new_sequence_begins_with_the_odds_of_those_before() -> None:
+    made = gain(0.2)
+    assert made.max_tokens(sequence(), 1) > 5
+    for _ in range(30):
+        list(drafts(made, sequence(), 0.0, 3))
+    assert 0 < made.max_tokens(sequence(), 1) <= 4
+
+
+def test_a_step_without_drafts_is_asked_for_until_one_is_measured() -> None:
+    made = DraftGain()
+    wanted = list[bool]()
+    for _ in range(9):
+        wanted.append(made.wants_plain(1))
+        made.observe(step(1, 4), PLAIN_S)
+    assert wanted == [False] * 8 + [True]
+    made.observe(step(1), PLAIN_S)
+    for _ in range(256):
+        assert not made.wants_plain(1)
+        made.observe(step(1, 4), PLAIN_S)
+    assert made.wants_plain(1)
+
+
+@pytest.mark.parametrize("num_drafted", [0, 4])
+def test_a_step_that_was_held_up_is_not_counted(num_drafted: int) -> None:
+    made = gain(0.02)
+    for _ in range(20):
+        made.observe(step(1, num_drafted), 1.0)
+    assert list(drafts(made, sequence(), 1.0, 20))[-1] >= 11
+
+
+def test_a_step_with_a_part_of_a_prompt_tells_nothing() -> None:
+    made, prompt = gain(0.02), sequence()
+    prompt.token_ids = list(range(50))
+    batch = ScheduledBatch((*step(1, 4).items, ScheduledSequence(prompt, 30)))
+    for _ in range(100):
+        made.observe(batch, 0.03)
+    assert list(drafts(made, sequence(), 1.0, 20, 2))[-1] >= 11
+
+
+def test_a_sequence_that_has_ended_is_forgotten() -> None:
+    made, ended = gain(0.5), sequence()
+    list(drafts(made, ended, 0.0, 100))
+    made.forget(ended)
+    assert made._guesses == {}
