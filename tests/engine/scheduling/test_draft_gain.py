@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.draft_gain import DraftGain
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from tests.engine.runs import make_engine, make_request, run, token_ids
 
 PLAIN_S = 0.010
+
+
+@pytest.fixture(autouse=True)
+def drafts_always_pay() -> None:
+    """Here they do not."""
 
 
 def sequence() -> SequenceState:
@@ -123,3 +130,12 @@ def test_a_sequence_that_has_ended_is_forgotten() -> None:
     list(drafts(made, ended, 0.0, 100))
     made.forget(ended)
     assert made._guesses == {}
+
+
+def test_answers_are_the_same_whatever_pays(tiny_gpt2: Path) -> None:
+    requests = [make_request(f"r{i}", [1, 2, 3] * (i + 2), max_tokens=60, temperature=0.3 * i) for i in range(4)]
+    plain, drafting = make_engine(tiny_gpt2), make_engine(tiny_gpt2, speculative_ngram=2)
+    expected = {i: token_ids(outputs) for i, outputs in run(plain, requests).items()}
+    for _ in range(3):
+        assert {i: token_ids(outputs) for i, outputs in run(drafting, requests).items()} == expected
+    assert drafting.stats.num_draft_tokens > 0
