@@ -130,7 +130,7 @@ def restore_plan(
     dialect = None if dialect is None else dialect.of_record(kept)
     body = model.model_validate(fields)
     bad_words = encode_bad_words(body.bad_words, tokenizer)
-    grammar = asked_grammar(body, unnamed_properties)[1]
+    grammar = asked_grammar(body, unnamed_properties if dialect is None else dialect.unnamed_properties)[1]
     params = body.sampling_params({}, bad_words=bad_words, max_tokens=max_tokens, grammar=grammar)
     reading = None if dialect is None else dialect.reading(body, prompts[0] if prompts else ())
     if reading is not None and reading.grammar is not None:

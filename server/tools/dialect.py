@@ -60,7 +60,7 @@ class Dialect:
     def to_record(self) -> dict[str, object]:
         """Return what the journal keeps, so that an answer is read again as it was; the tokenizer has the rest."""
         name = next((name for name, form in FORMATS.items() if form is self.form), None)
-        return {"format": name, "think": self.think}
+        return {"format": name, "think": self.think, "unnamed_properties": self.unnamed_properties}
 
     def of_record(self, kept: Mapping[str, Any] | None) -> Dialect:
         """Return the dialect that a record has; today's for one that has none. Raises LookupError."""
@@ -68,7 +68,8 @@ class Dialect:
             return self
         name, marks = kept["format"], kept["think"]
         form, think = None if name is None else FORMATS[name], None if marks is None else ThinkMarks(*marks)
-        return replace(self, form=form, think=think)
+        unnamed = kept.get("unnamed_properties", self.unnamed_properties)  # which older records lack
+        return replace(self, form=form, think=think, unnamed_properties=unnamed)
 
     def check(self, body: ChatRequest) -> None:
         """Raise InvalidRequestError if the model cannot do what a body asks of its tools and its text."""

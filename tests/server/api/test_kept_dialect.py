@@ -25,6 +25,7 @@ OTHER: list[tuple[str, dict[str, Any]]] = [
     ("thinking", {"template": PLAIN}),
     ("thinking", {"template": TEMPLATES["mistral"]}),
     ("hermes", {"template": TEMPLATES["thinking"]}),
+    ("hermes", {"unnamed_properties": "allow"}),
     ("mistral-v11", {"template": TEMPLATES["mistral-v11"], "tool_call_format": "hermes"}),
     ("llama", {"template": TEMPLATES["mistral"] + "</think>"}),
 ]
@@ -100,7 +101,11 @@ def test_a_record_without_a_dialect_is_read_by_that_of_the_server(serve: Serve, 
     with sqlite3.connect(tmp_path / "gptserve.sqlite3") as database:
         record = to_record(database.execute("SELECT * FROM completions").fetchone())
         body = json.loads(record.body)
-        assert body.pop("dialect") == {"format": "hermes", "think": ["<think>", "</think>"]}
+        assert body.pop("dialect") == {
+            "format": "hermes",
+            "think": ["<think>", "</think>"],
+            "unnamed_properties": "refuse",
+        }
         database.execute("DELETE FROM completions")
         database.execute(*insert_completion(replace(record, body=json.dumps(body))))
     database.close()
