@@ -1,4 +1,4 @@
-"""Open WebUI: its own API before a server: models, chats, whole and streamed, with its parameters; titles and tags."""
+"""Open WebUI: its own API before a server: models, chats, whole and streamed, with its parameters."""
 
 from __future__ import annotations
 
@@ -58,18 +58,12 @@ def converse(url: str, folder: str, asked: list[dict[str, str]], fields: dict[st
             streamed = client.post("/api/chat/completions", json=told).text
             lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
             deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
-            tasks = {}
-            for task in ("title", "tags"):
-                messages = [*asked, {"role": "assistant", "content": "on the mat."}]
-                asking = {"model": models[0], "messages": messages, "stream": False}
-                tasks[task] = client.post(f"/api/v1/tasks/{task}/completions", json=asking).status_code
         finally:
             process.terminate()
     return {
         "models": models,
         "whole": whole.json()["choices"][0]["message"]["content"],
         "streamed": "".join(delta.get("content") or "" for delta in deltas),
-        "tasks": tasks,
     }
 
 
@@ -79,4 +73,3 @@ def test_its_page_can_talk_with_a_server(client: Environment, chats: str, tmp_pa
     text = text_of(chats, messages=ASKED, **FIELDS)
     assert (found["whole"], found["streamed"]) == (text, text)
     assert len(found["models"]) == 1
-    assert found["tasks"] == {"title": 200, "tags": 200}
