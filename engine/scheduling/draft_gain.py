@@ -32,6 +32,8 @@ _PLAIN_LASTS of them."""
 _PLAIN_LASTS = 256
 _HELD_UP = 4
 """A step that takes so many times as long as the average is not counted: another process held it up."""
+_HELD_UP_IN_A_ROW = 4
+"""After so many of them steps take that long."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class _Steps:
     extra_seconds: float = 0.0
     extra_rows: float = 0.0
     num_drafting: int = 0  # since the last step without drafts
+    num_held_up: int = 0  # steps without drafts, in a row
 
 
 class DraftGain:
@@ -105,9 +108,12 @@ class DraftGain:
         steps, num_rows = self._of(len(batch.items)), sum([len(item.draft) for item in batch.items])
         plain = steps.plain_seconds
         if num_rows == 0:
-            if plain is None or seconds < _HELD_UP * plain:
-                steps.plain_seconds = _average(plain, seconds)
             steps.num_drafting = 0
+            steps.num_held_up = 0 if plain is None or seconds < _HELD_UP * plain else steps.num_held_up + 1
+            if steps.num_held_up == 0:
+                steps.plain_seconds = _average(plain, seconds)
+            elif steps.num_held_up == _HELD_UP_IN_A_ROW:
+                steps.plain_seconds, steps.num_held_up = seconds, 0
             return
         steps.num_drafting += 1
         if plain is not None and seconds < _HELD_UP * plain * (1 + num_rows):

@@ -315,7 +315,7 @@ class Scheduler:
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
             max_tokens = min(-(-room // num_left), sequence.max_len - len(sequence.token_ids) - 1)
-            if max_tokens > 0:
+            if max_tokens > 0 and sequence.matcher is None:  # what a grammar forces holds
                 max_tokens = min(max_tokens, self._draft_gain.max_tokens(sequence, len(items)))
             if max_tokens <= 0:
                 continue
@@ -359,7 +359,8 @@ class Scheduler:
         num_held = sum(map(eq, accepted, item.draft))
         self.stats.num_draft_tokens += len(item.draft)
         self.stats.num_accepted_tokens += num_held
-        self._draft_gain.note(sequence, len(item.draft), num_held, num_seqs)
+        if sequence.matcher is None:
+            self._draft_gain.note(sequence, len(item.draft), num_held, num_seqs)
         sequence.num_computed = len(sequence.token_ids) - 1
         self._blocks.register(sequence, num_before, sequence.num_computed)
         self._blocks.trim(sequence)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gptserve.server.completions.sse import AFTER_KEEP_ALIVE, KEEP_ALIVE
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.engine.mortal_engine import POISON
 from tests.server.serving import LIMIT_S, MORTAL, Process
@@ -73,6 +74,8 @@ async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyn
         aclosing(response.aiter_lines()) as lines,
     ):
         async for line in lines:
+            if line.startswith(":"):  # a comment: the stream was silent for a while
+                continue
             field, _, value = line.partition(": ")
             assert field in ("data", ""), "an event of a plain stream is its data alone"
             if line == "data: [DONE]":
@@ -83,6 +86,18 @@ async def events_of(client: httpx.AsyncClient, body: dict[str, Any], begun: asyn
                 events[choice["index"]].append(choice)
     assert is_done
     return events
+
+
+def test_a_reader_passes_by_the_comments_of_a_silent_stream() -> None:
+    data = b'data: {"choices": [{"index": 0}]}\n\n'
+    stream = KEEP_ALIVE + AFTER_KEEP_ALIVE + data + b"data: [DONE]\n\n"
+
+    async def read() -> Events:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=stream))
+        async with httpx.AsyncClient(base_url="http://test", transport=transport) as client:
+            return await events_of(client, {"n": 1, "stream": True}, asyncio.Event())
+
+    assert asyncio.run(read()) == {0: [{"index": 0}]}
 
 
 async def all_events(url: httpx.URL, bodies: list[dict[str, Any]], harm: Harm | None = None) -> list[Events]:

@@ -113,7 +113,17 @@ def test_a_step_that_was_held_up_is_not_counted(num_drafted: int) -> None:
     made = gain(0.02)
     for _ in range(20):
         made.observe(step(1, num_drafted), 1.0)
+        made.observe(step(1), PLAIN_S)
     assert list(drafts(made, sequence(), 1.0, 20))[-1] >= 11
+
+
+def test_steps_that_take_longer_from_now_on_are_counted() -> None:
+    made = gain(0.02)
+    for _ in range(50):
+        made.observe(step(1), 5 * PLAIN_S)
+        made.observe(step(1, 4), 5 * PLAIN_S * 1.08)
+    assert list(drafts(made, sequence(), 1.0, 20))[-1] >= 11
+    assert made._steps[0].plain_seconds == pytest.approx(5 * PLAIN_S)
 
 
 def test_a_step_with_a_part_of_a_prompt_tells_nothing() -> None:
