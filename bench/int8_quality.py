@@ -46,10 +46,9 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.linear import Linear
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
-from gptserve.engine.runner import products
+from gptserve.engine.runner import products, prompt_logprobs
 from gptserve.engine.runner.logprobs import top_logprobs
 from gptserve.engine.runner.products import make_linear
-from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.runner import ModelRunner
 from gptserve.weights.config import Activation
 from gptserve.weights.huge_pages import HugePages
