@@ -23,6 +23,7 @@ from gptserve.engine.runner.probe import NOT_FINITE, may_overlap, warm_up
 from gptserve.engine.runner.runner import ModelRunner
 from gptserve.engine.scheduling.block_map import BlockMap, draw_block_map
 from gptserve.engine.scheduling.block_pool import BlockPool
+from gptserve.engine.scheduling.draft_gain import MeasuredDrafter
 from gptserve.engine.scheduling.drafter import Drafter, PromptLookup
 from gptserve.engine.scheduling.grammar_drafter import GrammarDrafter
 from gptserve.engine.scheduling.grammar_queue import GrammarQueue
@@ -57,7 +58,8 @@ class Engine:
         Steps overlap if `overlap` says so; None: where the configuration wants it and the device can.
         """
         if drafter is None:
-            drafter = GrammarDrafter(PromptLookup(config.speculative_ngram) if config.speculative_ngram else None)
+            lookup = MeasuredDrafter(PromptLookup(config.speculative_ngram)) if config.speculative_ngram else None
+            drafter = GrammarDrafter(lookup)
         self._grammar_queue = GrammarQueue(config.model_dir, config.max_queue_time_s)
         with KeptWarnings() as warnings:
             self._runner = ModelRunner(config, progress, warnings.messages, Ranks) if runner is None else runner

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
 _FIRST_ODDS = 0.9
@@ -141,6 +142,43 @@ class DraftGain:
     def _of(self, num_seqs: int) -> _Steps:
         """Return what is known of steps of about so many sequences: up to the next power of two."""
         return self._steps.setdefault((num_seqs - 1).bit_length(), _Steps())
+
+
+class MeasuredDrafter(Drafter):
+    """Asks another drafter for as many tokens as pay. What did not come from it, such as forced texts, it passes by."""
+
+    def __init__(self, other: Drafter) -> None:
+        self.max_step_tokens = other.max_step_tokens
+        self._other, self._gain = other, DraftGain()
+        self._num_seqs, self._is_plain = 1, False
+        self._drafted: set[SequenceState] = set()  # in the newest step
+
+    def begin_step(self, num_seqs: int) -> None:
+        self._num_seqs, self._is_plain = num_seqs, self._gain.wants_plain(num_seqs)
+        self._drafted.clear()
+        self._other.begin_step(num_seqs)
+
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return self._other.may_draft(sequence)
+
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        max_tokens = 0 if self._is_plain else min(max_tokens, self._gain.max_tokens(sequence, self._num_seqs))
+        draft = self._other.draft(sequence, max_tokens) if max_tokens else ()
+        if draft:
+            self._drafted.add(sequence)
+        return draft
+
+    def note(self, sequence: SequenceState, num_drafted: int, num_held: int, num_seqs: int) -> None:
+        if sequence in self._drafted:
+            self._gain.note(sequence, num_drafted, num_held, num_seqs)
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        self._gain.observe(batch, seconds)
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._gain.forget(sequence)
+        self._drafted.discard(sequence)
+        self._other.forget(sequence)
 
 
 def _worth(odds: float, cost: float) -> int:

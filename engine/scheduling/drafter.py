@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
 MAX_DRAFTING_STEP_TOKENS = 12
 """Up to this many tokens a step takes only as long as reading its weights, so verifying a draft is nearly free
@@ -31,14 +31,22 @@ class Drafter(Protocol):
     max_step_tokens: int
     """A step with drafts computes at most this many tokens, drafts included."""
 
-    def begin_step(self) -> None:
-        """Be told that the drafts of another step are asked for."""
+    def begin_step(self, num_seqs: int) -> None:
+        """Be told that the drafts of another step, of so many sequences, are asked for."""
 
     def may_draft(self, sequence: SequenceState) -> bool:
         """Whether `draft` may ever guess a token of a sequence, and reads its tokens for that."""
 
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         """Return 0 to max_tokens token ids of the model's vocabulary; max_tokens is at least 1."""
+
+    def note(self, sequence: SequenceState, num_drafted: int, num_held: int, num_seqs: int) -> None:
+        """Learn how many tokens of a draft held, in a step of so many sequences."""
+        return
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn from a step that took `seconds`."""
+        return
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the state of a sequence that has ended, if there is any."""
@@ -52,7 +60,7 @@ class _Index:
     num_known: int = 0
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Guesses that what followed the last n tokens before follows again (prompt lookup decoding, Saxena 2023).
 
     n is the largest in [MIN_NGRAM, max_ngram] for which the last n tokens of prompt and completion occur earlier among
@@ -71,7 +79,7 @@ class PromptLookup:
         self._indices: dict[SequenceState, _Index] = {}
         self._num_left = INDEXED_A_STEP
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_seqs: int) -> None:
         self._num_left = INDEXED_A_STEP
 
     def may_draft(self, sequence: SequenceState) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
 
-class GrammarDrafter:
+class GrammarDrafter(Drafter):
     """Guesses the text that a sequence's grammar forces; where it forces none, it asks `other`.
 
     The model may cut the text into other tokens than the longest, so this is a guess like any other draft.
@@ -16,9 +16,9 @@ class GrammarDrafter:
         self.max_step_tokens = MAX_DRAFTING_STEP_TOKENS if other is None else other.max_step_tokens
         self._other = other
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_seqs: int) -> None:
         if self._other is not None:
-            self._other.begin_step()
+            self._other.begin_step(num_seqs)
 
     def may_draft(self, sequence: SequenceState) -> bool:
         return sequence.matcher is not None or (self._other is not None and self._other.may_draft(sequence))
@@ -29,6 +29,14 @@ class GrammarDrafter:
             if forced:
                 return tuple(forced)
         return () if self._other is None else self._other.draft(sequence, max_tokens)
+
+    def note(self, sequence: SequenceState, num_drafted: int, num_held: int, num_seqs: int) -> None:
+        if self._other is not None:
+            self._other.note(sequence, num_drafted, num_held, num_seqs)
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        if self._other is not None:
+            self._other.observe(batch, seconds)
 
     def forget(self, sequence: SequenceState) -> None:
         if self._other is not None:

@@ -17,7 +17,6 @@ from operator import attrgetter, eq
 from gptserve.engine.request import FinishReason, Request
 from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.draft_gain import DraftGain
 from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.prompt_pace import Budget, Pace
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, ScheduledSequence, SequenceState
@@ -73,7 +72,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._drafter, self._draft_gain = drafter, DraftGain()
+        self._drafter = drafter
         self._pace = pace or Pace()
         self._max_queue_time_s = max_queue_time_s
         self._clock = clock
@@ -197,7 +196,8 @@ class Scheduler:
         begun_at, self._updated_at = max(batch.scheduled_at, self._updated_at), self._clock()
         if any(item.sequence.is_running for item in batch.items):  # a void step may have ended long ago
             self._pace.observe(batch, self._updated_at - begun_at)
-            self._draft_gain.observe(batch, self._updated_at - begun_at)
+            if self._drafter is not None:
+                self._drafter.observe(batch, self._updated_at - begun_at)
         sampling = [item for item in batch.items if item.needs_sampling]
         if batch is not self._foreseen:
             foresight.count_computed(batch)
@@ -308,15 +308,13 @@ class Scheduler:
 
     def _add_drafts(self, items: list[ScheduledSequence], drafter: Drafter, room: int) -> None:
         """Add drafts to the items that need sampling, at most `room` tokens, which nobody else can use."""
-        if room <= 0 or self._draft_gain.wants_plain(len(items)):
+        if room <= 0:
             return
-        drafter.begin_step()
+        drafter.begin_step(len(items))
         sampling = [index for index, item in enumerate(items) if item.needs_sampling]
         for num_left, index in zip(range(len(sampling), 0, -1), sampling, strict=True):
             sequence, num_tokens = items[index].sequence, items[index].num_tokens
             max_tokens = min(-(-room // num_left), sequence.max_len - len(sequence.token_ids) - 1)
-            if max_tokens > 0 and sequence.matcher is None:  # what a grammar forces holds
-                max_tokens = min(max_tokens, self._draft_gain.max_tokens(sequence, len(items)))
             if max_tokens <= 0:
                 continue
             draft = drafter.draft(sequence, max_tokens)
@@ -359,8 +357,8 @@ class Scheduler:
         num_held = sum(map(eq, accepted, item.draft))
         self.stats.num_draft_tokens += len(item.draft)
         self.stats.num_accepted_tokens += num_held
-        if sequence.matcher is None:
-            self._draft_gain.note(sequence, len(item.draft), num_held, num_seqs)
+        if self._drafter is not None:
+            self._drafter.note(sequence, len(item.draft), num_held, num_seqs)
         sequence.num_computed = len(sequence.token_ids) - 1
         self._blocks.register(sequence, num_before, sequence.num_computed)
         self._blocks.trim(sequence)
@@ -392,5 +390,4 @@ class Scheduler:
         self._blocks.free(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
-            self._draft_gain.forget(sequence)
         sequence.finish_reason = reason

@@ -24,7 +24,7 @@ from gptserve.engine.request import (
     TokenOutput,
 )
 from gptserve.engine.runner.runner import Collect, ModelRunner
-from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from gptserve.engine.stats import EngineStats
 from tests.conftest import MakeGPT2
@@ -322,17 +322,13 @@ def outcome(outputs: list[TokenOutput]) -> Outcome:
     return result(outputs), rest
 
 
-class Oracle:
+class Oracle(Drafter):
     """A drafter that knows what will come, and says so, or never, or only for a while."""
 
     max_step_tokens = MAX_DRAFTING_STEP_TOKENS
 
     def __init__(self, truths: dict[str, list[int]], mood: str) -> None:
         self._truths, self._mood = truths, mood
-
-    def begin_step(self) -> None:
-
-        pass
 
     def may_draft(self, sequence: SequenceState) -> bool:
         return True

@@ -17,6 +17,7 @@ from jsonschema import ValidationError
 from gptserve.engine.engine import Engine
 from gptserve.engine.grammar.grammar import ANY_WHITESPACE, Grammar
 from gptserve.engine.request import FinishReason, Request, TokenOutput
+from gptserve.engine.scheduling.drafter import Drafter
 from gptserve.engine.scheduling.sequence import SequenceState
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 from tests.engine.client_harness import LIMIT_S
@@ -153,14 +154,10 @@ def test_without_the_grammar_nothing_would_validate(engine: Any) -> None:
             assert_valid(text_of(outputs, request), FLAT)
 
 
-class NoDrafts:
+class NoDrafts(Drafter):
     """Guesses nothing."""
 
     max_step_tokens = 0
-
-    def begin_step(self) -> None:
-
-        pass
 
     def may_draft(self, sequence: SequenceState) -> bool:
         return False

@@ -69,7 +69,7 @@ def complete_alone(request: Request, max_model_len: int) -> tuple[list[int], Fin
             return token_ids, FinishReason.LENGTH
 
 
-class FickleDrafter:
+class FickleDrafter(Drafter):
     """Guesses the truth, its opposite, or the one now and the other then, and as many tokens as it likes."""
 
     max_step_tokens = MAX_DRAFTING_STEP_TOKENS
@@ -77,10 +77,6 @@ class FickleDrafter:
     def __init__(self, mood: str, max_model_len: int) -> None:
         self._mood = mood
         self._max_model_len = max_model_len
-
-    def begin_step(self) -> None:
-
-        pass
 
     def may_draft(self, sequence: SequenceState) -> bool:
         return True

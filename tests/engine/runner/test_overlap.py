@@ -459,17 +459,13 @@ def test_an_abort_leaves_a_step_ahead_that_harms_nobody(tiny_gpt2: Path) -> None
     assert answers(run(engine, [request])) == expected
 
 
-class DraftsFor:
+class DraftsFor(Drafter):
     """Drafts for one request, as a grammar does that forces the next tokens."""
 
     max_step_tokens = MAX_DRAFTING_STEP_TOKENS
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
-
-    def begin_step(self) -> None:
-
-        pass
 
     def may_draft(self, sequence: SequenceState) -> bool:
         return sequence.request.request_id == self._request_id

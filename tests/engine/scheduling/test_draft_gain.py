@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling.draft_gain import DraftGain
+from gptserve.engine.scheduling.draft_gain import DraftGain, MeasuredDrafter
+from gptserve.engine.scheduling.drafter import Drafter
+from gptserve.engine.scheduling.grammar_drafter import GrammarDrafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from tests.engine.runs import make_engine, make_request, run, token_ids
 
@@ -140,6 +142,52 @@ def test_a_sequence_that_has_ended_is_forgotten() -> None:
     list(drafts(made, ended, 0.0, 100))
     made.forget(ended)
     assert made._guesses == {}
+
+
+class AlwaysSevens(Drafter):
+    """Guesses as many as it may."""
+
+    max_step_tokens = 12
+
+    def begin_step(self, num_seqs: int) -> None:
+        pass
+
+    def may_draft(self, sequence: SequenceState) -> bool:
+        return True
+
+    def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
+        return (7,) * max_tokens
+
+    def forget(self, sequence: SequenceState) -> None:
+        pass
+
+
+class Forcing:
+    """The matcher of a grammar that forces a text at every other call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forced(self, known: list[int], max_tokens: int) -> list[int]:
+        self.calls += 1
+        return [3] * max_tokens if self.calls % 2 else []
+
+
+def test_forced_texts_come_always_and_guesses_beside_them_only_where_they_pay() -> None:
+    measured = MeasuredDrafter(AlwaysSevens())
+    drafter, drafting = GrammarDrafter(measured), sequence()
+    drafting.matcher = Forcing()  # type: ignore[assignment]
+    for _ in range(40):
+        drafter.observe(step(1), PLAIN_S)
+        drafter.observe(step(1, 4), PLAIN_S * 3)
+    drafts = []
+    for _ in range(40):
+        drafter.begin_step(1)
+        drafts.append(drafter.draft(drafting, 8))
+        num_held = 8 if drafts[-1][:1] == (3,) else 0
+        drafter.note(drafting, len(drafts[-1]), num_held, 1)
+    assert drafts[::2] == [(3,) * 8] * 20
+    assert [len(draft) for draft in drafts[1::2]][2:] == [0] * 18
 
 
 def test_answers_are_the_same_whatever_pays(tiny_gpt2: Path) -> None:

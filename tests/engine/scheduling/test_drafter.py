@@ -85,7 +85,7 @@ class CountedList(list[int]):
 def test_a_draft_reads_only_what_is_new_whatever_the_context(num_tokens: int) -> None:
     drafter, growing = PromptLookup(3), sequence(range(num_tokens))
     drafter.draft(growing, 4)
-    drafter.begin_step()
+    drafter.begin_step(1)
     growing.token_ids = CountedList([*growing.token_ids, num_tokens])
     drafter.draft(growing, 4)
     assert growing.token_ids.num_reads == 4, "a bigram and a trigram to enter, and as many to look for"
@@ -95,7 +95,7 @@ def test_a_long_prompt_is_entered_part_by_part() -> None:
     drafter, long = PromptLookup(3), sequence([*range(50), *range(2 * INDEXED_A_STEP), *range(50)])
     for _ in range(2):
         assert drafter.draft(long, 4) == ()
-        drafter.begin_step()
+        drafter.begin_step(1)
     assert drafter.draft(long, 4) == (50, 51, 52, 53)
 
 
@@ -103,6 +103,6 @@ def test_a_step_enters_so_many_tokens_of_all_sequences_together() -> None:
     drafter, prompts = PromptLookup(3), [sequence([*range(50), *range(600), *range(50)]) for _ in range(4)]
     ready = []
     for _ in range(4):
-        drafter.begin_step()
+        drafter.begin_step(1)
         ready.append([drafter.draft(prompt, 4) == (50, 51, 52, 53) for prompt in prompts])
     assert ready == [[True, False, False, False], [True, True, False, False], [True, True, True, True], [True] * 4]

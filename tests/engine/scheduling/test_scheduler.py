@@ -11,7 +11,7 @@ import pytest
 from gptserve.engine.blame import Blame
 from gptserve.engine.request import FinishReason, Request, SamplingParams
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
+from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.prompt_pace import Budget, Pace
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import Progress, ScheduledBatch, SequenceState
@@ -40,17 +40,13 @@ def make_scheduler(
     )
 
 
-class Monomaniac:
+class Monomaniac(Drafter):
     """A drafter that always guesses the same token, as often as it may."""
 
     max_step_tokens = MAX_DRAFTING_STEP_TOKENS
 
     def __init__(self, guess: int) -> None:
         self._guess = guess
-
-    def begin_step(self) -> None:
-
-        pass
 
     def may_draft(self, sequence: SequenceState) -> bool:
         return True
