@@ -168,9 +168,9 @@ class MeasuredDrafter(Drafter):
             self._drafted.add(sequence)
         return draft
 
-    def note(self, sequence: SequenceState, num_drafted: int, num_held: int, num_seqs: int) -> None:
+    def note(self, sequence: SequenceState, num_drafted: int, num_held: int) -> None:
         if sequence in self._drafted:
-            self._gain.note(sequence, num_drafted, num_held, num_seqs)
+            self._gain.note(sequence, num_drafted, num_held, self._num_seqs)
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         self._gain.observe(batch, seconds)

@@ -40,8 +40,8 @@ class Drafter(Protocol):
     def draft(self, sequence: SequenceState, max_tokens: int) -> tuple[int, ...]:
         """Return 0 to max_tokens token ids of the model's vocabulary; max_tokens is at least 1."""
 
-    def note(self, sequence: SequenceState, num_drafted: int, num_held: int, num_seqs: int) -> None:
-        """Learn how many tokens of a draft held, in a step of so many sequences."""
+    def note(self, sequence: SequenceState, num_drafted: int, num_held: int) -> None:
+        """Learn how many tokens of a draft of the newest step held."""
         return
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:

@@ -30,9 +30,9 @@ class GrammarDrafter(Drafter):
                 return tuple(forced)
         return () if self._other is None else self._other.draft(sequence, max_tokens)
 
-    def note(self, sequence: SequenceState, num_drafted: int, num_held: int, num_seqs: int) -> None:
+    def note(self, sequence: SequenceState, num_drafted: int, num_held: int) -> None:
         if self._other is not None:
-            self._other.note(sequence, num_drafted, num_held, num_seqs)
+            self._other.note(sequence, num_drafted, num_held)
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         if self._other is not None:

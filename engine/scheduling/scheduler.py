@@ -203,8 +203,7 @@ class Scheduler:
             foresight.count_computed(batch)
         self._foreseen = None
         results = zip(sampling, sampled, strict=True)
-        num_seqs = len(batch.items)
-        progressed = [self._accept(item, ids, num_seqs) for item, ids in results if item.sequence.is_running]
+        progressed = [self._accept(item, token_ids) for item, token_ids in results if item.sequence.is_running]
         self._blocks.register_known()
         return progressed
 
@@ -322,7 +321,7 @@ class Scheduler:
                 items[index] = ScheduledSequence(sequence, num_tokens + len(draft), draft)
                 room -= len(draft)
 
-    def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...], num_seqs: int) -> Progress:
+    def _accept(self, item: ScheduledSequence, sampled: tuple[int | None, ...]) -> Progress:
         """Append sampled tokens, up to the first that differs from the draft or ends the sequence."""
         sequence, draft, token_ids = item.sequence, item.draft, item.sequence.token_ids
         if token_ids[-1] < 0:  # foreseen
@@ -346,19 +345,19 @@ class Scheduler:
                 newest = following
                 token_ids.append(newest)
                 accepted, reason = (*accepted, newest), self._finish_reason(sequence)
-            self._rollback(item, accepted, num_seqs)
+            self._rollback(item, accepted)
         if reason is not None:
             self._end(sequence, reason)
         return Progress(sequence, accepted, reason, newest if reason is FinishReason.STOP else None)
 
-    def _rollback(self, item: ScheduledSequence, accepted: Sequence[int], num_seqs: int) -> None:
+    def _rollback(self, item: ScheduledSequence, accepted: Sequence[int]) -> None:
         """Count the accepted tokens of a draft as computed, and free the blocks of the rejected ones."""
         sequence, num_before = item.sequence, item.sequence.num_computed
         num_held = sum(map(eq, accepted, item.draft))
         self.stats.num_draft_tokens += len(item.draft)
         self.stats.num_accepted_tokens += num_held
         if self._drafter is not None:
-            self._drafter.note(sequence, len(item.draft), num_held, num_seqs)
+            self._drafter.note(sequence, len(item.draft), num_held)
         sequence.num_computed = len(sequence.token_ids) - 1
         self._blocks.register(sequence, num_before, sequence.num_computed)
         self._blocks.trim(sequence)

@@ -115,6 +115,7 @@ def has_fast_int10() -> bool:
     return is_available() and supported_variants(8)[-1] not in ("generic", "amx")
 
 
+@functools.cache
 def digest() -> str:
     """Return the SHA-256 of the library in hexadecimal."""
     return hashlib.sha256(Path(library()._name).read_bytes()).hexdigest()

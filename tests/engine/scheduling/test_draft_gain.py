@@ -185,7 +185,7 @@ def test_forced_texts_come_always_and_guesses_beside_them_only_where_they_pay() 
         drafter.begin_step(1)
         drafts.append(drafter.draft(drafting, 8))
         num_held = 8 if drafts[-1][:1] == (3,) else 0
-        drafter.note(drafting, len(drafts[-1]), num_held, 1)
+        drafter.note(drafting, len(drafts[-1]), num_held)
     assert drafts[::2] == [(3,) * 8] * 20
     assert [len(draft) for draft in drafts[1::2]][2:] == [0] * 18
 

@@ -207,9 +207,9 @@ EXPORT void native_write(const AttentionBatch* batch, const AttentionCache* cach
     run(*batch, write_tasks, &w, (batch->num_tokens + w.tokens_a_task - 1) / w.tokens_a_task);
 }
 
-EXPORT void native_attend(const AttentionBatch* batch, const AttentionCache* cache, const void* query, int64_t query_stride, void* out,
-                         int64_t num_heads, float scale, int64_t window, const float* slopes, const float* sinks,
-                         float softcap, int instructions) {
+EXPORT void native_attend(const AttentionBatch* batch, const AttentionCache* cache, const void* query,
+                          int64_t query_stride, void* out, int64_t num_heads, float scale, int64_t window,
+                          const float* slopes, const float* sinks, float softcap, int instructions) {
     Attend a = {*batch, *cache, query, query_stride, out, num_heads, window, slopes, sinks, softcap,
                 scale * LOG2E, score_row(batch->max_kv_len), nullptr, MAX_TILE_ROWS, 0, 0};
     a.tile = cache->element_size == 2 ? tile_function<bf16>(instructions) : tile_function<float>(instructions);
