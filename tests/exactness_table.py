@@ -1,4 +1,4 @@
-"""The rows of docs/exactness.md: printed by the tests, put into the page by `python -m tests.exactness_table`.
+"""The rows of docs/dev/exactness.md: printed by the tests, put into the page by `python -m tests.exactness_table`.
 
 A row says how many results were compared along an axis and how many of them differed.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "exactness.md"
+PAGE = ROOT / "docs" / "dev" / "exactness.md"
 SOURCES = ("tests/engine/test_exactness.py", "tests/e2e/test_whole_path.py")
 HEAD = "| {kind} | compared | different |\n|---|---|---|"
 

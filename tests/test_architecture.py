@@ -29,7 +29,7 @@ from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "tests/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = ["README.md", "tests/README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 MAX_SPINE_LINES = 3100
 PACKAGES = ("server", "engine", "weights")
 WITH_TORCH = {
@@ -265,14 +265,14 @@ def is_of_the_map(folder: Path) -> bool:
 
 
 def map_entries() -> list[str]:
-    """Return the paths of the map in docs/architecture.md: the first word of each line of its block."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    """Return the paths of the map in docs/dev/architecture.md: the first word of each line of its block."""
+    text = (ROOT / "docs" / "dev" / "architecture.md").read_text(encoding="utf-8")
     block = text.partition("\n## Map\n")[2].partition("\n```text\n")[2].partition("\n```\n")[0]
     return [line.split()[0] for line in block.splitlines() if line.strip()]
 
 
 def test_the_spine_stays_small() -> None:
-    spine = column("docs/architecture.md", "## The spine", 0)
+    spine = column("docs/dev/architecture.md", "## The spine", 0)
     sizes = {file: len(code_lines((ROOT / file).read_text(encoding="utf-8"))) for file in sorted(spine)}
 
     assert {file.partition("/")[0] for file in spine} == {"server", "engine"}

@@ -132,7 +132,7 @@ def draw(folder: Path, requests: Sequence[Request]) -> list[list[int]]:
 
 
 def repeated(probs: Floats, seed: int, position: int) -> int:
-    """Return the token that docs/exactness.md says comes at this position, from fp64 probabilities."""
+    """Return the token that docs/dev/exactness.md says comes at this position, from fp64 probabilities."""
     cumulative = np.cumsum(probs)
     return int(np.searchsorted(cumulative, uniform(seed, 0, position) * cumulative[-1], side="right"))
 

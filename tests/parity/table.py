@@ -1,4 +1,4 @@
-"""Write docs/parity.md: `python -m tests.parity.table`.
+"""Write docs/dev/parity.md: `python -m tests.parity.table`.
 
 For every shape the largest difference in a logit, for every tokenizer how many texts have the ids of transformers.
 """
@@ -18,7 +18,7 @@ from tests.parity.shapes import SHAPES
 from tests.parity.test_families import largest_difference
 from tests.weights.tiny_tokenizers import BY_LIBRARY, CORPUS, FAMILIES
 
-TARGET = Path(__file__).parents[2] / "docs" / "parity.md"
+TARGET = Path(__file__).parents[2] / "docs" / "dev" / "parity.md"
 NUM_TEXTS = 2000
 INTRODUCTION = """# Parity with transformers
 

@@ -1,6 +1,6 @@
 """Every family against transformers in fp32: the same logits, and the same greedy ids through the whole engine.
 
-`pytest -rP` shows the table of differences; `python -m tests.parity.table` writes the one that docs/parity.md keeps.
+`pytest -rP` shows the table of differences; `python -m tests.parity.table` writes that of docs/dev/parity.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.engine.steps import make_metadata, positions, shuffled_tables
 from tests.parity.models import load_in_transformers, write_model
 from tests.parity.shapes import SHAPES
 
-DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
+DOCS = Path(__file__).parents[2] / "docs" / "dev" / "parity.md"
 NUM_GREEDY = 64
 FIRST = {model_type: name for name, (model_type, _) in reversed(SHAPES.items())}
 """One shape of each family, for what the tests of logits with the reference have shown of all shapes."""

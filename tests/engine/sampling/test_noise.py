@@ -1,6 +1,6 @@
 """The noise: pinned values, the hash it is made of, and that it looks uniform and independent.
 
-VECTORS are in docs/exactness.md, too, for whoever writes the function again. Each was computed here by `blake2b` below,
+VECTORS are in docs/dev/exactness.md, too, for whoever writes the function again. Each was computed by `blake2b` below,
 which follows RFC 7693 line by line and shares nothing with hashlib, and by coreutils' b2sum.
 """
 
@@ -37,7 +37,7 @@ ABC_DIGEST = (  # RFC 7693, appendix A: BLAKE2b-512 of "abc"
     "ba80a53f981c4d0d6a2797b69f12f6e94c212f14685ac4b74b12bb6fdbffa2d1"
     "7d87c5392aab792dc252d5de4533cc9518d38aa8dbf1925ab92386edd4009923"
 )
-DOCUMENT = Path(__file__).parents[3] / "docs" / "exactness.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "dev" / "exactness.md"
 
 _WORD = 2**64 - 1
 _IV = (
