@@ -25,7 +25,7 @@ inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/backends/cpu
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all test-nightly sanitize chaos clients check format bench image gpu gpu-test gpu-chaos gpu-bench help
+.PHONY: serve test test-all test-nightly sanitize chaos clients check format docs bench image gpu gpu-test gpu-chaos gpu-bench help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -60,6 +60,9 @@ check: $(venv)/developing  ## lint, formatting, types, import directions, size b
 format: $(venv)/developing  ## format the code, and repair what lint can repair
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
+
+docs: $(venv)/developing  ## write docs/configuration.md from the settings
+	$(bin)/python -m tests.configuration_page
 
 bench: $(venv)/developing  ## measure decoding against transformers on this machine
 	$(bin)/python -m bench.decode $(ARGS)

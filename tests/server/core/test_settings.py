@@ -17,6 +17,7 @@ from gptserve.server.core.settings import (
     server_options,
 )
 from gptserve.server.core.settings_sources import client_url, injected_variables, load_settings
+from tests import configuration_page
 
 KEY_FILE = str(Path(__file__).parent / "api_keys.txt")
 WRITTEN = {
@@ -489,3 +490,13 @@ def test_a_size_is_read_with_its_unit(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no size"):
         parse_size(text)
+
+
+def test_the_page_is_generated_from_the_settings() -> None:
+    assert configuration_page.TARGET.read_text(encoding="utf-8") == configuration_page.page(), "run make docs"
+
+
+def test_every_setting_has_a_row() -> None:
+    page = configuration_page.page()
+
+    assert [option.name for option in server_options() if page.count(configuration_page.row(option)) != 1] == []
