@@ -286,9 +286,11 @@ def test_every_path_that_a_page_names_exists(page: str) -> None:
 
 
 def test_a_path_that_does_not_exist_is_named() -> None:
-    text = "`server/app.py`, `server/`, `weights/families/NAME.py`; `server/nowhere.py` and [this](nowhere.md) are not"
+    text = "`server/app.py`, `server/`, `weights/families/NAME.py`, [this](models.md#context), [that](#errors)"
+    wrong = "`server/nowhere.py`, [this](nowhere.md), [that](models.md#nowhere), [there](#nowhere)"
 
-    assert missing_paths("docs/api.md", text) == ["nowhere.md", "server/nowhere.py"]
+    expected = ["#nowhere", "models.md#nowhere", "nowhere.md", "server/nowhere.py"]
+    assert missing_paths("docs/api.md", f"{text}; {wrong} are not") == expected
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -304,12 +306,18 @@ def missing_paths(page: str, text: str) -> list[str]:
     """Return the paths in backticks and the targets of links that do not exist; NAME stands for any name."""
     tops = "|".join((*PACKAGES, "deploy", "tests", "bench", "docs"))
     paths = [path for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", text) if "NAME" not in path]
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    folder = (ROOT / page).parent
-    return sorted(
-        [path for path in paths if not (ROOT / path).exists()]
-        + [link for link in links if not (folder / link).exists()]
-    )
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    return sorted([path for path in paths if not (ROOT / path).exists()] + [x for x in links if not leads(page, x)])
+
+
+def leads(page: str, link: str) -> bool:
+    """Whether the file of a link exists and, where it names one, the heading in it."""
+    name, _, anchor = link.partition("#")
+    target = (ROOT / page).parent / name if name else ROOT / page
+    if not target.exists() or not anchor:
+        return target.exists()
+    headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_model_family_has_a_row() -> None:

@@ -17,8 +17,7 @@ from tests.server.serving import LIMIT_S, Process
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-CLIENTS = ROOT / "docs" / "clients.md"
-LIBRARY = ROOT / "docs" / "library.md"
+QUICKSTART = ROOT / "docs" / "quickstart.md"
 PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
 MAX_BYTES = 6 * 1024
 URL = "http://127.0.0.1:8000"
@@ -78,11 +77,13 @@ def test_the_example_with_curl(url: str) -> None:
     assert shape(output_of(["sh", "-c", silent])).strip() == shape(shown).strip()
 
 
-@pytest.mark.parametrize("page", [README, CLIENTS], ids=["readme", "clients"])
+@pytest.mark.parametrize("page", [README, QUICKSTART], ids=["readme", "quickstart"])
 def test_the_example_with_openai(page: Path, url: str) -> None:
     assert output_of([sys.executable, "-c", example(page, "from openai").replace(URL, url)]).strip()
 
 
-@pytest.mark.parametrize("page", [README, pytest.param(LIBRARY, marks=pytest.mark.slow)], ids=["readme", "library"])
+@pytest.mark.parametrize(
+    "page", [README, pytest.param(QUICKSTART, marks=pytest.mark.slow)], ids=["readme", "quickstart"]
+)
 def test_the_example_without_a_server(page: Path) -> None:
     assert output_of([sys.executable, "-c", example(page, "from gptserve import LLM")]).strip()

@@ -2,7 +2,7 @@
 
 Rows are added and never changed; those of a completion are deleted together. Each row has a checksum, as SQLite has
 none. One thread has the connection; the writes that arrive during a transaction form the next one. Knows no HTTP, no
-text and no engine; `store.py` and `recorder.py` call it. docs/background.md describes the format.
+text and no engine; `store.py` and `recorder.py` call it. docs/dev/journal.md describes the format.
 """
 
 from __future__ import annotations

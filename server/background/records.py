@@ -1,4 +1,4 @@
-"""The rows of the journal: their fields, their JSON and their checksums. docs/background.md describes them.
+"""The rows of the journal: their fields, their JSON and their checksums. docs/dev/journal.md describes them.
 
 `journal.py` reads and writes them, `database.py` checks and creates the tables. Knows no SQLite but its statements.
 """

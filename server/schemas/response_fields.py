@@ -1,6 +1,6 @@
 """The fields of a response's body that ask for nothing, those that are refused in words, and its items.
 
-As `fields.py` for completions; docs/responses.md repeats UNREAD, and a test compares them.
+As `fields.py` for completions; docs/stored-completions.md repeats UNREAD, and a test compares them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from tests.clients.environments import Environment, environments
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dev" / "clients.md"
 
 
 def row_of(environment: Environment) -> str:

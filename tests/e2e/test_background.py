@@ -418,7 +418,8 @@ def test_two_servers_in_one_folder_are_one_too_many(launch: Launch, tmp_path: Pa
 def test_the_examples_of_the_documentation_work(launch: Launch, tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    text = (ROOT / "docs" / "background.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "stored-completions.md").read_text(encoding="utf-8")
+    text = page.partition("\n## The Responses API\n")[0]
     begin_it, follow_it, with_key = re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
     [shown] = re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)
     process = launch("--state-dir", str(tmp_path))

@@ -460,8 +460,8 @@ def test_what_asks_for_nothing_is_taken(api: Api) -> None:
 
 
 def test_every_field_has_a_row() -> None:
-    assert_rows("docs/responses.md", "## Fields", set(ResponsesRequest.model_fields))
-    assert_rows("docs/responses.md", "## Fields that ask for nothing", set(UNREAD))
+    assert_rows("docs/stored-completions.md", "## Response fields", set(ResponsesRequest.model_fields))
+    assert_rows("docs/stored-completions.md", "## Response fields that ask for nothing", set(UNREAD))
 
 
 def test_every_reader_gets_the_events_after_the_one_it_names(serve: Serve) -> None:
