@@ -26,10 +26,6 @@ from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.api.responses import responses_router
 from gptserve.server.api.tokenize import tokenize_router
-from gptserve.server.background.journal import Journal
-from gptserve.server.background.owners import FormerOwners
-from gptserve.server.background.resumption import Restore
-from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.planning import Planning
@@ -47,6 +43,9 @@ from gptserve.server.http.application import Application
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.http.hosts import HostGuard
 from gptserve.server.http.root_path import RootPath
+from gptserve.server.jobs.background import BackgroundJobs
+from gptserve.server.jobs.resumption import Restore
+from gptserve.server.jobs.store import NO_FORMER_OWNERS, FormerOwners, JobStore
 from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKeyGuard
 from gptserve.server.playground.router import PAGE_PATHS, playground_router
 from gptserve.server.responses.plan import RESPONSE_SHAPE, restore_response
@@ -58,12 +57,10 @@ logger = logging.getLogger(__name__)
 MAX_PATH = 200  # characters of a path in a message
 
 
-def create_app(
-    engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, journal: Journal | None = None
-) -> FastAPI:
-    """Return the application; the engine may start later. `app.state` has the lifecycle, the store and the metrics.
+def create_app(engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, store: JobStore) -> FastAPI:
+    """Return the application; the engine may start later. `app.state` has the lifecycle, the jobs and the metrics.
 
-    Without a journal background completions live in memory. Raises KeyFileError.
+    Background completions are kept in `store`. Raises KeyFileError.
     """
     metrics = Metrics(engine, options.model_name)
     settings = options.settings
@@ -83,13 +80,12 @@ def create_app(
         CHAT_SHAPE.object: partial(again, model=ChatRequest, shape=CHAT_SHAPE, dialect=dialect),
         RESPONSE_SHAPE.object: partial(restore_response, tokenizer=tokenizer, dialect=dialect),
     }
-    journal = journal or Journal(None)
-    store = BackgroundStore(service, journal, restore)
-    metrics.watch_background(store.counts)
-    metrics.watch_journal(journal.num_bytes)
-    journal.on_write = metrics.journal_write_time.observe
+    former_owners = NO_FORMER_OWNERS if keys is None else FormerOwners(keys.positions, keys.owners)
+    jobs = BackgroundJobs(service, store, restore, former_owners=former_owners)
+    metrics.watch_background(jobs.counts)
+    metrics.watch_journal(store.num_bytes)
+    store.on_write = metrics.journal_write_time.observe
     if keys is not None:
-        journal.former_owners = FormerOwners(keys.positions, keys.owners)
         for name in keys.positions.keys() & set(settings.operators) - keys.owners:
             logger.warning("--operator %s names no key any more: that key is now %s", name, keys.positions[name])
     app = Application(
@@ -110,10 +106,10 @@ def create_app(
         exception_handlers={HTTPException: _answer_routing_error},
     )
     app.state.lifecycle = service.lifecycle
-    app.state.store = store
+    app.state.jobs = jobs
     app.state.metrics = metrics
-    routers = [make(service, store) for make in (completions_router, background_router)]
-    routers += [make(service, store, dialect) for make in (chat_router, responses_router)]
+    routers = [make(service, jobs) for make in (completions_router, background_router)]
+    routers += [make(service, jobs, dialect) for make in (chat_router, responses_router)]
     routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
     if settings.playground:
         routers.append(playground_router(service))

@@ -28,21 +28,22 @@ from gptserve.engine.process.process_client import ProcessClient
 from gptserve.engine.process.supervisor import Supervisor
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.engine.request import SamplingParams
-from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.core.keys import KeyFileError
 from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.logs import load_logging_engine
 from gptserve.server.core.settings import ServerSettings
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
+from gptserve.server.jobs.store import JobStore, JobStoreError
 from gptserve.weights.generation import load_sampling_defaults
 from gptserve.weights.source import Download, fetch_model, local_model, model_name
 
 if TYPE_CHECKING:  # they import the web framework
     from fastapi import FastAPI
 
-    from gptserve.server.background.store import BackgroundStore
     from gptserve.server.completions.grammar import GrammarChecker
     from gptserve.server.http.door import Door, Progress
     from gptserve.server.http.server import HttpServer
+    from gptserve.server.jobs.background import BackgroundJobs
     from gptserve.server.operations.tracing import Tracing
     from gptserve.weights.chat.template import ChatTemplate
     from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ class ServingProcess:
         self._told_twice = asyncio.Event()
         self._out_of_time = asyncio.Event()
         self.hangs = False
-        self._journal = Journal(settings.state_dir, settings.state_sync)
+        self._store: JobStore = SqliteJobStore(settings.state_dir, settings.state_sync)
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._with_workers: list[Tokenizer | ChatTemplate | GrammarChecker] = []
@@ -128,15 +129,15 @@ class ServingProcess:
                 await self._finish(self._serving, "the HTTP server")
             for holder in self._with_workers:
                 holder.close()
-            await self._finish(self._journal.close(), "the journal")
+            await self._finish(self._store.close(), "the journal")
             if self._tracing is not None:
                 await self._finish(asyncio.to_thread(self._tracing.close), "the traces")
             await self._finish(loop.shutdown_default_executor(), "a thread")
 
-    async def _load(self) -> tuple[BackgroundStore, Lifecycle]:
+    async def _load(self) -> tuple[BackgroundJobs, Lifecycle]:
         """Start to listen, load the model, then pass requests on to the application."""
         try:
-            await self._journal.open()  # fails before the model is loaded
+            await self._store.open()  # fails before the model is loaded
             opening = None
             if self._folder is None:
                 opening = asyncio.create_task(self._open_door())
@@ -147,8 +148,8 @@ class ServingProcess:
             opening = opening or asyncio.create_task(self._open_door())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
             door, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
-            await app.state.store.start()
-        except JournalError as error:
+            await app.state.jobs.start()
+        except JobStoreError as error:
             raise StartError(f"state-dir: {error}") from error
         except KeyFileError as error:  # it was a good file when the settings were checked
             raise StartError(str(error)) from error
@@ -157,7 +158,7 @@ class ServingProcess:
         self._http.on_lag = app.state.metrics.event_loop_lag.observe
         door.open(app)
         announce(self._http.url)
-        return app.state.store, app.state.lifecycle
+        return app.state.jobs, app.state.lifecycle
 
     async def _fetch(self) -> Path:
         """Download the model in a thread that the end of the process does not wait for."""
@@ -276,16 +277,16 @@ class ServingProcess:
             grammar_checker=checker,
             tracing=self._tracing,
         )
-        return create_app(engine, tokenizer, options, self._journal), partial(log_banner, engine, options)
+        return create_app(engine, tokenizer, options, self._store), partial(log_banner, engine, options)
 
-    async def _serve(self, store: BackgroundStore, lifecycle: Lifecycle) -> int:
+    async def _serve(self, jobs: BackgroundJobs, lifecycle: Lifecycle) -> int:
         server, serving, engine = self._http, self._serving, self._engine
         assert server is not None
         assert serving is not None
         assert engine is not None
         await _first(self._told_to_stop.wait(), engine.wait_until_dead(), serving)
         if self._told_to_stop.is_set():
-            await self._drain(store, lifecycle, engine)
+            await self._drain(jobs, lifecycle, engine)
         self._limit_closing(CLOSING_LIMIT_S)
         status = EXIT_OK
         if not engine.is_alive:
@@ -298,16 +299,16 @@ class ServingProcess:
             why = "told to stop again" if self._told_twice.is_set() else f"{LAST_EVENTS_LIMIT_S} s have passed"
             server.hang_up(why)
         await self._finish(serving, "requests that wait for the journal")
-        await self._finish(store.settle(), "background completions")
+        await self._finish(jobs.settle(), "background completions")
         return status
 
-    async def _drain(self, store: BackgroundStore, lifecycle: Lifecycle, engine: EngineClient) -> None:
+    async def _drain(self, jobs: BackgroundJobs, lifecycle: Lifecycle, engine: EngineClient) -> None:
         """Refuse new requests, suspend durable background jobs, wait for other requests up to the time limit."""
         limit_s = self._settings.shutdown_timeout_s
         lifecycle.drain()
         waiting = f", waiting up to {limit_s:g} s for {_requests(lifecycle.num_active)}" if lifecycle.num_active else ""
         logger.info("shutting down%s, Ctrl-C again to quit", waiting)
-        idle = asyncio.gather(store.suspend(), lifecycle.wait_idle())  # suspends even with a time limit of 0
+        idle = asyncio.gather(jobs.suspend(), lifecycle.wait_idle())  # suspends even with a time limit of 0
         await _first(idle, self._told_twice.wait(), engine.wait_until_dead(), asyncio.sleep(limit_s))
         if lifecycle.num_active:
             logger.warning("cutting off %s", _requests(lifecycle.num_active))

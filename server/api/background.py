@@ -14,10 +14,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gptserve.server.background.job import BackgroundJob, BackgroundRequest, not_found
-from gptserve.server.background.position import PATTERN, LastEvent, Position
-from gptserve.server.background.response import BackgroundResponse
-from gptserve.server.background.store import BackgroundStore, MakePlan
 from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.encoding import json_response
 from gptserve.server.completions.lengths import capped_max_tokens
@@ -26,6 +22,10 @@ from gptserve.server.completions.service import Service
 from gptserve.server.core.background_status import BackgroundStatus
 from gptserve.server.core.errors import ServiceError, show
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.jobs.background import BackgroundJobs, MakePlan
+from gptserve.server.jobs.job import BackgroundJob, BackgroundRequest, not_found
+from gptserve.server.jobs.position import PATTERN, LastEvent, Position
+from gptserve.server.jobs.response import BackgroundResponse
 from gptserve.server.responses.plan import RESPONSE_SHAPE
 from gptserve.server.schemas.completions import (
     ChatCompletionChunk,
@@ -79,13 +79,13 @@ _FOLLOW: dict[str, Any] = {
 }
 
 
-def background_router(service: Service, store: BackgroundStore) -> APIRouter:
+def background_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["background"])
     operators = service.options.settings.operators
 
     def found(request: Request) -> BackgroundJob:
-        job = store.find(request.path_params["id"], owner_of(request))
+        job = jobs.find(request.path_params["id"], owner_of(request))
         if job.record.kind == RESPONSE_SHAPE.object:
             raise not_found(job.completion_id)
         return job
@@ -93,17 +93,17 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
     async def retrieve(request: Request) -> Response:
         job = found(request)
         log_fields(request.scope)["completion_id"] = job.completion_id
-        answer = await store.result(job)
+        answer = await jobs.result(job)
         return await service.in_thread(json_response, answer)  # which may be megabytes
 
     async def cancel(request: Request) -> Response:
-        await store.cancel(found(request))
+        await jobs.cancel(found(request))
         return await retrieve(request)
 
     async def events(request: Request) -> Response:
         after = last_event_seen(request)
         job = found(request)
-        return await _follow(service, store, job, after, stream=True)
+        return await _follow(service, jobs, job, after, stream=True)
 
     @router.get(
         _LIST_PATH,
@@ -116,8 +116,8 @@ def background_router(service: Service, store: BackgroundStore) -> APIRouter:
         if status is not None and status not in _STATUSES:
             message = f"status must be one of {', '.join(_STATUSES)}, got {show(status)}"
             raise ServiceError("invalid_value", message, param="status")
-        jobs = store.list_jobs(owner, is_operator=owner in operators)
-        chosen = [job for job in jobs if status in (None, job.status)]
+        listed = jobs.list_jobs(owner, is_operator=owner in operators)
+        chosen = [job for job in listed if status in (None, job.status)]
         return await service.in_thread(_list_response, chosen)  # which may be a thousand
 
     for path, kind in _PATHS:
@@ -151,7 +151,7 @@ def last_event_seen(request: Request) -> LastEvent | None:
 
 
 async def request_to_keep(
-    store: BackgroundStore, planning: Service, path: str, fields: dict[str, object], key: str | None, *, is_large: bool
+    jobs: BackgroundJobs, planning: Service, path: str, fields: dict[str, object], key: str | None, *, is_large: bool
 ) -> BackgroundRequest:
     """Return the request for a body with these fields, which is planned with `planning`. Raises ServiceError.
 
@@ -162,13 +162,13 @@ async def request_to_keep(
     make = partial(BackgroundRequest.of, path, fields, place.owner, key, place.started_at)
     if key is None or not is_large:
         return make()
-    if not store.has_key(place.owner, key):
+    if not jobs.has_key(place.owner, key):
         take_places(planning, place.owner, 1, 1)
     return await planning.in_worker(make)
 
 
 async def begin_in_background(
-    store: BackgroundStore, background: BackgroundRequest, make_plan: MakePlan, after: LastEvent | None
+    jobs: BackgroundJobs, background: BackgroundRequest, make_plan: MakePlan, after: LastEvent | None
 ) -> BackgroundJob:
     """Begin a background completion, or find the one that has its key.
 
@@ -178,35 +178,35 @@ async def begin_in_background(
     async def make_new_plan() -> CompletionPlan:
         plan = await make_plan()
         if after is not None:
-            after.check_new(plan, store.fingerprints(background))
+            after.check_new(plan, jobs.fingerprints(background))
         return plan
 
-    return await store.begin_or_find(background, make_new_plan)
+    return await jobs.begin_or_find(background, make_new_plan)
 
 
 async def answer_in_background(
-    service: Service, store: BackgroundStore, job: BackgroundJob, body: GenerationRequest, after: LastEvent | None
+    service: Service, jobs: BackgroundJobs, job: BackgroundJob, body: GenerationRequest, after: LastEvent | None
 ) -> Response:
     """Answer with a background completion as `body` asks; the client has the events of the stream up to `after`."""
     if body.background and not body.stream:
-        plan = await store.plan(job)
+        plan = await jobs.plan(job)
         limit = capped_max_tokens(plan.body, plan.requests)
         headers = {} if limit is None else {"x-gptserve-max-tokens": str(limit)}
         return JSONResponse({**plan.head(), "status": job.status}, 202, headers)
-    return await _follow(service, store, job, after, stream=bool(body.stream))
+    return await _follow(service, jobs, job, after, stream=bool(body.stream))
 
 
 async def _follow(
-    service: Service, store: BackgroundStore, job: BackgroundJob, after: LastEvent | None, *, stream: bool
+    service: Service, jobs: BackgroundJobs, job: BackgroundJob, after: LastEvent | None, *, stream: bool
 ) -> Response:
-    plan, whole = await store.plan(job), job.whole if job.status == "completed" else None
+    plan, whole = await jobs.plan(job), job.whole if job.status == "completed" else None
     if job.is_unreadable:
         after = None  # nothing is sent but the error
     if after is not None:
         # After a power cut a client may have tokens that the journal has not, and only some models make the same again.
         running = None if job.record.batch_invariant else job.running
         after.check(plan, whole, so_far=None if running is None else Position.of(running.run.output))
-    return BackgroundResponse(service, plan, store.reader(job), stream=stream, after=after, whole=whole)
+    return BackgroundResponse(service, plan, jobs.reader(job), stream=stream, after=after, whole=whole)
 
 
 def _list_response(jobs: list[BackgroundJob]) -> Response:

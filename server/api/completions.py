@@ -28,7 +28,6 @@ from gptserve.server.api.background import (
     owner_of,
     request_to_keep,
 )
-from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.chat import plan_chat
@@ -37,6 +36,7 @@ from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 from gptserve.server.http.body import parse_json_object
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.jobs.background import BackgroundJobs
 from gptserve.server.schemas import completions as schemas
 from gptserve.server.schemas.fields import Take, ignored_names, take_fields
 from gptserve.server.schemas.openapi import error_responses, event_stream, json_body, links_to_completion
@@ -50,22 +50,22 @@ Body = TypeVar("Body", bound=schemas.GenerationRequest)
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-def completions_router(service: Service, store: BackgroundStore) -> APIRouter:
+def completions_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
     """Return the route of completions."""
     models = schemas.CompletionRequest, schemas.Completion, schemas.Completion
-    return _router(service, store, plan_completion, "/v1/completions", models, "completion", "Complete a prompt")
+    return _router(service, jobs, plan_completion, "/v1/completions", models, "completion", "Complete a prompt")
 
 
-def chat_router(service: Service, store: BackgroundStore, dialect: Dialect) -> APIRouter:
+def chat_router(service: Service, jobs: BackgroundJobs, dialect: Dialect) -> APIRouter:
     """Return the route of chats."""
     plan = partial(plan_chat, dialect=dialect)
     models = schemas.ChatRequest, schemas.ChatCompletion, schemas.ChatCompletionChunk
-    return _router(service, store, plan, "/v1/chat/completions", models, "chat_completion", "Answer a conversation")
+    return _router(service, jobs, plan, "/v1/chat/completions", models, "chat_completion", "Answer a conversation")
 
 
 def _router(
     service: Service,
-    store: BackgroundStore,
+    jobs: BackgroundJobs,
     plan: Callable[[Body, Service, str | None], Awaitable[CompletionPlan]],
     path: str,
     models: tuple[type[Body], type[BaseModel], type[BaseModel]],
@@ -109,15 +109,15 @@ def _router(
         _check_id(body)
         with planned(service, place, num_bytes) as planning:
             is_large = num_bytes > THREAD_BYTES
-            background = await request_to_keep(store, planning, path, fields, key, is_large=is_large)
+            background = await request_to_keep(jobs, planning, path, fields, key, is_large=is_large)
 
             async def make_plan() -> CompletionPlan:
                 made_plan = await plan(background.seeded(body), planning, owner)
                 leave(planning)
                 return made_plan
 
-            job = await begin_in_background(store, background, make_plan, after)
-        return await answer_in_background(service, store, job, body, after)
+            job = await begin_in_background(jobs, background, make_plan, after)
+        return await answer_in_background(service, jobs, job, body, after)
 
     return router
 

@@ -18,8 +18,6 @@ from starlette.responses import JSONResponse, Response
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.api.background import IDEMPOTENCY_KEY, idempotency_key, owner_of, request_to_keep
 from gptserve.server.api.completions import THREAD_BYTES, read_body
-from gptserve.server.background.job import BackgroundJob, BackgroundRequest
-from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
@@ -27,6 +25,8 @@ from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.jobs.background import BackgroundJobs
+from gptserve.server.jobs.job import BackgroundJob, BackgroundRequest
 from gptserve.server.responses.input_list import list_items
 from gptserve.server.responses.kept import KeptResponses
 from gptserve.server.responses.plan import (
@@ -81,10 +81,10 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 }
 
 
-def responses_router(service: Service, store: BackgroundStore, dialect: Dialect) -> APIRouter:
+def responses_router(service: Service, jobs: BackgroundJobs, dialect: Dialect) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["responses"])
-    routes = _Routes(service, store, dialect)
+    routes = _Routes(service, jobs, dialect)
     router.post(
         _PATH,
         name="create_response",
@@ -135,16 +135,16 @@ def responses_router(service: Service, store: BackgroundStore, dialect: Dialect)
 class _Routes:
     """The functions of the routes."""
 
-    def __init__(self, service: Service, store: BackgroundStore, dialect: Dialect) -> None:
+    def __init__(self, service: Service, jobs: BackgroundJobs, dialect: Dialect) -> None:
         self._service = service
-        self._store = store
+        self._jobs = jobs
         self._dialect = dialect
-        self._kept = KeptResponses(service, store)
+        self._kept = KeptResponses(service, jobs)
 
     async def create(self, request: Request) -> Response:
         """Plan a response; begin it in the store, or compute it for its client alone."""
         started_at = time.perf_counter()
-        service, store = self._service, self._store
+        service, jobs = self._service, self._jobs
         key, owner = idempotency_key(request), owner_of(request)
         service.admit(owner if key is None else None)  # refuse before reading megabytes; a retry begins nothing
         fields, body, num_bytes = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
@@ -156,16 +156,16 @@ class _Routes:
             return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
         with planned(service, place, num_bytes) as planning:
             is_large = num_bytes > THREAD_BYTES
-            background = await request_to_keep(store, planning, _PATH, fields, key, is_large=is_large)
+            background = await request_to_keep(jobs, planning, _PATH, fields, key, is_large=is_large)
             # Found before its conversation is read: what came before it may have been deleted since.
-            job = await store.find_same(background)
+            job = await jobs.find_same(background)
             if job is None:
                 job = await self._begin(body, background, planning)
         plan = await self._kept.plan(job)
         if body.background and not body.stream:
             return await self._answer(job, plan, request)
         ends_with_client = not body.background and key is None
-        return StoredAnswer(service, store, job, plan, bool(body.stream), ends_with_client=ends_with_client)
+        return StoredAnswer(service, jobs, job, plan, bool(body.stream), ends_with_client=ends_with_client)
 
     async def _begin(self, body: ResponsesRequest, background: BackgroundRequest, planning: Service) -> BackgroundJob:
         """Begin a response in the store, or find the one that has got the same key meanwhile."""
@@ -180,7 +180,7 @@ class _Routes:
             leave(planning)
             return plan
 
-        return await self._store.begin_or_find(background, make_plan)
+        return await self._jobs.begin_or_find(background, make_plan)
 
     async def count(self, request: Request) -> Response:
         """Count the tokens of the input."""
@@ -204,7 +204,7 @@ class _Routes:
             after = NO_EVENT  # nothing is sent but the error
         if after > NO_EVENT:
             await self._check_after(after, job, plan)
-        return StoredAnswer(self._service, self._store, job, plan, stream=True, after=after)
+        return StoredAnswer(self._service, self._jobs, job, plan, stream=True, after=after)
 
     async def list_input(self, request: Request) -> Response:
         """Return a page of the items that a response was made of."""
@@ -222,13 +222,13 @@ class _Routes:
                 f"cannot cancel a synchronous response: {job.completion_id!r} has ended, and background was not true"
             )
             raise ServiceError("invalid_value", message, param="id")
-        await self._store.cancel(job)
+        await self._jobs.cancel(job)
         return await self._answer(job, await self._kept.plan(job), request)
 
     async def delete(self, request: Request) -> Response:
         """Delete a response."""
         job = self._found(request)
-        await self._store.delete(job)
+        await self._jobs.delete(job)
         return JSONResponse(DeletedResponse(id=job.completion_id).model_dump())
 
     def _found(self, request: Request) -> BackgroundJob:
@@ -248,7 +248,7 @@ class _Routes:
         """
         if job.running is not None and job.record.batch_invariant:
             return
-        status, batches = job.status, await self._store.outputs(job)
+        status, batches = job.status, await self._jobs.outputs(job)
         count = await self._service.in_thread(count_events, plan, batches, self._service.tokenizer, status)
         if after >= count:
             message = f"starting_after may be at most {count - 1}, as the response has no more events, got {after}"

@@ -1,6 +1,6 @@
 """What identifies a completion: the fields that are equal in its answer, in every chunk and for every reader.
 
-`plan.py` and `chat.py` make one, `background/` keeps it. Knows no HTTP.
+`plan.py` and `chat.py` make one, `jobs/` keeps it. Knows no HTTP.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from gptserve.server.background.job import BackgroundJob
-from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.admission import hold
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
 from gptserve.server.core.errors import ServiceError, show
+from gptserve.server.jobs.background import BackgroundJobs
+from gptserve.server.jobs.job import BackgroundJob
 from gptserve.server.responses.input_list import item_ids
 from gptserve.server.responses.plan import RESPONSE_SHAPE, ResponsePlan, input_items, output_items
 from gptserve.server.responses.stream import render_response
@@ -24,11 +24,11 @@ _GONE = "it was not stored, it was deleted or it has expired"
 
 
 class KeptResponses:
-    """Reads the responses of a store."""
+    """Reads the responses among the background jobs."""
 
-    def __init__(self, service: Service, store: BackgroundStore) -> None:
+    def __init__(self, service: Service, jobs: BackgroundJobs) -> None:
         self._service = service
-        self._store = store
+        self._jobs = jobs
 
     def find(self, response_id: str, owner: str | None, param: str) -> BackgroundJob:
         """Return the job of a response. Raises ServiceError."""
@@ -38,16 +38,16 @@ class KeptResponses:
         return job
 
     async def plan(self, job: BackgroundJob) -> ResponsePlan:
-        """Return the plan of a job. Raises ServiceError or JournalError."""
-        plan = await self._store.plan(job)
+        """Return the plan of a job. Raises ServiceError or JobStoreError."""
+        plan = await self._jobs.plan(job)
         assert isinstance(plan, ResponsePlan), "find sees to it"
         return plan
 
     async def read(self, job: BackgroundJob, plan: ResponsePlan) -> Json:
-        """Return the response so far. Raises ServiceError or JournalError."""
+        """Return the response so far. Raises ServiceError or JobStoreError."""
         status = job.status
         error = None if job.error is None or status != "failed" else str(job.error)
-        batches = await self._store.outputs(job)
+        batches = await self._jobs.outputs(job)
         tokenizer = self._service.tokenizer
         return await self._service.in_thread(render_response, plan, batches, tokenizer, status, error)
 
@@ -112,7 +112,7 @@ class KeptResponses:
 
     def _find(self, response_id: str, owner: str | None) -> BackgroundJob | None:
         with suppress(ServiceError):
-            job = self._store.find(response_id, owner)
+            job = self._jobs.find(response_id, owner)
             if job.record.kind == RESPONSE_SHAPE.object:
                 return job
         return None

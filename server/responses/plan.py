@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
 from gptserve.server.completions.identity import Identity
@@ -24,6 +23,7 @@ from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.tokenizer import Tokenizer
+from gptserve.server.jobs.job import BackgroundRequest
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
 from gptserve.server.responses.tools import ResponseTools
 from gptserve.server.responses.truncation import truncations

@@ -16,11 +16,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gptserve.server.background.job import BackgroundJob
-from gptserve.server.background.position import ResumedOutput, single_tokens
-from gptserve.server.background.recorder import RESUMABLE
-from gptserve.server.background.records import OutputBatch
-from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.answer import AnswerSender
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.run import CompletionOutput
@@ -29,6 +24,11 @@ from gptserve.server.completions.shapes import Json
 from gptserve.server.core.background_status import BackgroundStatus
 from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.jobs.background import BackgroundJobs
+from gptserve.server.jobs.job import BackgroundJob
+from gptserve.server.jobs.position import ResumedOutput, single_tokens
+from gptserve.server.jobs.recorder import RESUMABLE
+from gptserve.server.jobs.records import OutputBatch
 from gptserve.server.responses.plan import ResponsePlan, Status, end_status
 from gptserve.server.text.output import Delta
 
@@ -97,7 +97,7 @@ class StoredAnswer(Response):
     """
 
     service: Service
-    store: BackgroundStore
+    jobs: BackgroundJobs
     job: BackgroundJob
     plan: ResponsePlan
     stream: bool
@@ -110,7 +110,7 @@ class StoredAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.job.completion_id
-        reader, output = self.store.reader(self.job), ResumedOutput(self.plan, self.service.tokenizer, None)
+        reader, output = self.jobs.reader(self.job), ResumedOutput(self.plan, self.service.tokenizer, None)
 
         async def source() -> AsyncIterator[OutputBatch]:
             async for outputs in reader:
@@ -124,7 +124,7 @@ class StoredAnswer(Response):
                 await answer.send_whole(scope, receive, send)
         except ClientDisconnect:
             if self.ends_with_client:
-                await self.store.cancel(self.job)
+                await self.jobs.cancel(self.job)
             raise
 
 

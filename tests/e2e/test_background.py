@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from gptserve.server.background.database import FILE_NAME
+from gptserve.server.jobs.sqlite.database import FILE_NAME
 from tests.engine.held_engine import VARIABLE, EngineGate
 from tests.server.api.test_background import check_ids, id_of
 from tests.server.serving import LIMIT_S, MORTAL, ROOT, Process

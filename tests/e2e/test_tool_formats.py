@@ -22,6 +22,7 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.engine.process.thread_client import ThreadClient
 from gptserve.server.app import create_app
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.tools.harmony import MARKS
 from gptserve.weights.chat.template import ChatTemplate
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ def answers(folder: Path, template: str, bodies: list[dict[str, Any]], **options
     async def converse() -> list[httpx.Response]:
         async with started(ThreadClient(partial(load, make_config(folder, **options)))) as engine:
             chat_template = ChatTemplate(template, {})
-            app = create_app(engine, tokenizer, app_options("model", chat_template=chat_template))
+            app = create_app(engine, tokenizer, app_options("model", chat_template=chat_template), SqliteJobStore(None))
             with closing(chat_template):
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
                     return [await client.post(_path(body), json=body) for body in bodies]

@@ -15,11 +15,11 @@ import pytest
 import uvloop
 
 from gptserve.server.app import create_app
-from gptserve.server.background.journal import Journal
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import BoundedHttpProtocol
 from gptserve.server.http.server import HttpServer
 from gptserve.server.http.tls import Tls
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.weights.chat.template import ChatTemplate
 from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -67,14 +67,14 @@ class Api:
         **options: Any,
     ) -> None:
         self.engine = engine
-        self.journal = Journal(state_dir)
+        self.store = SqliteJobStore(state_dir)
         options = {"chat_template": None if template is None else shared_template(template), **options}
-        self.app = create_app(engine, tokenizer or ByteTokenizer(), app_options(MODEL, **options), self.journal)
+        self.app = create_app(engine, tokenizer or ByteTokenizer(), app_options(MODEL, **options), self.store)
 
     def close(self) -> None:
         """End the thread of the journal; all event loops are closed already."""
-        self.journal._thread.submit(self.journal._disconnect)
-        self.journal._thread.shutdown()
+        self.store._thread.submit(self.store._disconnect)
+        self.store._thread.shutdown()
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """Send one request on an event loop of its own."""
@@ -187,11 +187,11 @@ class LiveServer(Api):
                 self._listening.set()
 
             self.server.startup = announce  # type: ignore[method-assign]
-            await self.app.state.store.start()
+            await self.app.state.jobs.start()
             await self.server.serve([self._socket])
             await self.engine.close()
-            await self.app.state.store.settle()
-            await self.journal.close()
+            await self.app.state.jobs.settle()
+            await self.store.close()
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve())

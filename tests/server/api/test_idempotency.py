@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gptserve.engine.request import DRAWN_SEED_LIMIT, FinishReason, TokenOutput
-from gptserve.server.background.job import BackgroundRequest
+from gptserve.server.jobs.job import BackgroundRequest
 from tests.server.api.test_background import CHAT, cancel, get, num, post, split, step
 from tests.server.api.test_completions import Events, send_raw
 from tests.server.conftest import LiveServer

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gptserve.server.background.records import insert_completion, to_record
+from gptserve.server.jobs.sqlite.rows import insert_completion, to_record
 from tests.server.api.test_responses import get, post, read
 from tests.server.api.test_tools import ANSWERS, TEMPLATES, TOOLS, USER, engine_of, tokenizer_of
 from tests.server.conftest import LiveServer

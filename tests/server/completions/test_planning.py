@@ -16,9 +16,9 @@ import pytest
 from starlette.responses import Response
 
 from gptserve.server.api.completions import THREAD_BYTES
-from gptserve.server.background.job import BackgroundRequest
 from gptserve.server.completions.planning import MAX_PLANNING_BYTES, Place, Planning
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.job import BackgroundRequest
 from gptserve.weights.workers import NUM_WORKERS
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient

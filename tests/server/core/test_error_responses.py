@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidRequestError, QueueFullError
-from gptserve.server.background.journal import JournalError
 from gptserve.server.core.error_responses import error_body, headers_of, status_of, to_service_error
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.store import JobStoreError
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from gptserve.server.core.errors import ServiceError
         (QueueFullError("m", retry_after_s=3), 429, "rate_limit_error", "queue_full", {"retry-after": "3"}),
         (EngineDiedError("m"), 503, "server_error", "engine_unavailable", {"retry-after": "5"}),
         (EngineDiedError("m", DeathKind.CLOSED), 503, "server_error", "draining", {"retry-after": "5"}),
-        (JournalError("m"), 500, "server_error", "journal_failed", {}),
+        (JobStoreError("m"), 500, "server_error", "journal_failed", {}),
         (ServiceError("c", "m"), 400, "invalid_request_error", "c", {}),
         (KeyError("secret"), 500, "server_error", "internal_error", {}),
     ],

@@ -13,13 +13,15 @@ import pytest
 
 from gptserve.engine.errors import InvalidRequestError, QueueFullError
 from gptserve.engine.request import TokenOutput
-from gptserve.server.background.database import FILE_NAME
-from gptserve.server.background.job import BackgroundRequest
-from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.core.error_responses import status_of
 from gptserve.server.core.errors import ServiceError
-from tests.server.background.server import Clock, Server, find, found, run, started
+from gptserve.server.jobs.job import BackgroundRequest
+from gptserve.server.jobs.sqlite.database import FILE_NAME
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
+from gptserve.server.jobs.store import JobStoreError
+from tests.server.jobs.memory_store import MemoryJobStore
+from tests.server.jobs.server import Clock, Server, find, found, run, started
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -35,11 +37,11 @@ def test_a_result_lives_for_its_time_after_its_end(tmp_path: Path, durable: bool
             assert await server.begin("key", max_tokens=1) is job
             server.clock.now += 0.2
             assert not found(server, job)
-            server.store.expire()
-            await server.store.settle()
-            assert await server.journal.batches(job.completion_id, 0, 1) == []
+            server.jobs.expire()
+            await server.jobs.settle()
+            assert await server.store.batches(job.completion_id, 0, 1) == []
             assert await server.begin("key", max_tokens=1) is not job, "its key is free again"
-            assert server.store.counts() == {"queued": 1}
+            assert server.jobs.counts() == {"queued": 1}
 
     run(test())
 
@@ -78,7 +80,7 @@ def test_the_first_to_have_ended_makes_room_and_what_is_under_way_never_does() -
             rejections = 'gptserve_admission_rejections_total{code="too_many_kept",model_name="m"} 1.0'
             assert rejections in server.service.metrics.render().decode()
             assert len(server.engine.live_ids) == 3
-            assert sum(server.store.counts().values()) == 3
+            assert sum(server.jobs.counts().values()) == 3
 
     run(test())
 
@@ -95,8 +97,8 @@ def test_a_request_that_is_refused_costs_nobody_a_result(tmp_path: Path, monkeyp
                 await server.begin()
             server.engine.max_requests = 9
             with monkeypatch.context() as patch:
-                patch.setattr(Journal, "add", AsyncMock(side_effect=JournalError("the disk is full")))
-                with pytest.raises(JournalError):
+                patch.setattr(SqliteJobStore, "add", AsyncMock(side_effect=JobStoreError("the disk is full")))
+                with pytest.raises(JobStoreError):
                     await server.begin()
             assert await server.text(job) == "a"
 
@@ -111,22 +113,22 @@ def test_whoever_waits_for_a_completion_that_cannot_be_journaled_hears_of_it(mon
             async def add_late(*_: Any) -> int:
                 reached.set()
                 await hold.wait()
-                raise JournalError("the disk is full")
+                raise JobStoreError("the disk is full")
 
-            monkeypatch.setattr(Journal, "add", add_late)
+            monkeypatch.setattr(SqliteJobStore, "add", add_late)
             beginning = asyncio.create_task(server.begin())
             await reached.wait()
-            [listed] = server.store.list_jobs(None, is_operator=False)
-            waiting = [asyncio.create_task(wait) for wait in (server.read(listed), server.store.cancel(listed))]
+            [listed] = server.jobs.list_jobs(None, is_operator=False)
+            waiting = [asyncio.create_task(wait) for wait in (server.read(listed), server.jobs.cancel(listed))]
             await asyncio.sleep(0)
             hold.set()
-            with pytest.raises(JournalError, match="the disk is full"):
+            with pytest.raises(JobStoreError, match="the disk is full"):
                 await beginning
             with pytest.raises(ServiceError, match="the disk is full"):
                 await waiting[0]
             await waiting[1]
             with pytest.raises(ServiceError, match="does not exist"):
-                await server.store.result(listed)
+                await server.jobs.result(listed)
 
     run(test())
 
@@ -143,7 +145,7 @@ def test_what_is_refused_in_one_request_alone_is_not_in_another_of_its_key() -> 
 
             fields = {"prompt": "x", "seed": 1}
             request = BackgroundRequest.of("/v1/completions", fields, None, "key", 0.0)
-            refused = asyncio.create_task(server.store.begin_or_find(request, refuse))
+            refused = asyncio.create_task(server.jobs.begin_or_find(request, refuse))
             await reached.wait()
             other = asyncio.create_task(server.begin("key"))
             await asyncio.sleep(0)
@@ -165,8 +167,8 @@ def test_a_lower_limit_holds_from_the_start_on(tmp_path: Path) -> None:
                 await first.finish(jobs[-1])
         async with started(Server(tmp_path, clock=first.clock, max_results=2)) as second:
             assert [found(second, job) for job in jobs] == [False, True, True]
-            await second.store.settle()
-            assert len(await second.journal.load()) == 2
+            await second.jobs.settle()
+            assert len(await second.store.load()) == 2
 
     run(test())
 
@@ -175,15 +177,15 @@ def test_suspending_leaves_it_in_the_journal_and_frees_the_engine(tmp_path: Path
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
             job = await first.begin()
-            reader = aiter(first.store.reader(job))
+            reader = aiter(first.jobs.reader(job))
             first.engine.step()
             await anext(reader)
-            await first.store.suspend()
+            await first.jobs.suspend()
             assert first.engine.live_ids == []
             with pytest.raises(ServiceError) as raised:
                 await anext(reader)
             assert (status_of(raised.value), raised.value.code) == (503, "draining")
-            result = await first.store.result(job)
+            result = await first.jobs.result(job)
             assert (result["status"], result["error"], await first.text(job)) == ("in_progress", None, "a")
             assert first.lifecycle.num_active == 0
         async with started(Server(tmp_path)) as second:
@@ -198,7 +200,7 @@ def test_in_memory_there_is_nothing_to_suspend_and_it_counts_as_running() -> Non
         async with started(Server()) as server:
             job = await server.begin(max_tokens=1)
             assert server.lifecycle.num_active == 1
-            await server.store.suspend()
+            await server.jobs.suspend()
             assert job.running is not None
             await server.finish(job)
             assert (job.status, server.lifecycle.num_active) == ("completed", 0)
@@ -214,8 +216,8 @@ def test_a_damaged_row_is_an_error_and_no_wrong_text(tmp_path: Path) -> None:
         with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
             connection.execute("UPDATE batches SET outputs = replace(outputs, '97', '98')")
         async with started(Server(tmp_path)) as second:
-            with pytest.raises(JournalError, match="it is damaged"):
-                await second.store.result(find(second, job))
+            with pytest.raises(JobStoreError, match="it is damaged"):
+                await second.jobs.result(find(second, job))
 
     run(test())
 
@@ -228,7 +230,7 @@ def test_after_a_restart_a_key_leads_to_what_its_retry_was_told(
             failed = await first.begin("k", max_tokens=3)
             with monkeypatch.context() as patch:
                 for name in ("append", "end"):
-                    patch.setattr(Journal, name, AsyncMock(side_effect=JournalError("the disk is full")))
+                    patch.setattr(SqliteJobStore, name, AsyncMock(side_effect=JobStoreError("the disk is full")))
                 await first.finish(failed)
             told = await first.begin("k", max_tokens=3)
             await first.finish(told)
@@ -247,8 +249,8 @@ def test_a_result_that_lacks_its_end_is_an_error_and_no_shorter_text(tmp_path: P
         with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
             connection.execute("DELETE FROM batches WHERE n = ?", (job.num_batches - 1,))
         async with started(Server(tmp_path)) as second:
-            with pytest.raises(JournalError, match="lacks the end"):
-                await second.store.result(find(second, job))
+            with pytest.raises(JobStoreError, match="lacks the end"):
+                await second.jobs.result(find(second, job))
 
     run(test())
 
@@ -260,16 +262,31 @@ def test_a_result_that_is_dropped_while_it_is_read_is_not_found_and_no_empty_tex
         async with started(Server(max_results=1)) as server:
             job = await server.begin(max_tokens=3)
             await server.finish(job)
-            batches = Journal.batches
+            batches = SqliteJobStore.batches
 
-            async def batches_late(self: Journal, *arguments: Any) -> list[tuple[TokenOutput, ...]]:
+            async def batches_late(self: SqliteJobStore, *arguments: Any) -> list[tuple[TokenOutput, ...]]:
                 await server.begin()
                 await asyncio.sleep(0)  # what was dropped is being deleted
                 return await batches(self, *arguments)
 
-            monkeypatch.setattr(Journal, "batches", batches_late)
+            monkeypatch.setattr(SqliteJobStore, "batches", batches_late)
             with pytest.raises(ServiceError) as raised:
-                await server.store.result(job)
+                await server.jobs.result(job)
             assert raised.value.code == "completion_not_found"
+
+    run(test())
+
+
+def test_jobs_need_nothing_of_sqlite() -> None:
+    async def test() -> None:
+        async with started(Server(store=MemoryJobStore())) as server:
+            job = await server.begin("key", max_tokens=3)
+            await server.finish(job)
+            assert await server.begin("key", max_tokens=3) is job
+            assert sum(len(output.token_ids) for output in await server.read(job)) == 3
+            assert (await server.jobs.result(job))["status"] == "completed"
+            await server.jobs.delete(job)
+            assert not found(server, job)
+            assert await server.store.load() == []
 
     run(test())

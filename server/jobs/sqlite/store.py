@@ -1,8 +1,8 @@
-"""Background completions in SQLite, in a folder or in memory: the request, every output in order, how it ended.
+"""The job store in SQLite, in a folder or in memory: the request, every output in order, how it ended.
 
 Rows are added and never changed; those of a completion are deleted together. Each row has a checksum, as SQLite has
 none. One thread has the connection; the writes that arrive during a transaction form the next one. Knows no HTTP, no
-text and no engine; `store.py` and `recorder.py` call it. docs/dev/journal.md describes the format.
+text and no engine; `serve.py` makes one. docs/dev/journal.md describes the format.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from gptserve.server.background import records
-from gptserve.server.background.database import FILE_NAME, connect, disconnect, give_back
-from gptserve.server.background.owners import FormerOwners, rename_owners
-from gptserve.server.background.records import CompletionRecord, EndRecord, IndexRow, OutputBatch, Statement
 from gptserve.server.completions.encoding import PIECE_ENTRIES
-from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.settings import StateSync
+from gptserve.server.jobs.records import CompletionRecord, EndRecord, OutputBatch, StoredJob
+from gptserve.server.jobs.sqlite.database import FILE_NAME, connect, disconnect, give_back
+from gptserve.server.jobs.sqlite.owners import rename_owners
+from gptserve.server.jobs.sqlite.rows import (
+    Statement,
+    insert_attempt,
+    insert_completion,
+    insert_end,
+    insert_outputs,
+    num_bytes_of,
+    to_batches,
+    to_record,
+    verify,
+)
+from gptserve.server.jobs.store import NO_FORMER_OWNERS, FormerOwners, JobStore, JobStoreError
 
 Result = TypeVar("Result")
 
 
-class JournalError(ServiceError):
-    """The journal cannot be opened, read or written; the message is the cause in one sentence."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("journal_failed", message)
-
-
-class Journal:
-    """One SQLite database; without a folder it is in memory and ends with the process.
-
-    `open` or the first other call opens it. All methods raise JournalError; a call that fails has written nothing.
-    """
+class SqliteJobStore(JobStore):
+    """One SQLite database, locked by this process; without a folder it is in memory and ends with the process."""
 
     def __init__(self, folder: Path | None, sync: StateSync = "normal") -> None:
-        self.is_durable = folder is not None
         self._folder = folder
         self._sync = sync
         self._connection: sqlite3.Connection | None = None
@@ -53,9 +52,11 @@ class Journal:
         self._writing = asyncio.Lock()
         self._decoding = asyncio.Lock()
         self.on_write: Callable[[float], object] = lambda seconds: None
-        """Told how long each transaction took."""
-        self.former_owners = FormerOwners()
-        """Renamed by `load`."""
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether it is in a folder."""
+        return self._folder is not None
 
     def num_bytes(self) -> int:
         """Return the size of its files; 0 in memory."""
@@ -73,9 +74,9 @@ class Journal:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
         self._thread.shutdown(wait=False)
 
-    async def load(self) -> list[IndexRow]:
+    async def load(self, former_owners: FormerOwners = NO_FORMER_OWNERS) -> list[StoredJob]:
         """Return all completions: first those that ended, by time of end; then the others, oldest first."""
-        await self._run(lambda connection: rename_owners(connection, self.former_owners))
+        await self._run(lambda connection: rename_owners(connection, former_owners))
         return await self._run(_read_index)
 
     async def read_record(self, completion_id: str) -> CompletionRecord:
@@ -89,24 +90,23 @@ class Journal:
         # Decoding scores takes long: not in the journal's thread, where writes wait, and one at a time, as each
         # competes with the event loop.
         async with self._decoding:
-            return await asyncio.to_thread(self._explaining, lambda: records.to_batches(completion_id, first, rows))
+            return await asyncio.to_thread(self._explaining, lambda: to_batches(completion_id, first, rows))
 
     async def add(self, record: CompletionRecord) -> int:
         """Begin a completion; return the number of bytes that it takes."""
         # In a thread, as megabytes may have to be written as JSON.
-        return await self._write(await asyncio.to_thread(records.insert_completion, record))
+        return await self._write(await asyncio.to_thread(insert_completion, record))
 
     async def append(self, completion_id: str, n: int, outputs: OutputBatch) -> int:
         """Add the n-th batch of outputs to a completion; return the number of bytes that it takes."""
         num_scores = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for output in outputs)
-        insert = records.insert_outputs
         if num_scores > PIECE_ENTRIES:
-            return await self._write(await asyncio.to_thread(insert, completion_id, n, outputs))
-        return await self._write(insert(completion_id, n, outputs))
+            return await self._write(await asyncio.to_thread(insert_outputs, completion_id, n, outputs))
+        return await self._write(insert_outputs(completion_id, n, outputs))
 
-    async def add_attempt(self, row: IndexRow) -> None:
+    async def add_attempt(self, stored: StoredJob) -> None:
         """Note that a start takes a completion up once more."""
-        await self._write(records.insert_attempt(row.record.completion_id, len(row.attempts), row.num_batches))
+        await self._write(insert_attempt(stored.record.completion_id, len(stored.attempts), stored.num_batches))
 
     async def clear_attempts(self) -> None:
         """Forget how often completions were taken up."""
@@ -114,7 +114,7 @@ class Journal:
 
     async def end(self, completion_id: str, end: EndRecord) -> None:
         """End a completion."""
-        await self._write(records.insert_end(completion_id, end))
+        await self._write(insert_end(completion_id, end))
 
     async def forget(self, completion_ids: Iterable[str]) -> None:
         """Delete completions with all their rows, and give their space back to the disk."""
@@ -130,8 +130,8 @@ class Journal:
         try:
             await asyncio.shield(self._writer)  # it has the writes of others, too
         except Exception as error:  # of any kind, and each caller raises its own
-            raise JournalError(str(error) or repr(error)) from error
-        return sum(map(records.num_bytes_of, statements))
+            raise JobStoreError(str(error) or repr(error)) from error
+        return sum(map(num_bytes_of, statements))
 
     async def _write_pending(self) -> None:
         async with self._writing:
@@ -151,17 +151,17 @@ class Journal:
         try:
             running = asyncio.get_running_loop().run_in_executor(self._thread, self._explaining, run)
         except RuntimeError as error:
-            raise JournalError(f"the journal is closed: {error}") from error
+            raise JobStoreError(f"the journal is closed: {error}") from error
         return await running
 
     def _explaining(self, call: Callable[[], Result]) -> Result:
-        """Run `call`; turn every error of the database into JournalError."""
+        """Run `call`; turn every error of the database into JobStoreError."""
         try:
             return call()
         except (sqlite3.Error, OSError, ValueError) as error:
             cause = error.strerror if isinstance(error, OSError) else str(error)
             place = "in memory" if self._folder is None else str(self._folder / FILE_NAME)
-            raise JournalError(f"the journal {place} cannot be used: {cause}") from error
+            raise JobStoreError(f"the journal {place} cannot be used: {cause}") from error
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -175,20 +175,20 @@ def _commit(connection: sqlite3.Connection, statements: Iterable[Statement]) -> 
             connection.execute(statement, parameters)
 
 
-def _read_index(connection: sqlite3.Connection) -> list[IndexRow]:
+def _read_index(connection: sqlite3.Connection) -> list[StoredJob]:
     of_batches = "count(*), sum(length(outputs) + length(completion_id))"
     selected = connection.execute(f"SELECT completion_id, {of_batches} FROM batches GROUP BY completion_id")
     sizes = {completion_id: sums for completion_id, *sums in selected}
     attempts: dict[str, list[int]] = defaultdict(list)
-    for completion_id, _, num_batches in map(records.verify, connection.execute("SELECT * FROM attempts")):
+    for completion_id, _, num_batches in map(verify, connection.execute("SELECT * FROM attempts")):
         attempts[completion_id].append(num_batches)
     end_rows = connection.execute("SELECT * FROM ends ORDER BY finished_at")
-    ends = {completion_id: EndRecord(*end) for completion_id, *end in map(records.verify, end_rows)}
+    ends = {completion_id: EndRecord(*end) for completion_id, *end in map(verify, end_rows)}
     rows = {}
     for row in connection.execute("SELECT * FROM completions ORDER BY created"):
-        record = records.to_record(row)
+        record = to_record(row)
         num_batches, num_bytes = sizes.get(record.completion_id, (0, 0))
-        rows[record.completion_id] = IndexRow(
+        rows[record.completion_id] = StoredJob(
             replace(record, body="", prompts=()),
             num_prompt_tokens=sum(map(len, record.prompts)),
             num_bytes=num_bytes + sum(len(value) for value in row if isinstance(value, str)),
@@ -203,4 +203,4 @@ def _read_record(connection: sqlite3.Connection, completion_id: str) -> Completi
     row = connection.execute("SELECT * FROM completions WHERE id = ?", (completion_id,)).fetchone()
     if row is None:
         raise ValueError(f"it has no completion {completion_id!r}")
-    return records.to_record(row)
+    return to_record(row)

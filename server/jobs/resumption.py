@@ -1,6 +1,6 @@
-"""From a job's rows in the journal back to its plan and to the requests that are left of it.
+"""From a job's records in the journal back to its plan and to the requests that are left of it.
 
-`store.py` calls it at the start and for readers of results, `recorder.py` runs what is left. Knows no HTTP.
+`background.py` calls it at the start and for readers of results, `recorder.py` runs what is left. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pydantic import ValidationError
 
 from gptserve.engine.request import Request
-from gptserve.server.background.job import DIALECT
-from gptserve.server.background.records import CompletionRecord, IndexRow, OutputBatch
 from gptserve.server.completions.identity import Identity
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.job import DIALECT
+from gptserve.server.jobs.records import CompletionRecord, OutputBatch, StoredJob
 
 SUSPECT_AFTER = 2  # starts that took a completion up in vain
 MAX_ATTEMPTS = 4
@@ -30,15 +30,15 @@ Restore = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What is left of a job that an earlier server began: its row, and the requests for choices that have not ended."""
+    """What is left of a job that an earlier server began: the requests for choices that have not ended."""
 
-    row: IndexRow
+    stored: StoredJob
     requests: tuple[Request, ...]
 
     @property
     def is_suspect(self) -> bool:
         """Whether it may be what ended the servers that took it up."""
-        return self.row.num_vain_attempts >= SUSPECT_AFTER
+        return self.stored.num_vain_attempts >= SUSPECT_AFTER
 
 
 @dataclass(slots=True)

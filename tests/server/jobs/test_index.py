@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptserve.server.background.index import JobIndex
-from gptserve.server.background.job import BackgroundJob
-from gptserve.server.background.journal import Journal
-from gptserve.server.background.records import CompletionRecord
 from gptserve.server.core.error_responses import status_of
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.index import JobIndex
+from gptserve.server.jobs.job import BackgroundJob
+from gptserve.server.jobs.records import CompletionRecord
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from tests.server.app_options import app_options
-from tests.server.background.server import Clock, Server, found, run, started
+from tests.server.jobs.server import Clock, Server, found, run, started
 
 
 async def ended(server: Server, **fields: object) -> BackgroundJob:
@@ -28,10 +28,10 @@ async def ended(server: Server, **fields: object) -> BackgroundJob:
 
 
 def test_results_go_when_their_time_is_over_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptserve.server.background.store.EXPIRY_INTERVAL_S", 0.001)
-    forgotten, forget = asyncio.Event(), Journal.forget
+    monkeypatch.setattr("gptserve.server.jobs.background.EXPIRY_INTERVAL_S", 0.001)
+    forgotten, forget = asyncio.Event(), SqliteJobStore.forget
 
-    async def forget_and_tell(self: Journal, completion_ids: Sequence[str]) -> None:
+    async def forget_and_tell(self: SqliteJobStore, completion_ids: Sequence[str]) -> None:
         await forget(self, completion_ids)
         forgotten.set()
 
@@ -41,10 +41,10 @@ def test_results_go_when_their_time_is_over_though_nobody_asks(monkeypatch: pyte
             job = await server.begin()
             server.clock.now += 61.0
             await forgotten.wait()
-            assert await server.journal.batches(over.completion_id, 0, 1) == []
+            assert await server.store.batches(over.completion_id, 0, 1) == []
             assert (found(server, over), found(server, job)) == (False, True)
 
-    monkeypatch.setattr(Journal, "forget", forget_and_tell)
+    monkeypatch.setattr(SqliteJobStore, "forget", forget_and_tell)
     run(test())
 
 
@@ -61,10 +61,10 @@ def test_a_clock_that_was_ahead_once_keeps_no_result_longer(tmp_path: Path) -> N
             assert [found(server, job) for job in (ahead, later)] == [False, False]
         clock.now -= 61.0
         async with started(Server(tmp_path, clock=clock, result_ttl_s=60.0)) as server:
-            server.store.expire()
+            server.jobs.expire()
             clock.now += 61.0
-            server.store.expire()
-            assert server.store.counts() == {}
+            server.jobs.expire()
+            assert server.jobs.counts() == {}
 
     run(test())
 
@@ -99,9 +99,9 @@ def test_what_is_kept_counts_the_same_after_a_restart(tmp_path: Path) -> None:
         async with started(Server(tmp_path)) as first:
             job = await first.begin(max_tokens=5)
             await first.advance(job, 5)
-            await first.store.settle()
+            await first.jobs.settle()
         async with started(Server(tmp_path)) as second:
-            [again] = second.store.list_jobs(None, is_operator=False)
+            [again] = second.jobs.list_jobs(None, is_operator=False)
             assert (again.num_tokens, again.num_prompt_tokens) == (5, 1)
             assert 0 <= job.num_bytes - again.num_bytes < 50
 

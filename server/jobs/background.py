@@ -1,7 +1,7 @@
 """All background completions: they run without a client, have any number of readers, and survive a restart.
 
-The store is the index, by id and by owner with idempotency key. `recorder.py` runs a job. A reader (`job.py`) reads
-from memory while the job runs, and from the journal afterwards. Routes and `response.py` call the store. Knows no HTTP.
+`BackgroundJobs` finds a job by id, or by owner and idempotency key. `recorder.py` runs it. A reader (`job.py`) reads
+from memory while the job runs, and from the store afterwards. Routes and `response.py` call it. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gptserve.engine.process.client import TokenStream
-from gptserve.server.background.index import JobIndex
-from gptserve.server.background.job import (
+from gptserve.server.completions.plan import CompletionPlan
+from gptserve.server.completions.run import CompletionRun, render_outputs
+from gptserve.server.completions.service import Service
+from gptserve.server.core.error_responses import error_body
+from gptserve.server.core.errors import ServiceError, shutting_down
+from gptserve.server.jobs.index import JobIndex
+from gptserve.server.jobs.job import (
     READ_LIMIT,
     BackgroundJob,
     BackgroundRequest,
@@ -25,11 +30,10 @@ from gptserve.server.background.job import (
     RunningJob,
     not_found,
 )
-from gptserve.server.background.journal import Journal, JournalError
-from gptserve.server.background.position import Position
-from gptserve.server.background.recorder import Recorder
-from gptserve.server.background.records import IndexRow, OutputBatch
-from gptserve.server.background.resumption import (
+from gptserve.server.jobs.position import Position
+from gptserve.server.jobs.recorder import Recorder
+from gptserve.server.jobs.records import OutputBatch, StoredJob
+from gptserve.server.jobs.resumption import (
     MAX_ATTEMPTS,
     Replay,
     Restore,
@@ -38,11 +42,7 @@ from gptserve.server.background.resumption import (
     rebuild_plan,
     too_many_attempts,
 )
-from gptserve.server.completions.plan import CompletionPlan
-from gptserve.server.completions.run import CompletionRun, render_outputs
-from gptserve.server.completions.service import Service
-from gptserve.server.core.error_responses import error_body
-from gptserve.server.core.errors import ServiceError, shutting_down
+from gptserve.server.jobs.store import NO_FORMER_OWNERS, FormerOwners, JobStore, JobStoreError
 
 EXPIRY_INTERVAL_S = 10.0  # how long after its time a result may take space
 
@@ -51,20 +51,26 @@ MakePlan = Callable[[], Awaitable[CompletionPlan]]
 logger = logging.getLogger(__name__)
 
 
-class BackgroundStore:
-    """All background jobs. `restore` rebuilds a plan, by the kind of its record.
+class BackgroundJobs:
+    """All background jobs. `restore` rebuilds a plan, by the kind of its record; `former_owners` get their new names.
 
     Invariants: a reader sees only what is in the journal; a job has one recorder task at most; only its owner finds it.
     """
 
     def __init__(
-        self, service: Service, journal: Journal, restore: Mapping[str, Restore], clock: Callable[[], float] = time.time
+        self,
+        service: Service,
+        store: JobStore,
+        restore: Mapping[str, Restore],
+        clock: Callable[[], float] = time.time,
+        former_owners: FormerOwners = NO_FORMER_OWNERS,
     ) -> None:
         self._service = service
-        self._journal = journal
+        self._store = store
         self._restore = restore
         self._clock = clock
-        self._recorder = Recorder(service, journal, clock, self._note_end)
+        self._former_owners = former_owners
+        self._recorder = Recorder(service, store, clock, self._note_end)
         self._index = JobIndex(service.options.settings, clock)
         self._beginning: dict[OwnerAndKey, tuple[str, asyncio.Task[BackgroundJob]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,12 +98,12 @@ class BackgroundStore:
 
     def reader(self, job: BackgroundJob) -> Reader:
         """Return a new reader from the first output on."""
-        return Reader(job, self._journal)
+        return Reader(job, self._store)
 
     async def begin_or_find(self, request: BackgroundRequest, make_plan: MakePlan) -> BackgroundJob:
         """Begin a job, or return the one that has the key already.
 
-        Raises ServiceError, JournalError, and what `make_plan` and Service.submit raise; then no job has begun.
+        Raises ServiceError, JobStoreError, and what `make_plan` and Service.submit raise; then no job has begun.
         """
         job = await self.find_same(request)
         if job is not None:
@@ -132,12 +138,12 @@ class BackgroundStore:
         return job
 
     async def plan(self, job: BackgroundJob) -> CompletionPlan:
-        """Return the plan of a job. Raises ServiceError or JournalError."""
+        """Return the plan of a job. Raises ServiceError or JobStoreError."""
         if job.running is not None:
             return job.running.plan
         try:
-            record = await self._journal.read_record(job.completion_id)
-        except JournalError:
+            record = await self._store.read_record(job.completion_id)
+        except JobStoreError:
             self._check_kept(job)
             raise
         fingerprint = self._service.engine.info.fingerprint
@@ -145,7 +151,7 @@ class BackgroundStore:
         return await asyncio.to_thread(rebuild_plan, self._restore, record, fingerprint, is_unreadable=is_unreadable)
 
     async def result(self, job: BackgroundJob) -> dict[str, object]:
-        """Return the answer so far, with status and error. Raises ServiceError or JournalError."""
+        """Return the answer so far, with status and error. Raises ServiceError or JobStoreError."""
         plan = await self.plan(job)
         status = job.status
         error = error_body(job.error)["error"] if job.error is not None and status in ("failed", "cancelled") else None
@@ -154,14 +160,14 @@ class BackgroundStore:
         return {**answer, "status": status, "error": error}
 
     async def outputs(self, job: BackgroundJob) -> list[OutputBatch]:
-        """Return the outputs so far. Raises ServiceError or JournalError."""
+        """Return the outputs so far. Raises ServiceError or JobStoreError."""
         num_stored, batches = job.num_batches, []
         if job.running is not None:
             num_stored, batches = job.running.num_stored, list(job.running.batches)
-        stored = await self._journal.batches(job.completion_id, 0, num_stored) if num_stored else []
+        stored = await self._store.batches(job.completion_id, 0, num_stored) if num_stored else []
         if len(stored) < num_stored:
             self._check_kept(job)
-            raise JournalError(f"the journal lacks the end of completion {job.completion_id!r}")
+            raise JobStoreError(f"the journal lacks the end of completion {job.completion_id!r}")
         return [*stored, *batches]
 
     async def cancel(self, job: BackgroundJob) -> None:
@@ -179,28 +185,29 @@ class BackgroundStore:
             await self._forget([job.completion_id])
 
     async def start(self) -> None:
-        """Read the journal and resume the jobs in it that have not ended. Raises JournalError."""
-        rows = await self._journal.load()
-        for row in rows:
-            self._index.add_stored(self._to_job(row))
+        """Read the journal and resume the jobs in it that have not ended. Raises JobStoreError."""
+        stored_jobs = await self._store.load(self._former_owners)
+        for stored in stored_jobs:
+            self._index.add_stored(self._to_job(stored))
         self._expire_regularly()
         self._drop(self._index.surplus())  # the limits may be lower now
-        unfinished = [row for row in rows if row.end is None]
-        for row in sorted(unfinished, key=lambda row: row.num_vain_attempts, reverse=True):  # suspects come first
-            await self._resume(row)
+        unfinished = [stored for stored in stored_jobs if stored.end is None]
+        unfinished.sort(key=lambda stored: stored.num_vain_attempts, reverse=True)  # suspects come first
+        for stored in unfinished:
+            await self._resume(stored)
         if unfinished:
             logger.info("resuming %d background completion%s", len(unfinished), "" if len(unfinished) == 1 else "s")
 
     async def suspend(self) -> None:
         """Stop all jobs, for the next start to resume; does nothing when the journal is in memory."""
-        if self._journal.is_durable:
+        if self._store.is_durable:
             message = "the server is shutting down; the completion goes on once it has been started again"
             for job in self._index:
                 if job.running is not None:
                     self._recorder.stop(job.running, ServiceError("draining", message))
             await self.settle()
-            with suppress(JournalError):  # then a server that ended in order counts like one that did not
-                await self._journal.clear_attempts()
+            with suppress(JobStoreError):  # then a server that ended in order counts like one that did not
+                await self._store.clear_attempts()
 
     def expire(self) -> None:
         """Delete the jobs whose time is over, which nobody finds any more."""
@@ -225,7 +232,7 @@ class BackgroundStore:
         self._index.add(job)
         with self._service.lifecycle.active():
             try:
-                job.num_bytes = await self._journal.add(record)
+                job.num_bytes = await self._store.add(record)
             except BaseException as raised:
                 stream.abort()
                 self._index.remove(job)
@@ -245,49 +252,49 @@ class BackgroundStore:
         self._index.note_end(job)
         self._drop(self._index.surplus(job))
 
-    def _to_job(self, row: IndexRow) -> BackgroundJob:
-        job = BackgroundJob(row.record, row.num_prompt_tokens, row.num_bytes)
-        job.is_unreadable = row.record.tokenizer != self._service.tokenizer.fingerprint
-        job.num_batches = 0 if job.is_unreadable else row.num_batches
-        if row.end is not None:
-            job.status, job.finished_at, job.num_tokens = row.end.status, row.end.finished_at, row.end.num_tokens
-            job.num_batches = 0 if job.is_unreadable else row.end.num_batches
-            job.error = None if row.end.error is None else ServiceError.from_fields(json.loads(row.end.error))
-            job.whole = None if row.end.position is None else Position.parse(row.end.position)
+    def _to_job(self, stored: StoredJob) -> BackgroundJob:
+        job = BackgroundJob(stored.record, stored.num_prompt_tokens, stored.num_bytes)
+        job.is_unreadable = stored.record.tokenizer != self._service.tokenizer.fingerprint
+        job.num_batches = 0 if job.is_unreadable else stored.num_batches
+        if (end := stored.end) is not None:
+            job.status, job.finished_at, job.num_tokens = end.status, end.finished_at, end.num_tokens
+            job.num_batches = 0 if job.is_unreadable else end.num_batches
+            job.error = None if end.error is None else ServiceError.from_fields(json.loads(end.error))
+            job.whole = None if end.position is None else Position.parse(end.position)
             if job.is_unreadable and job.status == "completed":
                 job.status, job.error = "failed", model_changed()
         return job
 
-    async def _resume(self, row: IndexRow) -> None:
-        """Resume a job after its last journaled output. Raises JournalError."""
-        job = self._index.find(row.record.completion_id)
+    async def _resume(self, stored: StoredJob) -> None:
+        """Resume a job after its last journaled output. Raises JobStoreError."""
+        job = self._index.find(stored.record.completion_id)
         assert job is not None, "it has not ended"
-        is_foreign = row.record.fingerprint != self._service.engine.info.fingerprint
-        if is_foreign or row.num_vain_attempts >= MAX_ATTEMPTS:
-            async for batches in self._stored_batches(row):
+        is_foreign = stored.record.fingerprint != self._service.engine.info.fingerprint
+        if is_foreign or stored.num_vain_attempts >= MAX_ATTEMPTS:
+            async for batches in self._stored_batches(stored):
                 job.num_tokens += sum(len(output.token_ids) for batch in batches for output in batch)
             await self._recorder.end(job, model_changed() if is_foreign else too_many_attempts())
             logger.warning("background completion %s: %s: %s", job.completion_id, job.status, job.error)
             return
-        record = await self._journal.read_record(job.completion_id)
-        fingerprint = row.record.fingerprint
+        record = await self._store.read_record(job.completion_id)
+        fingerprint = stored.record.fingerprint
         plan = await asyncio.to_thread(rebuild_plan, self._restore, record, fingerprint, is_unreadable=False)
         began = time.perf_counter() - (self._clock() - record.created)
         run = CompletionRun(plan, self._service, began)
         replay = Replay(plan, run.output)
-        async for batches in self._stored_batches(row):
+        async for batches in self._stored_batches(stored):
             replay.add(batches)
-        resumption = Resumption(row, replay.requests())
+        resumption = Resumption(stored, replay.requests())
         # Until it is the job's turn and the engine has room.
         stream = TokenStream((request.request_id for request in resumption.requests), lambda _: None)
-        job.running = running = RunningJob(plan, run, record.deadline, stream, num_stored=row.num_batches)
-        job.status = "in_progress" if row.num_batches else "queued"
+        job.running = running = RunningJob(plan, run, record.deadline, stream, num_stored=stored.num_batches)
+        job.status = "in_progress" if stored.num_batches else "queued"
         self._spawn(self._recorder.run(job, running, resumption))
 
-    async def _stored_batches(self, row: IndexRow) -> AsyncIterator[list[OutputBatch]]:
+    async def _stored_batches(self, stored: StoredJob) -> AsyncIterator[list[OutputBatch]]:
         """Yield the journaled outputs of a job, page by page: those of many jobs may not fit into memory."""
-        for first in range(0, row.num_batches, READ_LIMIT):
-            yield await self._journal.batches(row.record.completion_id, first, READ_LIMIT)
+        for first in range(0, stored.num_batches, READ_LIMIT):
+            yield await self._store.batches(stored.record.completion_id, first, READ_LIMIT)
 
     def _check_kept(self, job: BackgroundJob) -> None:
         """Raise ServiceError if a job has been dropped meanwhile."""
@@ -306,8 +313,8 @@ class BackgroundStore:
 
     async def _forget(self, completion_ids: Sequence[str]) -> None:
         try:
-            await self._journal.forget(completion_ids)
-        except JournalError as error:
+            await self._store.forget(completion_ids)
+        except JobStoreError as error:
             logger.warning("cannot delete %d background completions: %s", len(completion_ids), error)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

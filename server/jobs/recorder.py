@@ -1,6 +1,6 @@
 """Runs background jobs: takes their outputs from the engine, journals them, and only then shows them to readers.
 
-So a reader that returns after a crash misses nothing and sees nothing twice. `store.py` calls it. Knows no HTTP.
+So a reader that returns after a crash misses nothing and sees nothing twice. `background.py` calls it. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from gptserve.engine.errors import EngineDiedError, QueueFullError
-from gptserve.server.background.job import BackgroundJob, RunningJob
-from gptserve.server.background.journal import Journal, JournalError
-from gptserve.server.background.position import Position
-from gptserve.server.background.records import EndRecord, EndStatus, OutputBatch
-from gptserve.server.background.resumption import Resumption
 from gptserve.server.completions.run import expiring
 from gptserve.server.completions.service import Service
 from gptserve.server.core.error_responses import INTERNAL_ERROR, to_service_error
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.job import BackgroundJob, RunningJob
+from gptserve.server.jobs.position import Position
+from gptserve.server.jobs.records import EndRecord, EndStatus, OutputBatch
+from gptserve.server.jobs.resumption import Resumption
+from gptserve.server.jobs.store import JobStore, JobStoreError
 
 RESUMABLE = ("draining", "engine_unavailable")  # codes of errors that end the server, but not a journaled job
 
@@ -37,10 +37,10 @@ class Recorder:
     """
 
     def __init__(
-        self, service: Service, journal: Journal, clock: Callable[[], float], on_end: Callable[[BackgroundJob], None]
+        self, service: Service, store: JobStore, clock: Callable[[], float], on_end: Callable[[BackgroundJob], None]
     ) -> None:
         self._service = service
-        self._journal = journal
+        self._store = store
         self._clock = clock
         self._on_end = on_end
         self._room = asyncio.Event()
@@ -53,7 +53,7 @@ class Recorder:
         if resumption is not None and resumption.is_suspect:
             self._suspects.append(running)
         # A durable job outlives the process, so a shutdown need not wait for it.
-        with nullcontext() if self._journal.is_durable else self._service.lifecycle.active():
+        with nullcontext() if self._store.is_durable else self._service.lifecycle.active():
             error: ServiceError | None = None
             try:
                 await self._follow(job, running, resumption)
@@ -86,8 +86,8 @@ class Recorder:
         try:
             position = None if job.whole is None else str(job.whole)
             end = EndRecord(status, text, finished_at, job.num_batches, job.num_tokens, position)
-            await self._journal.end(job.completion_id, end)
-        except JournalError as failure:
+            await self._store.end(job.completion_id, end)
+        except JobStoreError as failure:
             logger.error("the end of completion %s is not journaled: %s", job.completion_id, failure)
             status, error = "failed", error if status == "failed" else failure.fresh()
         job.status, job.error, job.finished_at = status, error, finished_at
@@ -125,7 +125,7 @@ class Recorder:
                 self._service.check_alive()
                 if running not in self._resumed:
                     self._resumed.append(running)
-                    await self._journal.add_attempt(resumption.row)
+                    await self._store.add_attempt(resumption.stored)
                 try:
                     running.stream = self._service.engine.submit(resumption.requests)
                     self._service.limits.begin(running.plan.identity.owner, running.stream)
@@ -157,7 +157,7 @@ class Recorder:
 
     async def _show(self, job: BackgroundJob, running: RunningJob, outputs: OutputBatch) -> None:
         """Journal outputs, then show them to the readers."""
-        job.num_bytes += await self._journal.append(job.completion_id, running.num_batches, outputs)
+        job.num_bytes += await self._store.append(job.completion_id, running.num_batches, outputs)
         running.batches.append(outputs)
         job.status = "in_progress"
         self._clear(running)
@@ -167,7 +167,7 @@ class Recorder:
         """Journal the end and wake the readers; a job that the next start resumes has no end to journal."""
         job.num_batches = running.num_batches
         job.num_tokens, job.whole = running.run.output.num_tokens, Position.of(running.run.output)
-        if self._journal.is_durable and error is not None and error.code in RESUMABLE:
+        if self._store.is_durable and error is not None and error.code in RESUMABLE:
             job.error = error
         else:
             await self.end(job, error)

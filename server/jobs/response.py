@@ -13,13 +13,13 @@ from itertools import chain
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gptserve.server.background.job import Reader
-from gptserve.server.background.position import LastEvent, Position, ResumedOutput, single_tokens
-from gptserve.server.background.records import OutputBatch
 from gptserve.server.completions.answer import AnswerSender, encoder_of
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.http.envelope import log_fields
+from gptserve.server.jobs.job import Reader
+from gptserve.server.jobs.position import LastEvent, Position, ResumedOutput, single_tokens
+from gptserve.server.jobs.records import OutputBatch
 
 
 @dataclass(eq=False)

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from gptserve.engine.request import Request, TokenOutput
-from gptserve.server.background.job import BackgroundJob, BackgroundRequest
-from gptserve.server.background.journal import Journal
-from gptserve.server.background.store import BackgroundStore
 from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_plan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.metrics import Metrics
+from gptserve.server.jobs.background import BackgroundJobs
+from gptserve.server.jobs.job import BackgroundJob, BackgroundRequest
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
+from gptserve.server.jobs.store import JobStore
 from gptserve.server.schemas.completions import CompletionRequest
 from tests.server.app_options import app_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
@@ -44,11 +45,12 @@ class Server:
         *,
         clock: Clock | None = None,
         engine: FakeEngineClient | None = None,
+        store: JobStore | None = None,
         **options: Any,
     ) -> None:
         self.engine = engine or FakeEngineClient(auto=False)
         self.clock = clock or Clock()
-        self.journal = Journal(folder)
+        self.store = store or SqliteJobStore(folder)
         self.lifecycle = Lifecycle()
         metrics = Metrics(self.engine, "m")
         self.service = Service(self.engine, ByteTokenizer(), app_options("m", **options), self.lifecycle, metrics)
@@ -61,7 +63,7 @@ class Server:
                 unnamed_properties="refuse",
             )
         }
-        self.store = BackgroundStore(self.service, self.journal, restore, clock=self.clock)
+        self.jobs = BackgroundJobs(self.service, self.store, restore, clock=self.clock)
 
     async def begin(self, key: str | None = None, *, owner: str | None = None, **fields: Any) -> BackgroundJob:
         fields = {"prompt": "x", "seed": 1, **fields}
@@ -70,11 +72,11 @@ class Server:
             return await plan_completion(CompletionRequest.model_validate(fields), self.service, owner)
 
         request = BackgroundRequest.of("/v1/completions", fields, owner, key, time.perf_counter())
-        return await self.store.begin_or_find(request, plan)
+        return await self.jobs.begin_or_find(request, plan)
 
     async def read(self, job: BackgroundJob) -> list[TokenOutput]:
         """Return all outputs of a completion, which it follows to its end. Raises ServiceError."""
-        return [output async for outputs in self.store.reader(job) for output in outputs]
+        return [output async for outputs in self.jobs.reader(job) for output in outputs]
 
     async def finish(self, job: BackgroundJob) -> None:
         """Step the engine until a completion has ended, with no regard to how many steps pile up."""
@@ -89,26 +91,26 @@ class Server:
 
     async def advance(self, job: BackgroundJob, num_steps: int) -> None:
         """Make that many steps, each a batch of its own."""
-        reader = aiter(self.store.reader(job))
+        reader = aiter(self.jobs.reader(job))
         for _ in range(num_steps):
             self.engine.step()
             await anext(reader)
 
     async def text(self, job: BackgroundJob) -> str:
-        choices: Any = (await self.store.result(job))["choices"]
+        choices: Any = (await self.jobs.result(job))["choices"]
         return str(choices[0]["text"])
 
 
 @contextlib.asynccontextmanager
 async def started(server: Server) -> AsyncIterator[Server]:
     """A server from its start to a death at which its engine goes first."""
-    await server.store.start()
+    await server.jobs.start()
     try:
         yield server
     finally:
         await server.engine.close()
-        await server.store.settle()
-        await server.journal.close()
+        await server.jobs.settle()
+        await server.store.close()
 
 
 def run(test: Awaitable[None]) -> None:
@@ -117,7 +119,7 @@ def run(test: Awaitable[None]) -> None:
 
 def find(server: Server, job: BackgroundJob) -> BackgroundJob:
     """Find a job again, as its owner does, perhaps with a later server."""
-    return server.store.find(job.completion_id, job.record.owner)
+    return server.jobs.find(job.completion_id, job.record.owner)
 
 
 def found(server: Server, job: BackgroundJob) -> bool:

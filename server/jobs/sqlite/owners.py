@@ -3,7 +3,7 @@
 A position says nothing of the key: once a key is taken away, the next one has its position. So this happens once, at
 the first start with such keys, and only if they may be the ones that the journal's owners had. It happens no more once
 a key file has given the name of a position, which is then that key's own, nor to journals that this version creates:
-these have the table from the beginning. `journal.py` calls it.
+these have the table from the beginning. `store.py` calls it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,14 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
 
-from gptserve.server.background import records
+from gptserve.server.jobs.sqlite.rows import to_record, update_owner
+from gptserve.server.jobs.store import FormerOwners
 
 _POSITION = re.compile(r"key-[1-9]\d{0,5}")
 _TABLE = "renamed_owners"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FormerOwners:
-    """`names` are those that the keys of options have, by the names of their positions.
-
-    Names in `others`, which a file gives, stay.
-    """
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    others: Set[str] = frozenset()
 
 
 def rename_owners(connection: sqlite3.Connection, former: FormerOwners) -> None:
@@ -63,7 +51,7 @@ def rename_owners(connection: sqlite3.Connection, former: FormerOwners) -> None:
             ids = connection.execute("SELECT id FROM completions WHERE owner = ?", (position,)).fetchall()
             for completion_id in ids:  # one at a time, as prompts may be long
                 row = connection.execute("SELECT * FROM completions WHERE id = ?", completion_id).fetchone()
-                connection.execute(*records.update_owner(records.to_record(row), former.names[position]))
+                connection.execute(*update_owner(to_record(row), former.names[position]))
         _create_table(connection)
         connection.executemany(f"INSERT INTO {_TABLE} VALUES (?, ?)", former.names.items())
     for position in sorted(positions):

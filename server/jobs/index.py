@@ -2,7 +2,7 @@
 
 It says which jobs must go: those whose time is over, and those that ended first where there are too many. Owners share
 the limits fairly: each is sure of the limit divided by the number of owners that have jobs, and what some leave is free
-for the others. `store.py` calls it, and deletes jobs in the journal. Knows neither the journal nor the engine.
+for the others. `background.py` calls it, and deletes jobs in the store. Knows neither the store nor the engine.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 
-from gptserve.server.background.job import BackgroundJob, OwnerAndKey
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.settings import ServerSettings
+from gptserve.server.jobs.job import BackgroundJob, OwnerAndKey
 
 
 class JobIndex:

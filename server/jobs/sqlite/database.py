@@ -1,7 +1,7 @@
 """The journal's SQLite database: its tables, what is checked when it is opened, and what is noticed.
 
 SQLite takes a write-ahead log (WAL) that is damaged, cut or missing for the shorter one that it then looks like.
-`lost_commits` tells the difference. `journal.py` calls `connect`. Knows no completions.
+`_last_commit` tells the difference. `store.py` calls `connect`. Knows no completions.
 """
 
 from __future__ import annotations

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from gptserve.engine.request import MAX_SCORES_PER_OUTPUT, Request, TokenOutput
-from gptserve.server.background.job import READ_LIMIT, BackgroundRequest
-from gptserve.server.background.journal import Journal, JournalError
-from gptserve.server.background.records import OutputBatch
-from gptserve.server.background.resumption import MAX_ATTEMPTS, SUSPECT_AFTER
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.core.errors import ServiceError
-from tests.server.background.server import Server, find, run, started
+from gptserve.server.jobs.job import READ_LIMIT, BackgroundRequest
+from gptserve.server.jobs.records import OutputBatch
+from gptserve.server.jobs.resumption import MAX_ATTEMPTS, SUSPECT_AFTER
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
+from gptserve.server.jobs.store import JobStoreError
 from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient, say
+from tests.server.jobs.server import Server, find, run, started
 
 
 def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
@@ -28,7 +29,7 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
             job = await first.begin("key", **body)
-            follower = aiter(first.store.reader(job))
+            follower = aiter(first.jobs.reader(job))
             for _ in range(2):
                 first.engine.step()
                 await anext(follower)
@@ -42,11 +43,11 @@ def test_a_restart_goes_on_with_the_very_next_token(tmp_path: Path) -> None:
             assert await second.submitted() == expected
             assert await second.begin("key", **body) is again
             await second.finish(again)
-            result: Any = await second.store.result(again)
+            result: Any = await second.jobs.result(again)
             assert [choice["text"] for choice in result["choices"]] == ["ab"] * 4
             assert result["usage"]["completion_tokens"] == 4 * 5
         async with started(Server(tmp_path)) as third:
-            assert await third.store.result(find(third, job)) == result
+            assert await third.jobs.result(find(third, job)) == result
             assert third.engine.submitted == []
 
     run(test())
@@ -80,7 +81,7 @@ def test_a_restart_within_a_prompt_goes_on_with_the_next_of_its_scores(tmp_path:
             await server.finish(resumed)
             undisturbed = await server.begin(**fields)
             await server.finish(undisturbed)
-            first, second = await server.store.result(resumed), await server.store.result(undisturbed)
+            first, second = await server.jobs.result(resumed), await server.jobs.result(undisturbed)
             encode = PiecewiseEncoder(ensure_ascii=True).encode
             assert encode(first["choices"]) == encode(second["choices"])
 
@@ -91,18 +92,18 @@ def test_a_restart_with_the_last_output_already_there_only_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lose(*_: object) -> None:
-        raise JournalError("lost")
+        raise JobStoreError("lost")
 
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
             with monkeypatch.context() as patch:
-                patch.setattr(Journal, "end", lose)
+                patch.setattr(SqliteJobStore, "end", lose)
                 job = await first.begin(max_tokens=2)
                 await first.finish(job)
             assert (job.status, job.error and job.error.code) == ("failed", "journal_failed")
         async with started(Server(tmp_path)) as second:
             again = find(second, job)
-            await second.store.settle()
+            await second.jobs.settle()
             assert (again.status, await second.text(again), second.engine.submitted) == ("completed", "ab", [])
 
     run(test())
@@ -125,13 +126,13 @@ def test_a_model_that_computes_otherwise_ends_what_was_under_way_and_reads_what_
             done, cut = await first.begin("a", max_tokens=2), await first.begin("b")
             await first.advance(done, 2)
             await first.read(done)
-            whole = await first.store.result(done)
+            whole = await first.jobs.result(done)
         if not same_tokenizer:
             monkeypatch.setattr(ByteTokenizer, "fingerprint", "other")
         async with started(
             Server(tmp_path, engine=FakeEngineClient(info=replace(INFO, fingerprint="fake-2")))
         ) as second:
-            of_done, of_cut = [await second.store.result(find(second, job)) for job in (done, cut)]
+            of_done, of_cut = [await second.jobs.result(find(second, job)) for job in (done, cut)]
             assert (of_cut["status"], of_cut["error"], of_cut["system_fingerprint"]) == (
                 "failed",
                 MODEL_CHANGED,
@@ -156,13 +157,13 @@ def test_a_model_that_computes_otherwise_ends_what_was_under_way_and_reads_what_
 def test_what_another_version_was_asked_does_not_hinder_the_start(tmp_path: Path) -> None:
     async def test() -> None:
         async with started(Server(tmp_path)) as first:
-            record = await first.journal.read_record((await first.begin()).completion_id)
+            record = await first.store.read_record((await first.begin()).completion_id)
             unknown = replace(record, completion_id="cmpl-1", fingerprint="newer", body='{"prompt":"x","newer":1}')
-            await first.journal.add(unknown)
+            await first.store.add(unknown)
         async with started(Server(tmp_path)) as second:
-            assert second.store.find("cmpl-1", None).status == "failed"
+            assert second.jobs.find("cmpl-1", None).status == "failed"
             with pytest.raises(ServiceError) as raised:
-                await second.store.result(second.store.find("cmpl-1", None))
+                await second.jobs.result(second.jobs.find("cmpl-1", None))
             assert raised.value.code == "model_changed"
 
     run(test())
@@ -172,7 +173,7 @@ async def _all_submitted(server: Server, number: int) -> list[Request]:
     """Return what the engine was given once it has so many requests, and whoever noted an attempt has submitted."""
     await asyncio.to_thread(server.engine.wait_for, lambda: len(server.engine.submitted) >= number)
     await asyncio.sleep(0)  # whose turn it is has an attempt under way to the journal, which writes in turn
-    await server.journal.forget(["nobody's"])
+    await server.store.forget(["nobody's"])
     await asyncio.sleep(0)
     return server.engine.submitted
 
@@ -296,7 +297,7 @@ def test_a_server_that_ends_in_order_blames_nobody(tmp_path: Path) -> None:
             async with started(Server(tmp_path)) as server:
                 job = job or await server.begin()
                 await server.submitted()
-                await server.store.suspend()
+                await server.jobs.suspend()
         async with started(Server(tmp_path)) as server:
             assert job is not None
             await server.finish(find(server, job))
@@ -309,9 +310,9 @@ def test_what_an_earlier_server_made_is_read_page_by_page_and_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages: list[tuple[int, int]] = []
-    batches = Journal.batches
+    batches = SqliteJobStore.batches
 
-    async def spy(self: Journal, completion_id: str, first: int, limit: int) -> list[OutputBatch]:
+    async def spy(self: SqliteJobStore, completion_id: str, first: int, limit: int) -> list[OutputBatch]:
         pages.append((first, limit))
         return await batches(self, completion_id, first, limit)
 
@@ -319,7 +320,7 @@ def test_what_an_earlier_server_made_is_read_page_by_page_and_not_held(
         async with started(Server(tmp_path)) as first:
             job = await first.begin(max_tokens=200)
             await first.advance(job, 150)
-        monkeypatch.setattr(Journal, "batches", spy)
+        monkeypatch.setattr(SqliteJobStore, "batches", spy)
         async with started(Server(tmp_path)) as second:
             assert pages == [(first, READ_LIMIT) for first in (0, 64, 128)]
             again = find(second, job)
@@ -338,7 +339,7 @@ def test_the_prompt_is_kept_once_as_tokens_and_what_a_template_read_is_not(tmp_p
     async def test() -> None:
         async with started(Server(tmp_path)) as server:
             job = await server.begin(prompt="secret " * 10)
-            record = await server.journal.read_record(job.completion_id)
+            record = await server.store.read_record(job.completion_id)
             assert "secret" not in record.body
             assert bytes(record.prompts[0]) == b"secret " * 10
             assert json.loads(record.body)["seed"] == 1

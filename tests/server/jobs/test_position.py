@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
-from gptserve.server.background.position import LastEvent, Position, ResumedOutput, single_tokens
 from gptserve.server.completions.plan import CompletionPlan, plan_completion
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.position import LastEvent, Position, ResumedOutput, single_tokens
 from gptserve.server.schemas.completions import CompletionRequest
 from gptserve.server.text.output import Delta
-from tests.server.background.server import Server
 from tests.server.fake_engine import ByteTokenizer
+from tests.server.jobs.server import Server
 
 TEXTS = ("aé✓ stop or sto", "😀😀 two", "x")
 BODIES: list[dict[str, Any]] = [

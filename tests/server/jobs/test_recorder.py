@@ -10,25 +10,26 @@ from typing import Any
 import pytest
 
 from gptserve.engine.request import FinishReason
-from gptserve.server.background.job import READ_LIMIT
-from gptserve.server.background.journal import Journal, JournalError
 from gptserve.server.core.errors import ServiceError
-from tests.server.background.server import Clock, Server, find, run, started
+from gptserve.server.jobs.job import READ_LIMIT
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
+from gptserve.server.jobs.store import JobStoreError
 from tests.server.fake_engine import INFO, FakeEngineClient
+from tests.server.jobs.server import Clock, Server, find, run, started
 
 
 def test_what_is_shown_is_in_the_journal_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with started(Server(tmp_path)) as server:
             job = await server.begin(max_tokens=50)
-            reader, hold = aiter(server.store.reader(job)), asyncio.Event()
-            append = Journal.append
+            reader, hold = aiter(server.jobs.reader(job)), asyncio.Event()
+            append = SqliteJobStore.append
 
-            async def append_late(self: Journal, *arguments: Any) -> int:
+            async def append_late(self: SqliteJobStore, *arguments: Any) -> int:
                 await hold.wait()
                 return await append(self, *arguments)
 
-            monkeypatch.setattr(Journal, "append", append_late)
+            monkeypatch.setattr(SqliteJobStore, "append", append_late)
             server.engine.step()
             reading = asyncio.ensure_future(anext(reader))
             for _ in range(20):
@@ -37,7 +38,7 @@ def test_what_is_shown_is_in_the_journal_before(tmp_path: Path, monkeypatch: pyt
             assert await server.text(job) == ""
             hold.set()
             (output,) = await reading
-            assert (await server.journal.batches(job.completion_id, 0, 9)) == [(output,)]
+            assert (await server.store.batches(job.completion_id, 0, 9)) == [(output,)]
 
     run(test())
 
@@ -46,7 +47,7 @@ def test_memory_holds_no_outputs_of_what_has_ended() -> None:
     async def test() -> None:
         async with started(Server()) as server:
             job = await server.begin(max_tokens=3 * READ_LIMIT)
-            slow = aiter(server.store.reader(job))
+            slow = aiter(server.jobs.reader(job))
             server.engine.step()
             first = await anext(slow)
             await server.finish(job)
@@ -65,7 +66,7 @@ def test_what_does_not_fit_into_the_queue_at_a_restart_waits_for_room(tmp_path: 
         second = Server(tmp_path)
         second.engine.max_requests, second.engine.retry_after_s = 2, 3600
         async with started(second):
-            jobs = [second.store.find(completion_id, None) for completion_id in ids]
+            jobs = [second.jobs.find(completion_id, None) for completion_id in ids]
             for job in jobs:
                 assert job.running is not None
             while any(job.running is not None for job in jobs):
@@ -83,7 +84,7 @@ def test_what_can_never_fit_into_the_queue_fails_and_holds_nobody_back(tmp_path:
             large, small = await first.begin(n=4), await first.begin(max_tokens=1)
         info = replace(INFO, max_num_seqs=1, max_num_queued_reqs=1)
         async with started(Server(tmp_path, engine=FakeEngineClient(info=info))) as second:
-            await second.store.settle()
+            await second.jobs.settle()
             ended = [find(second, job) for job in (large, small)]
             assert [job.status for job in ended] == ["failed", "completed"]
             assert ended[0].error is not None
@@ -99,8 +100,8 @@ def test_a_waiting_completion_can_be_cancelled(tmp_path: Path) -> None:
         second = Server(tmp_path)
         second.engine.max_requests = 0
         async with started(second):
-            job = second.store.find(completion_id, None)
-            await second.store.cancel(job)
+            job = second.jobs.find(completion_id, None)
+            await second.jobs.cancel(job)
             assert (job.status, second.engine.submitted) == ("cancelled", [])
             with pytest.raises(ServiceError, match="was cancelled"):
                 await second.read(job)
@@ -115,7 +116,7 @@ def test_a_deadline_passes_while_the_server_is_down(tmp_path: Path, has_room: bo
         async with started(Server(tmp_path, clock=clock)) as first:
             job = await first.begin(timeout_ms=60_000)
             first.engine.step()
-            await anext(aiter(first.store.reader(job)))
+            await anext(aiter(first.jobs.reader(job)))
         clock.now += 61.0
         second = Server(tmp_path, clock=clock)
         second.engine.max_requests = 10 if has_room else 0
@@ -134,16 +135,16 @@ def test_what_cannot_be_journaled_fails_and_costs_the_engine_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     async def fail(*_: object) -> None:
-        raise JournalError("the journal /j cannot be used: database or disk is full")
+        raise JobStoreError("the journal /j cannot be used: database or disk is full")
 
     async def test() -> None:
         async with started(Server(tmp_path)) as server:
             with monkeypatch.context() as patch:
-                patch.setattr(Journal, method, fail)
+                patch.setattr(SqliteJobStore, method, fail)
                 if method == "add":
-                    with pytest.raises(JournalError):
+                    with pytest.raises(JobStoreError):
                         await server.begin("key", max_tokens=2)
-                    assert server.store.counts() == {}
+                    assert server.jobs.counts() == {}
                 else:
                     job = await server.begin("key", max_tokens=2)
                     await server.finish(job)

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from gptserve.server.background.database import FILE_NAME
-from gptserve.server.background.journal import Journal
-from gptserve.server.background.owners import FormerOwners
 from gptserve.server.core.keys import option_name
-from tests.server.background.test_journal import END, OUTPUTS, RECORD, use
+from gptserve.server.jobs.sqlite.database import FILE_NAME
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
+from gptserve.server.jobs.store import FormerOwners
 from tests.server.conftest import Api
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.jobs.sqlite.test_store import use
+from tests.server.jobs.test_store import END, OUTPUTS, RECORD
 
 MakeApi = Callable[..., Api]
-LOGGER = "gptserve.server.background.owners"
+LOGGER = "gptserve.server.jobs.sqlite.owners"
 
 
 def write_old(folder: Path, *owners: str | None) -> None:
@@ -38,7 +39,7 @@ def write_old(folder: Path, *owners: str | None) -> None:
 def write_rows(folder: Path, *owners: str | None) -> None:
     """Write a completion of each owner, of which it is the id."""
 
-    async def write(journal: Journal) -> None:
+    async def write(journal: SqliteJobStore) -> None:
         for owner in owners:
             completion_id = str(owner)
             await journal.add(replace(RECORD, completion_id=completion_id, owner=owner))
@@ -52,9 +53,8 @@ def owners_after(folder: Path, former: FormerOwners) -> dict[str, str | None]:
     """Start with these names; return the owners by id. Every row is read back, with its checksum."""
     found: dict[str, str | None] = {}
 
-    async def load(journal: Journal) -> None:
-        journal.former_owners = former
-        found.update({row.record.completion_id: row.record.owner for row in await journal.load()})
+    async def load(journal: SqliteJobStore) -> None:
+        found.update({row.record.completion_id: row.record.owner for row in await journal.load(former)})
         for completion_id, owner in found.items():
             record = await journal.read_record(completion_id)
             assert record == replace(RECORD, completion_id=completion_id, owner=owner)
@@ -133,7 +133,7 @@ def test_a_key_finds_its_own_and_nobody_elses_whichever_keys_are_taken_away(
 
     def start(make: MakeApi, *keys: str) -> Api:
         api = make(FakeEngineClient(), state_dir=tmp_path, api_keys=keys)
-        asyncio.run(api.app.state.store.start())
+        asyncio.run(api.app.state.jobs.start())
         return api
 
     first = start(Api, "alice", "bob")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from gptserve.engine.request import FinishReason, Request, TokenOutput
-from gptserve.server.background.job import READ_LIMIT, BackgroundRequest
 from gptserve.server.core.errors import ServiceError
-from tests.server.background.server import Server, found, run, started
+from gptserve.server.jobs.job import READ_LIMIT, BackgroundRequest
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.jobs.server import Server, found, run, started
 
 
 def test_a_reader_takes_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_reader_takes_a_bounded_piece_at_a_time(tmp_path: Path) -> None:
         async with started(Server(tmp_path)) as server:
             job = await server.begin(max_tokens=200)
             await server.advance(job, 2 * READ_LIMIT)
-            late = server.store.reader(job)
+            late = server.jobs.reader(job)
             pieces = aiter(late)
             assert len(await anext(pieces)) == READ_LIMIT
             await server.finish(job)
@@ -41,7 +41,7 @@ def test_many_choices_in_memory_are_read_in_small_pieces_between_which_others_ha
             if not is_live:
                 await server.finish(job)
             pieces, turns = [], []
-            reader = aiter(server.store.reader(job))
+            reader = aiter(server.jobs.reader(job))
             for _ in range(3):
                 asyncio.get_running_loop().call_soon(turns.append, len(pieces))
                 pieces.append(await anext(reader))
@@ -64,13 +64,13 @@ def test_a_reader_of_a_result_whose_time_is_over_is_told_so() -> None:
         async with started(Server(result_ttl_s=60.0)) as server:
             job = await server.begin(max_tokens=2 * READ_LIMIT)
             await server.advance(job, 2 * READ_LIMIT)
-            await server.store.settle()
-            reader = aiter(server.store.reader(job))
+            await server.jobs.settle()
+            reader = aiter(server.jobs.reader(job))
             assert len(await anext(reader)) == READ_LIMIT
             server.clock.now += 61.0
             assert not found(server, job)
-            server.store.expire()
-            await server.store.settle()
+            server.jobs.expire()
+            await server.jobs.settle()
             with pytest.raises(ServiceError) as raised:
                 await anext(reader)
             assert raised.value.code == "completion_not_found"

@@ -1,6 +1,6 @@
 """One background completion: what was asked, its state in memory, and its readers.
 
-`store.py` makes jobs, `recorder.py` changes them while they run, `response.py` reads. Knows no HTTP.
+`background.py` makes jobs, `recorder.py` changes them while they run, `response.py` reads. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TypeVar
 
 from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import DRAWN_SEED_LIMIT
-from gptserve.server.background.journal import Journal
-from gptserve.server.background.position import Position
-from gptserve.server.background.records import CompletionRecord, OutputBatch
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionRun
 from gptserve.server.core.background_status import BackgroundStatus
 from gptserve.server.core.errors import ServiceError
+from gptserve.server.jobs.position import Position
+from gptserve.server.jobs.records import CompletionRecord, OutputBatch
+from gptserve.server.jobs.store import JobStore
 from gptserve.server.schemas.completions import GenerationRequest
 from gptserve.server.schemas.seed import DRAW
 from gptserve.weights.generation import SAMPLING_DEFAULTS
@@ -167,9 +167,9 @@ class Reader:
     the job has ended, or raises the ServiceError that ended the job.
     """
 
-    def __init__(self, job: BackgroundJob, journal: Journal) -> None:
+    def __init__(self, job: BackgroundJob, store: JobStore) -> None:
         self._job = job
-        self._journal = journal
+        self._store = store
         self._is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[OutputBatch]:
@@ -202,7 +202,7 @@ class Reader:
             await running.changed.wait()
         if self._is_closed or (running is None and position >= self._job.num_batches):
             return []
-        read = await self._journal.batches(self._job.completion_id, position, READ_LIMIT)
+        read = await self._store.batches(self._job.completion_id, position, READ_LIMIT)
         if not read:
             raise not_found(self._job.completion_id)
         return read

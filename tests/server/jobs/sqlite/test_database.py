@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from gptserve.engine.request import TokenOutput
-from gptserve.server.background.database import FILE_NAME
-from gptserve.server.background.journal import Journal
 from gptserve.server.core.settings import StateSync
-from tests.server.background.test_journal import END, OUTPUTS, RECORD, overwrite, use
+from gptserve.server.jobs.sqlite.database import FILE_NAME
+from gptserve.server.jobs.sqlite.store import SqliteJobStore
+from tests.server.jobs.sqlite.test_store import overwrite, use
+from tests.server.jobs.test_store import END, OUTPUTS, RECORD
 
 WAL = f"{FILE_NAME}-wal"
 
@@ -23,7 +24,7 @@ def killed(folder: Path) -> Path:
     """Return the folder of a server that was killed: five completions, each begun and ended in commits of their own."""
     live, dead = folder / "live", folder / "dead"
 
-    async def write(journal: Journal) -> None:
+    async def write(journal: SqliteJobStore) -> None:
         for i in range(5):
             await journal.add(replace(RECORD, completion_id=str(i)))
             await journal.append(str(i), 0, OUTPUTS)
@@ -37,7 +38,7 @@ def killed(folder: Path) -> Path:
 def num_ended(folder: Path) -> int:
     ended: list[bool] = []
 
-    async def load(journal: Journal) -> None:
+    async def load(journal: SqliteJobStore) -> None:
         ended.extend(row.end is not None for row in await journal.load())
 
     use(folder, load)
@@ -110,7 +111,7 @@ def test_what_is_forgotten_takes_no_space_on_the_disk(tmp_path: Path) -> None:
     def measure() -> None:
         sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
 
-    async def test(journal: Journal) -> None:
+    async def test(journal: SqliteJobStore) -> None:
         await journal.add(replace(RECORD, completion_id="0"))
         await journal.add(RECORD)
         measure()
@@ -130,7 +131,7 @@ def test_what_is_forgotten_takes_no_space_on_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sync", "level"), [("normal", 1), ("full", 2)])
 def test_the_promise_to_a_power_cut_is_sqlites(tmp_path: Path, sync: StateSync, level: int) -> None:
-    async def test(journal: Journal) -> None:
+    async def test(journal: SqliteJobStore) -> None:
         levels = await journal._run(lambda connection: connection.execute("PRAGMA synchronous").fetchall())
         assert levels == [(level,)]
 
