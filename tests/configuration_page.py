@@ -16,9 +16,8 @@ INTRODUCTION = """# Configuration
 
 This page lists every setting of `gptserve serve`. It is generated from the code by `make docs`.
 
-Set each one by its flag, by its variable, or by a key in the TOML file that `--config` names. The key is the flag
-without the dashes at its start. The command line wins over the environment, and the environment over the file. An
-unknown flag, variable or key is an error that names the nearest known one.
+Set each one by its flag, its variable, or a key of the TOML file that `--config` names: the flag without its first
+dashes. The command line wins over the environment, the environment over the file. Unknown names are errors.
 
 ```toml
 # gptserve.toml
@@ -90,7 +89,7 @@ def row(option: Option) -> str:
 def default_of(option: Option) -> str:
     """Return the default as a user writes it."""
     if option.default is None or option.default == ():
-        return "-"
+        return ""
     if option.name.endswith("-bytes") and isinstance(option.default, int):
         return f"`{option.default / 2**20:g}MiB`"
     is_number = isinstance(option.default, float)
