@@ -19,13 +19,13 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 import gptserve
-from gptserve.engine.process.client import EngineClient
 from gptserve.server.api.background import background_router
 from gptserve.server.api.completions import chat_router, completions_router
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.api.responses import responses_router
 from gptserve.server.api.tokenize import tokenize_router
+from gptserve.server.completions.model import ModelRegistry
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.plan import restore_plan
 from gptserve.server.completions.planning import Planning
@@ -38,7 +38,6 @@ from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.limits import KeyLimits
 from gptserve.server.core.metrics import Metrics
 from gptserve.server.core.settings import ServerSettings
-from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.http.application import Application
 from gptserve.server.http.envelope import RequestEnvelope, report
 from gptserve.server.http.hosts import HostGuard
@@ -50,19 +49,18 @@ from gptserve.server.operations.auth import OPERATION_PATHS, PROBE_PATHS, ApiKey
 from gptserve.server.playground.router import PAGE_PATHS, playground_router
 from gptserve.server.responses.plan import RESPONSE_SHAPE, restore_response
 from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
-from gptserve.server.tools.dialect import dialect_of
 
 logger = logging.getLogger(__name__)
 
 MAX_PATH = 200  # characters of a path in a message
 
 
-def create_app(engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, store: JobStore) -> FastAPI:
-    """Return the application; the engine may start later. `app.state` has the lifecycle, the jobs and the metrics.
+def create_app(models: ModelRegistry, options: AppOptions, store: JobStore) -> FastAPI:
+    """Return the application; the engines may start later. `app.state` has the lifecycle, the jobs and the metrics.
 
     Background completions are kept in `store`. Raises KeyFileError.
     """
-    metrics = Metrics(engine, options.model_name)
+    metrics = Metrics(models.default.engine, models.default.name)
     settings = options.settings
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if settings.needs_key else None
     limits = KeyLimits(
@@ -72,13 +70,11 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, 
     )
     planning = Planning(partial(_has_several_owners, keys), settings.engine.max_queue_time_s)
     metrics.watch_planning(lambda: planning.num_requests)
-    service = Service(engine, tokenizer, options, Lifecycle(), metrics, limits, planning=planning)
-    dialect = dialect_of(tokenizer, options.chat_template, settings)
-    again = partial(restore_plan, tokenizer=tokenizer, unnamed_properties=settings.unnamed_properties)
+    service = Service(models, options, Lifecycle(), metrics, limits, planning=planning)
     restore: dict[str, Restore] = {
-        TEXT_SHAPE.object: partial(again, model=CompletionRequest, shape=TEXT_SHAPE),
-        CHAT_SHAPE.object: partial(again, model=ChatRequest, shape=CHAT_SHAPE, dialect=dialect),
-        RESPONSE_SHAPE.object: partial(restore_response, tokenizer=tokenizer, dialect=dialect),
+        TEXT_SHAPE.object: partial(restore_plan, schema=CompletionRequest, shape=TEXT_SHAPE),
+        CHAT_SHAPE.object: partial(restore_plan, schema=ChatRequest, shape=CHAT_SHAPE),
+        RESPONSE_SHAPE.object: restore_response,
     }
     former_owners = NO_FORMER_OWNERS if keys is None else FormerOwners(keys.positions, keys.owners)
     jobs = BackgroundJobs(service, store, restore, former_owners=former_owners)
@@ -108,8 +104,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, options: AppOptions, 
     app.state.lifecycle = service.lifecycle
     app.state.jobs = jobs
     app.state.metrics = metrics
-    routers = [make(service, jobs) for make in (completions_router, background_router)]
-    routers += [make(service, jobs, dialect) for make in (chat_router, responses_router)]
+    routers = [make(service, jobs) for make in (completions_router, background_router, chat_router, responses_router)]
     routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
     if settings.playground:
         routers.append(playground_router(service))

@@ -40,13 +40,11 @@ from gptserve.weights.source import Download, fetch_model, local_model, model_na
 if TYPE_CHECKING:  # they import the web framework
     from fastapi import FastAPI
 
-    from gptserve.server.completions.grammar import GrammarChecker
+    from gptserve.server.completions.model import Model
     from gptserve.server.http.door import Door, Progress
     from gptserve.server.http.server import HttpServer
     from gptserve.server.jobs.background import BackgroundJobs
     from gptserve.server.operations.tracing import Tracing
-    from gptserve.weights.chat.template import ChatTemplate
-    from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # not 0, so that an orchestrator restarts the server
@@ -103,7 +101,7 @@ class ServingProcess:
         self._store: JobStore = SqliteJobStore(settings.state_dir, settings.state_sync)
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._with_workers: list[Tokenizer | ChatTemplate | GrammarChecker] = []
+        self._model: Model | None = None
         self._tracing: Tracing | None = None
         self._engine: EngineClient | None = None
 
@@ -127,8 +125,8 @@ class ServingProcess:
             if self._http is not None and self._serving is not None:
                 self._http.should_exit = True
                 await self._finish(self._serving, "the HTTP server")
-            for holder in self._with_workers:
-                holder.close()
+            if self._model is not None:
+                self._model.close()
             await self._finish(self._store.close(), "the journal")
             if self._tracing is not None:
                 await self._finish(asyncio.to_thread(self._tracing.close), "the traces")
@@ -245,20 +243,14 @@ class ServingProcess:
         """
         with without_collections():
             from gptserve.server.app import create_app
-            from gptserve.server.completions.grammar import GrammarChecker
+            from gptserve.server.completions.model import ModelRegistry
+            from gptserve.server.completions.model_folder import load_model
             from gptserve.server.completions.options import AppOptions
             from gptserve.server.operations.banner import log_banner
-            from gptserve.weights.chat.template import load_chat_template
-            from gptserve.weights.tokenizers.info import load_tokenizer_info
-            from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
         settings = self._settings
-        name, *aliases = settings.served_model_names or (model_name(settings.model),)
-        defaults, max_new_tokens = _sampling_defaults(settings, folder)
-        template = load_chat_template(folder, settings.chat_template)
-        tokenizer = Tokenizer.of_model(folder)
-        checker = GrammarChecker(folder)
-        self._with_workers += [tokenizer, checker, *([template] if template else [])]
+        names = settings.served_model_names or (model_name(settings.model),)
+        self._model = model = load_model(folder, engine, names, settings, *_sampling_defaults(settings, folder))
         if settings.otlp_traces_endpoint is not None:
             from gptserve.server.operations.tracing import Tracing
 
@@ -266,18 +258,8 @@ class ServingProcess:
                 self._tracing = Tracing(settings.otlp_traces_endpoint)
             except ValueError as error:  # of the library's own variables
                 raise StartError(f"otlp-traces-endpoint: {error}") from error
-        options = AppOptions(
-            settings,
-            model_name=name,
-            aliases=tuple(aliases),
-            sampling_defaults=defaults,
-            max_new_tokens=max_new_tokens,
-            tokenizer_info=load_tokenizer_info(folder),
-            chat_template=template,
-            grammar_checker=checker,
-            tracing=self._tracing,
-        )
-        return create_app(engine, tokenizer, options, self._store), partial(log_banner, engine, options)
+        app = create_app(ModelRegistry(model), AppOptions(settings, tracing=self._tracing), self._store)
+        return app, partial(log_banner, model, settings)
 
     async def _serve(self, jobs: BackgroundJobs, lifecycle: Lifecycle) -> int:
         server, serving, engine = self._http, self._serving, self._engine

@@ -20,13 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.size_budget import code_lines
 from gptserve.engine.request import SamplingParams
-from gptserve.server.app import create_app
 from gptserve.server.core.metrics import Metrics
 from gptserve.server.http.connections import Connections
-from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
 from gptserve.weights.families import FAMILIES
-from tests.server.app_options import app_options
+from tests.server.app_options import make_app
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 ROOT = Path(__file__).parents[1]
@@ -327,7 +325,7 @@ def test_every_model_family_has_a_row() -> None:
 
 
 def test_every_route_has_a_row() -> None:
-    paths = create_app(FakeEngineClient(), ByteTokenizer(), app_options("m"), SqliteJobStore(None)).openapi()["paths"]
+    paths = make_app(FakeEngineClient(), ByteTokenizer()).openapi()["paths"]
     routes = {f"{method.upper()} {path}" for path, operations in paths.items() for method in operations}
 
     assert_rows("docs/api.md", "## Routes", routes | {"GET /openapi.json"})  # which does not describe itself

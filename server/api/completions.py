@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -40,7 +39,6 @@ from gptserve.server.jobs.background import BackgroundJobs
 from gptserve.server.schemas import completions as schemas
 from gptserve.server.schemas.fields import Take, ignored_names, take_fields
 from gptserve.server.schemas.openapi import error_responses, event_stream, json_body, links_to_completion
-from gptserve.server.tools.dialect import Dialect
 
 THREAD_BYTES = 2**16  # parsing takes some milliseconds in the worst case
 MAX_PROMPT_LOGGED = 4096  # characters
@@ -56,11 +54,10 @@ def completions_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
     return _router(service, jobs, plan_completion, "/v1/completions", models, "completion", "Complete a prompt")
 
 
-def chat_router(service: Service, jobs: BackgroundJobs, dialect: Dialect) -> APIRouter:
+def chat_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
     """Return the route of chats."""
-    plan = partial(plan_chat, dialect=dialect)
     models = schemas.ChatRequest, schemas.ChatCompletion, schemas.ChatCompletionChunk
-    return _router(service, jobs, plan, "/v1/chat/completions", models, "chat_completion", "Answer a conversation")
+    return _router(service, jobs, plan_chat, "/v1/chat/completions", models, "chat_completion", "Answer a conversation")
 
 
 def _router(

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model this server has, under each of its names."""
+"""GET /v1/models and /v1/models/{id}: the models of this server, each under all its names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from gptserve.server.completions.model import Model
 from gptserve.server.completions.service import Service
-from gptserve.server.schemas.completions import Model, ModelList
+from gptserve.server.schemas import completions as schemas
 from gptserve.server.schemas.openapi import error_responses
 
 _MODEL_ID = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -22,18 +23,17 @@ def models_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["models"])
     created = int(time.time())
-    names = (service.options.model_name, *service.options.aliases)
 
-    def model(name: str) -> Model:
-        service.check_alive()
-        limit, defaults = service.engine.info.max_model_len, service.options.sampling_defaults
-        return Model(
+    def entry(name: str, model: Model) -> schemas.Model:
+        service.using(model).check_alive()
+        limit, defaults = model.engine.info.max_model_len, model.sampling_defaults
+        return schemas.Model(
             id=name, created=created, owned_by="gptserve", max_model_len=limit, sampling_defaults=dict(defaults)
         )
 
     @router.get("/v1/models", summary="List the models", responses={200: _LINKS, **error_responses(401, 503)})
-    async def list_models() -> ModelList:
-        return ModelList(data=[model(name) for name in names])
+    async def list_models() -> schemas.ModelList:
+        return schemas.ModelList(data=[entry(name, model) for name, model in service.models])
 
     # The id is a path: that of a hub model has a slash in it.
     @router.get(
@@ -42,9 +42,8 @@ def models_router(service: Service) -> APIRouter:
         openapi_extra={"parameters": [_MODEL_ID]},
         responses=error_responses(401, 404, 503),
     )
-    async def retrieve_model(request: Request) -> Model:
+    async def retrieve_model(request: Request) -> schemas.Model:
         name = request.path_params["model"]
-        service.check_model(name)
-        return model(name)
+        return entry(name, service.models.find(name))
 
     return router

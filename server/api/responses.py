@@ -62,7 +62,6 @@ from gptserve.server.schemas.responses import (
     ResponseObject,
     ResponsesRequest,
 )
-from gptserve.server.tools.dialect import Dialect
 
 _PATH = "/v1/responses"
 _BY_ID = f"{_PATH}/{{id}}"
@@ -81,10 +80,10 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 }
 
 
-def responses_router(service: Service, jobs: BackgroundJobs, dialect: Dialect) -> APIRouter:
+def responses_router(service: Service, jobs: BackgroundJobs) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["responses"])
-    routes = _Routes(service, jobs, dialect)
+    routes = _Routes(service, jobs)
     router.post(
         _PATH,
         name="create_response",
@@ -135,10 +134,9 @@ def responses_router(service: Service, jobs: BackgroundJobs, dialect: Dialect) -
 class _Routes:
     """The functions of the routes."""
 
-    def __init__(self, service: Service, jobs: BackgroundJobs, dialect: Dialect) -> None:
+    def __init__(self, service: Service, jobs: BackgroundJobs) -> None:
         self._service = service
         self._jobs = jobs
-        self._dialect = dialect
         self._kept = KeptResponses(service, jobs)
 
     async def create(self, request: Request) -> Response:
@@ -152,7 +150,7 @@ class _Routes:
         place = Place(owner, started_at, receive=request.receive)
         if body.store is False:
             with planned(service, place, num_bytes) as planning:
-                plan = await plan_response(await self._kept.asked(body, planning), None, planning, owner, self._dialect)
+                plan = await plan_response(await self._kept.asked(body, planning), None, planning, owner)
             return CompletionResponse(service, plan, started_at, ResponseEncoder(plan))
         with planned(service, place, num_bytes) as planning:
             is_large = num_bytes > THREAD_BYTES
@@ -176,7 +174,7 @@ class _Routes:
         background = replace(background, fields=kept)
 
         async def make_plan() -> ResponsePlan:
-            plan = await plan_response(asked, background, planning, background.owner, self._dialect)
+            plan = await plan_response(asked, background, planning, background.owner)
             leave(planning)
             return plan
 
@@ -189,7 +187,7 @@ class _Routes:
         _, body, num_bytes = await read_body(request, service, lambda _: ResponsesRequest, take_response_fields)
         with planned(service, Place(owner_of(request), receive=request.receive), num_bytes) as planning:
             asked = await self._kept.asked(body, planning)
-            counted = await count_input_tokens(asked, planning, self._dialect)
+            counted = await count_input_tokens(asked, planning)
         return JSONResponse(InputTokens(input_tokens=counted).model_dump())
 
     async def retrieve(self, request: Request) -> Response:
@@ -249,7 +247,7 @@ class _Routes:
         if job.running is not None and job.record.batch_invariant:
             return
         status, batches = job.status, await self._jobs.outputs(job)
-        count = await self._service.in_thread(count_events, plan, batches, self._service.tokenizer, status)
+        count = await self._service.in_thread(count_events, plan, batches, status)
         if after >= count:
             message = f"starting_after may be at most {count - 1}, as the response has no more events, got {after}"
             raise ServiceError("invalid_value", message, param="starting_after")

@@ -48,13 +48,13 @@ def tokenize_router(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         service.check_alive()
         _, body, num_bytes = await read_body(request, service, _model_of)
-        service.check_model(body.model)
+        asked = service.naming(body.model)
         if isinstance(body, ConversationToTokenize):
-            check_conversation(body, service)
+            check_conversation(body, asked)
         else:
-            check_length(body.prompt, service)
-        with planned(service, Place(owner_of(request), receive=request.receive), num_bytes) as planning:
-            return await planning.in_worker(_tokenize, body, service)
+            check_length(body.prompt, asked)
+        with planned(asked, Place(owner_of(request), receive=request.receive), num_bytes) as planning:
+            return await planning.in_worker(_tokenize, body, asked)
 
     @router.post(
         "/detokenize",
@@ -65,9 +65,9 @@ def tokenize_router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         service.check_alive()
         _, body, _ = await read_body(request, service, lambda _: TokensToText)
-        service.check_model(body.model)
-        _check_tokens(body.tokens, service)
-        return await service.in_thread(_detokenize, body.tokens, service)
+        asked = service.naming(body.model)
+        _check_tokens(body.tokens, asked)
+        return await service.in_thread(_detokenize, body.tokens, asked)
 
     @router.get(
         "/tokenizer_info",
@@ -87,7 +87,7 @@ def _model_of(fields: Mapping[str, object]) -> type[TextToTokenize | Conversatio
 
 def _check_tokens(token_ids: Sequence[int], service: Service) -> None:
     """Raise InvalidRequestError for more tokens than a prompt may have, or for ids that the model does not have."""
-    info = service.engine.info
+    info = service.model.engine.info
     if len(token_ids) > info.max_model_len:
         rule = f"tokens may be at most {info.max_model_len}, this model's context, got {len(token_ids)}"
         raise InvalidRequestError(rule, param="tokens", code="context_length_exceeded")
@@ -103,12 +103,12 @@ def _tokenize(body: TextToTokenize | ConversationToTokenize, service: Service) -
     else:
         add_special = body.add_special_tokens is not False
         with blaming("prompt"):
-            token_ids = service.tokenizer.encode_with_special(body.prompt, template=add_special)
-    texts = (token_name(service.tokenizer.token_bytes(token_id)) for token_id in token_ids)
+            token_ids = service.model.tokenizer.encode_with_special(body.prompt, template=add_special)
+    texts = (token_name(service.model.tokenizer.token_bytes(token_id)) for token_id in token_ids)
     return json_response(
         {
             "count": len(token_ids),
-            "max_model_len": service.engine.info.max_model_len,
+            "max_model_len": service.model.engine.info.max_model_len,
             "tokens": iter(token_ids),
             "token_strs": texts if body.return_token_strs else None,
         }
@@ -116,15 +116,15 @@ def _tokenize(body: TextToTokenize | ConversationToTokenize, service: Service) -
 
 
 def _detokenize(token_ids: Sequence[int], service: Service) -> Response:
-    data = b"".join(map(service.tokenizer.token_bytes, token_ids))
+    data = b"".join(map(service.model.tokenizer.token_bytes, token_ids))
     return json_response({"prompt": data.decode(errors="replace")})
 
 
 def _tokenizer_info(service: Service) -> dict[str, object]:
     info: dict[str, object] = {}
-    if eos := service.engine.info.eos_token_ids:
-        info["eos_token"] = token_name(service.tokenizer.token_bytes(eos[0]))
-    info |= service.options.tokenizer_info
-    if service.options.chat_template is not None:
-        info["chat_template"] = service.options.chat_template.source
+    if eos := service.model.engine.info.eos_token_ids:
+        info["eos_token"] = token_name(service.model.tokenizer.token_bytes(eos[0]))
+    info |= service.model.tokenizer_info
+    if service.model.chat_template is not None:
+        info["chat_template"] = service.model.chat_template.source
     return info

@@ -40,7 +40,7 @@ def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -
 
     Raises ServiceError, QueueFullError or InvalidRequestError.
     """
-    num_requests, info = n * num_prompts, service.engine.info
+    num_requests, info = n * num_prompts, service.model.engine.info
     # A request that can never be let in must not be told to try again.
     most = min(service.options.max_choices, info.max_num_seqs + info.max_num_queued_reqs)
     if num_requests > most:
@@ -50,7 +50,7 @@ def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -
     _take(service, -service.place.num_requests)
     with service.counting_rejections():
         service.limits.check(owner, num_requests)
-        service.engine.check_room(num_requests, service.planning.num_requests)
+        service.model.engine.check_room(num_requests, service.planning.num_requests)
     _take(service, num_requests)
 
 

@@ -39,7 +39,7 @@ class CompletionResponse(Response):
         self, service: Service, plan: CompletionPlan, started_at: float, encoder: StreamEncoder | None = None
     ) -> None:
         super().__init__()
-        self._service = service
+        self._service = service = service.using(plan.model)
         self._plan = plan
         self._encoder = encoder
         self._started_at = started_at

@@ -13,7 +13,7 @@ from gptserve.server.schemas.completions import GenerationRequest
 
 async def bad_word_ids(body: GenerationRequest, service: Service) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of the bad words, encoded in a thread. Raises InvalidRequestError."""
-    return await service.in_worker(encode_bad_words, body.bad_words, service.tokenizer) if body.bad_words else ()
+    return await service.in_worker(encode_bad_words, body.bad_words, service.model.tokenizer) if body.bad_words else ()
 
 
 def encode_bad_words(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

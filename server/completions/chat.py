@@ -23,7 +23,7 @@ from gptserve.server.core.errors import ServiceError
 from gptserve.server.schemas.chat import Conversation
 from gptserve.server.schemas.completions import ChatRequest
 from gptserve.server.schemas.grammar import asked_grammar
-from gptserve.server.tools.dialect import Dialect, Reading
+from gptserve.server.tools.dialect import Reading
 from gptserve.server.tools.grammar import fault_of_function
 from gptserve.server.tools.request import asked_tools
 
@@ -35,33 +35,35 @@ OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pro
 
 
 async def plan_chat(
-    body: ChatRequest, service: Service, owner: str | None, dialect: Dialect, shape: Shape = CHAT_SHAPE
+    body: ChatRequest, service: Service, owner: str | None, shape: Shape = CHAT_SHAPE
 ) -> plan.CompletionPlan:
     """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError."""
+    service = service.naming(body.model)
+    model = service.model
     check_conversation(body, service)
     check_request(body, service, owner, 1)
     _check_together(body)
-    dialect.check(body)
+    model.dialect.check(body)
     grammar = await check_grammar(body, service)
-    max_tokens, options = asked_max_tokens(body), service.options
+    max_tokens = asked_max_tokens(body)
     params = body.sampling_params(
-        options.sampling_defaults,
+        model.sampling_defaults,
         bad_words=await bad_word_ids(body, service),
-        max_tokens=service.engine.info.max_model_len if max_tokens is None else max_tokens,
+        max_tokens=model.engine.info.max_model_len if max_tokens is None else max_tokens,
         grammar=grammar,
     )
     try:
         num_kept = num_kept_tokens(body, max_tokens or 1, service)
         # A template may take long however short the conversation is, and so may the schemas of tools.
-        prompt, reading = await service.in_worker(_prepare, body, service, num_kept, dialect)
+        prompt, reading = await service.in_worker(_prepare, body, service, num_kept)
         if reading is not None and reading.grammar is not None:
             await _check_reading(reading, body, service)
             params = replace(params, grammar=reading.grammar)
-        params = fit_max_tokens(params, max_tokens, len(prompt), service, most=options.max_new_tokens)
+        params = fit_max_tokens(params, max_tokens, len(prompt), service, most=model.max_new_tokens)
         check_size(body, params, [prompt], service)
         identity = new_identity(shape, body, service, owner)
-        planned = plan.make_plan(body, shape, [prompt], params, identity, reading=reading, dialect=dialect)
-        planned.requests[0].check(service.engine.info)
+        planned = plan.make_plan(body, shape, model, [prompt], params, identity, reading=reading, dialect=model.dialect)
+        planned.requests[0].check(model.engine.info)
     except InvalidRequestError as error:
         given = {
             "prompt": "messages",
@@ -86,14 +88,12 @@ async def _check_reading(reading: Reading, body: ChatRequest, service: Service) 
         raise InvalidRequestError(fault, param="tools") from error
 
 
-def _prepare(
-    body: ChatRequest, service: Service, num_kept: int, dialect: Dialect
-) -> tuple[tuple[int, ...], Reading | None]:
+def _prepare(body: ChatRequest, service: Service, num_kept: int) -> tuple[tuple[int, ...], Reading | None]:
     """Return the prompt, of at most num_kept tokens unless that is 0, and how to read the answers to it."""
     add_special = bool(body.add_special_tokens)
     token_ids = encode_conversation(body, service, add_special=add_special, is_cut=num_kept > 0)
     prompt = tuple(cut_tokens(token_ids, num_kept, body))
-    return prompt, dialect.reading(body, prompt)
+    return prompt, service.model.dialect.reading(body, prompt)
 
 
 def encode_conversation(body: Conversation, service: Service, *, add_special: bool, is_cut: bool = False) -> list[int]:
@@ -101,7 +101,7 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
 
     A text that is not to be cut must not be too long. Takes long. Raises ChatTemplateError or InvalidRequestError.
     """
-    template = service.options.chat_template
+    template = service.model.chat_template
     assert template is not None, "check_conversation has seen it"
     continues, adds = bool(body.continue_final_message), body.add_generation_prompt
     render = partial(
@@ -117,7 +117,7 @@ def encode_conversation(body: Conversation, service: Service, *, add_special: bo
     if not is_cut:
         check_length(text, service)
     with blaming("messages"):
-        return service.tokenizer.encode_with_special(text, template=add_special)
+        return service.model.tokenizer.encode_with_special(text, template=add_special)
 
 
 def _check_together(body: ChatRequest) -> None:
@@ -128,7 +128,7 @@ def _check_together(body: ChatRequest) -> None:
 
 def check_conversation(body: Conversation, service: Service) -> None:
     """Raise ServiceError without a template, InvalidRequestError if the fields for it contradict each other."""
-    if service.options.chat_template is None:
+    if service.model.chat_template is None:
         raise ServiceError("no_chat_template", NO_TEMPLATE)
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message must not be true together with add_generation_prompt"

@@ -15,11 +15,10 @@ from gptserve.server.schemas.completions import GenerationRequest
 
 
 def check_request(body: GenerationRequest, service: Service, owner: str | None, num_prompts: int) -> None:
-    """Check the model, fields against each other and the number of choices, and take their places.
+    """Check fields against each other and the number of choices, and take their places.
 
     Raises ServiceError, QueueFullError or InvalidRequestError.
     """
-    service.check_model(body.model)
     if body.priority and not service.options.settings.priority_scheduling:
         message = f"priority must be 0 unless the server was started with --priority-scheduling, got {body.priority}"
         raise InvalidRequestError(message, param="priority")
@@ -36,7 +35,7 @@ def check_size(
     body: GenerationRequest, params: SamplingParams, prompts: Sequence[Sequence[int]], service: Service
 ) -> None:
     """Raise InvalidRequestError if the server would hold too many tokens or logprobs until the answer is sent."""
-    n, options, limit = body.n or 1, service.options, service.engine.info.max_model_len
+    n, options, limit = body.n or 1, service.options, service.model.engine.info.max_model_len
     if max(map(len, prompts)) + params.max_tokens > limit:
         return  # Request.check refuses it with a better message
     max_tokens_held = max(options.max_tokens_held, limit)

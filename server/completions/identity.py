@@ -37,8 +37,8 @@ def new_identity(shape: Shape, body: GenerationRequest, service: Service, owner:
         completion_id=f"{shape.id_prefix}{uuid.uuid4().hex}",
         created=int(time.time()),
         seed=choose_seed(body.seed),
-        model=service.options.model_name,
-        fingerprint=service.engine.info.fingerprint,
-        batch_invariant=service.engine.info.batch_invariant,
+        model=service.model.name,
+        fingerprint=service.model.engine.info.fingerprint,
+        batch_invariant=service.model.engine.info.batch_invariant,
         owner=owner,
     )

@@ -43,7 +43,7 @@ def fit_max_tokens(
 
     A limit beyond that is one that Request.check refuses, unless the server was started to cap it.
     """
-    limit = service.engine.info.max_model_len
+    limit = service.model.engine.info.max_model_len
     left = max(1, limit - num_prompt_tokens)
     if asked is None:
         return replace(params, max_tokens=min(left, most or left))

@@ -10,18 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.engine.grammar.grammar import UnnamedProperties
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.completions.bad_words import bad_word_ids, encode_bad_words
 from gptserve.server.completions.checks import check_request, check_size
 from gptserve.server.completions.grammar import check_grammar
 from gptserve.server.completions.identity import Identity, new_identity
 from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
+from gptserve.server.completions.model import Model
 from gptserve.server.completions.prompt import encode_prompt
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE, Shape
-from gptserve.server.core.tokenizer import Tokenizer
-from gptserve.server.schemas.completions import CompletionRequest, GenerationRequest
+from gptserve.server.schemas.completions import ChatRequest, CompletionRequest, GenerationRequest
 from gptserve.server.schemas.grammar import asked_grammar
 from gptserve.server.schemas.seed import engine_seed
 from gptserve.server.text.output import Delta, join_deltas
@@ -38,6 +37,7 @@ class CompletionPlan:
     """
 
     shape: Shape
+    model: Model
     identity: Identity
     requests: tuple[Request, ...]
     num_prompt_tokens: int
@@ -93,21 +93,22 @@ class CompletionPlan:
 
 async def plan_completion(body: CompletionRequest, service: Service, owner: str | None) -> CompletionPlan:
     """Check the rules that types cannot express, then tokenize. Raises ServiceError or InvalidRequestError."""
-    prompts = _split_prompt(body.prompt)
+    service, prompts = service.naming(body.model), _split_prompt(body.prompt)
     check_request(body, service, owner, len(prompts))
     if body.thinking_limit is not None:
         raise InvalidRequestError("thinking_token_budget may be given in a chat only", param="thinking_token_budget")
     if body.best_of not in (None, body.n or 1):
         message = f"best_of must be null or equal to n, which is {body.n or 1}, got {body.best_of}"
         raise InvalidRequestError(message, param="best_of")
-    grammar, defaults = await check_grammar(body, service), service.options.sampling_defaults
+    grammar, defaults = await check_grammar(body, service), service.model.sampling_defaults
     asked, bad_words = asked_max_tokens(body), await bad_word_ids(body, service)
-    max_tokens = service.engine.info.max_model_len if asked is None else asked or 1  # 0 is for echo alone
+    max_tokens = service.model.engine.info.max_model_len if asked is None else asked or 1  # 0 is for echo alone
     params = body.sampling_params(defaults, bad_words=bad_words, max_tokens=max_tokens, grammar=grammar)
     token_ids = [tuple(await encode_prompt(prompt, body, asked or 1, service)) for prompt in prompts]
     params = fit_max_tokens(params, asked, max(map(len, token_ids)), service)
     check_size(body, params, token_ids, service)
-    return make_plan(body, TEXT_SHAPE, token_ids, params, new_identity(TEXT_SHAPE, body, service, owner))
+    identity = new_identity(TEXT_SHAPE, body, service, owner)
+    return make_plan(body, TEXT_SHAPE, service.model, token_ids, params, identity)
 
 
 def restore_plan(
@@ -115,32 +116,31 @@ def restore_plan(
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     identity: Identity,
-    kept: Mapping[str, object] | None = None,
+    kept: Mapping[str, object] | None,
+    model: Model,
     *,
-    model: type[GenerationRequest],
+    schema: type[GenerationRequest],
     shape: Shape,
-    tokenizer: Tokenizer,
-    unnamed_properties: UnnamedProperties,
-    dialect: Dialect | None = None,
 ) -> CompletionPlan:
-    """Rebuild the plan of a completion from its body, a `model`, and its prompts; `kept` is the record of its dialect.
+    """Rebuild the plan of a completion from its body, a `schema`, and its prompts; `kept` is the record of its dialect.
 
     A chat is not rendered again, as the result could differ: templates know the date.
     """
-    dialect = None if dialect is None else dialect.of_record(kept)
-    body = model.model_validate(fields)
-    bad_words = encode_bad_words(body.bad_words, tokenizer)
-    grammar = asked_grammar(body, unnamed_properties if dialect is None else dialect.unnamed_properties)[1]
+    dialect = model.dialect.of_record(kept) if issubclass(schema, ChatRequest) else None
+    body = schema.model_validate(fields)
+    bad_words = encode_bad_words(body.bad_words, model.tokenizer)
+    grammar = asked_grammar(body, (dialect or model.dialect).unnamed_properties)[1]
     params = body.sampling_params({}, bad_words=bad_words, max_tokens=max_tokens, grammar=grammar)
     reading = None if dialect is None else dialect.reading(body, prompts[0] if prompts else ())
     if reading is not None and reading.grammar is not None:
         params = replace(params, grammar=reading.grammar)
-    return make_plan(body, shape, prompts, params, identity, reading=reading, dialect=dialect)
+    return make_plan(body, shape, model, prompts, params, identity, reading=reading, dialect=dialect)
 
 
 def make_plan(
     body: GenerationRequest,
     shape: Shape,
+    model: Model,
     prompts: Sequence[tuple[int, ...]],
     params: SamplingParams,
     identity: Identity,
@@ -168,7 +168,7 @@ def make_plan(
     )
     stop = StopAutomaton([body.stop] if isinstance(body.stop, str) else body.stop or ())
     num_prompt_tokens = sum(map(len, prompts))
-    return CompletionPlan(shape, identity, requests, num_prompt_tokens, stop, body, reading, dialect)
+    return CompletionPlan(shape, model, identity, requests, num_prompt_tokens, stop, body, reading, dialect)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

@@ -26,7 +26,7 @@ async def encode_prompt(
         return cut_tokens(prompt, num_kept, body)
     if not num_kept:
         check_length(prompt, service)
-    tokenizer = service.tokenizer
+    tokenizer = service.model.tokenizer
     encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
     with blaming("prompt"):
         if tokenizer.has_workers or len(prompt) > THREAD_CHARACTERS:
@@ -57,7 +57,7 @@ def num_kept_tokens(body: GenerationRequest, max_tokens: int, service: Service) 
     As many as fit beside max_tokens are the most, but for a server that cuts max_tokens to what the prompt leaves. If
     none fits, `Request.check` says so.
     """
-    asked, limit = body.truncate_prompt_tokens, service.engine.info.max_model_len
+    asked, limit = body.truncate_prompt_tokens, service.model.engine.info.max_model_len
     if asked is None:
         return 0
     left, caps = limit - max_tokens, service.options.settings.overlong_max_tokens == "cap"
@@ -72,8 +72,8 @@ def num_kept_tokens(body: GenerationRequest, max_tokens: int, service: Service) 
 
 def check_length(text: str, service: Service) -> None:
     """Raise InvalidRequestError for a text that is too long for the context, before it is tokenized."""
-    limit = service.engine.info.max_model_len
-    num_bytes, max_bytes = len(text.encode()), limit * service.tokenizer.max_token_bytes
+    limit = service.model.engine.info.max_model_len
+    num_bytes, max_bytes = len(text.encode()), limit * service.model.tokenizer.max_token_bytes
     if num_bytes > max_bytes:
         raise InvalidRequestError(
             f"{too_long(limit)}, which no more than {max_bytes} bytes can fit; the prompt has {num_bytes}",

@@ -19,22 +19,21 @@ from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.times import CompletionTimes
 from gptserve.server.core.errors import ServiceError
-from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.text.output import TIMEOUT, ChoiceOutput, Delta
 
 
 class CompletionOutput:
     """The choices of one completion as text. It depends on the plan and the outputs alone."""
 
-    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: CompletionPlan) -> None:
         reading, completion_id = plan.reading, plan.identity.completion_id
         self._readers = [
             None if reading is None else reading.reader(completion_id, i) for i in range(len(plan.requests))
         ]
-        special_ids = tokenizer.special_ids if reading is None else reading.special_ids
+        special_ids = plan.model.tokenizer.special_ids if reading is None else reading.special_ids
         self.choices = [
             ChoiceOutput(
-                tokenizer,
+                plan.model.tokenizer,
                 stop=plan.stop,
                 stop_token_ids=request.params.stop_token_ids,
                 logprobs=request.params.logprobs,
@@ -96,11 +95,9 @@ class CompletionOutput:
         }
 
 
-def render_outputs(
-    plan: CompletionPlan, batches: Iterable[Iterable[TokenOutput]], tokenizer: Tokenizer
-) -> dict[str, object]:
+def render_outputs(plan: CompletionPlan, batches: Iterable[Iterable[TokenOutput]]) -> dict[str, object]:
     """Return the answer that these outputs make, in one piece."""
-    output = CompletionOutput(plan, tokenizer)
+    output = CompletionOutput(plan)
     collected: list[list[Delta]] = [[] for _ in plan.requests]
     for index, delta in filter(None, map(output.add, chain.from_iterable(batches))):
         collected[index].append(delta)
@@ -115,7 +112,7 @@ class CompletionRun:
 
     def __init__(self, plan: CompletionPlan, service: Service, started_at: float) -> None:
         self.is_failed = False
-        self.output = CompletionOutput(plan, service.tokenizer)
+        self.output = CompletionOutput(plan)
         self._plan = plan
         self._service = service
         self._times = CompletionTimes(service.metrics, started_at, len(plan.requests))

@@ -1,23 +1,23 @@
-"""Service: the engine, the tokenizer, the options, limits and metrics, for every route. `create_app` makes it."""
+"""Service: the models, the options, limits and metrics, for every route. `create_app` makes it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from gptserve.engine.errors import EngineError
-from gptserve.engine.process.client import EngineClient, TokenStream
+from gptserve.engine.process.client import TokenStream
 from gptserve.engine.request import Request
+from gptserve.server.completions.model import Model, ModelRegistry
 from gptserve.server.completions.options import AppOptions
 from gptserve.server.completions.planning import Place, Planning
-from gptserve.server.core.errors import ServiceError, show, shutting_down
+from gptserve.server.core.errors import ServiceError, shutting_down
 from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.limits import KeyLimits
 from gptserve.server.core.metrics import Metrics
-from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.http.body import IncomingBodies
 
 Result = TypeVar("Result")
@@ -25,10 +25,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Everything that a route needs. `place` is that of the request that is planned with it."""
+    """Everything that a route needs. `place` and `model` are those of the request that is planned with it.
 
-    engine: EngineClient
-    tokenizer: Tokenizer
+    A service of no request has the default model.
+    """
+
+    models: ModelRegistry
     options: AppOptions
     lifecycle: Lifecycle
     metrics: Metrics
@@ -37,6 +39,20 @@ class Service:
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
     planning: Planning = field(default_factory=Planning)
     place: Place = field(default_factory=Place)
+    _model: Model | None = None
+
+    @property
+    def model(self) -> Model:
+        """The model that computes the request."""
+        return self._model or self.models.default
+
+    def naming(self, name: str | None) -> Service:
+        """Return the same for a request that names its model, or none. Raises ServiceError."""
+        return self.using(self.models.find(name))
+
+    def using(self, model: Model) -> Service:
+        """Return the same for a request to this model."""
+        return replace(self, _model=model)
 
     async def in_thread(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Run a long computation in a thread and return its result.
@@ -62,7 +78,7 @@ class Service:
         with self.counting_rejections():
             self._check_open()
             self.limits.check(owner, len(requests))
-            stream = self.engine.submit(requests)
+            stream = self.model.engine.submit(requests)
         self.limits.begin(owner, stream)
         self.limits.charge(owner, sum(len(r.prompt_token_ids) for r in requests if r.choice_index == 0))
         return stream
@@ -70,20 +86,13 @@ class Service:
     def check_ready(self) -> None:
         """Raise ServiceError unless an engine is loaded. During a restart requests are accepted and queue."""
         self._check_open()
-        if not self.engine.is_ready:
+        if not self.model.engine.is_ready:
             raise ServiceError("engine_restarting", "the engine died and is being started again")
 
     def check_alive(self) -> None:
         """Raise ServiceError while the engine loads, and after it has died for good."""
-        if not self.engine.is_alive:
+        if not self.model.engine.is_alive:
             raise ServiceError("engine_unavailable", "no engine is running: it is loading or has died")
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ServiceError unless `name` is a name of the model served, or None."""
-        served = (self.options.model_name, *self.options.aliases)
-        if name not in (None, *served):
-            message = f"model {show(name)} does not exist; this server has {', '.join(map(repr, served))}"
-            raise ServiceError("model_not_found", message, param="model")
 
     def _check_open(self) -> None:
         if self.lifecycle.is_draining:  # checked first: after draining the engine is closed

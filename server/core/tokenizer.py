@@ -31,3 +31,6 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token."""
+
+    def close(self) -> None:
+        """End its worker processes, if it has any."""

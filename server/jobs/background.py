@@ -146,9 +146,8 @@ class BackgroundJobs:
         except JobStoreError:
             self._check_kept(job)
             raise
-        fingerprint = self._service.engine.info.fingerprint
-        is_unreadable = job.is_unreadable
-        return await asyncio.to_thread(rebuild_plan, self._restore, record, fingerprint, is_unreadable=is_unreadable)
+        model, is_unreadable = self._service.models.find_kept(record.model), job.is_unreadable
+        return await asyncio.to_thread(rebuild_plan, self._restore, record, model, is_unreadable=is_unreadable)
 
     async def result(self, job: BackgroundJob) -> dict[str, object]:
         """Return the answer so far, with status and error. Raises ServiceError or JobStoreError."""
@@ -156,7 +155,7 @@ class BackgroundJobs:
         status = job.status
         error = error_body(job.error)["error"] if job.error is not None and status in ("failed", "cancelled") else None
         batches = await self.outputs(job)
-        answer = await self._service.in_thread(render_outputs, plan, batches, self._service.tokenizer)
+        answer = await self._service.in_thread(render_outputs, plan, batches)
         return {**answer, "status": status, "error": error}
 
     async def outputs(self, job: BackgroundJob) -> list[OutputBatch]:
@@ -224,10 +223,10 @@ class BackgroundJobs:
             self._index.check_room(request.owner)
         remaining_s = plan.remaining_s(time.perf_counter() - request.started_at)
         deadline = None if remaining_s is None else self._clock() + remaining_s
-        stream = self._service.submit(plan.requests, request.owner)
+        stream = self._service.using(plan.model).submit(plan.requests, request.owner)
         run = CompletionRun(plan, self._service, request.started_at)
         running = RunningJob(plan, run, deadline, stream)
-        record = request.to_record(plan, self._service.tokenizer.fingerprint, deadline)
+        record = request.to_record(plan, deadline)
         job = BackgroundJob(replace(record, body="", prompts=()), plan.num_prompt_tokens, running=running)
         self._index.add(job)
         with self._service.lifecycle.active():
@@ -253,8 +252,9 @@ class BackgroundJobs:
         self._drop(self._index.surplus(job))
 
     def _to_job(self, stored: StoredJob) -> BackgroundJob:
+        model = self._service.models.find_kept(stored.record.model)
         job = BackgroundJob(stored.record, stored.num_prompt_tokens, stored.num_bytes)
-        job.is_unreadable = stored.record.tokenizer != self._service.tokenizer.fingerprint
+        job.is_unreadable = stored.record.tokenizer != model.tokenizer.fingerprint
         job.num_batches = 0 if job.is_unreadable else stored.num_batches
         if (end := stored.end) is not None:
             job.status, job.finished_at, job.num_tokens = end.status, end.finished_at, end.num_tokens
@@ -269,7 +269,8 @@ class BackgroundJobs:
         """Resume a job after its last journaled output. Raises JobStoreError."""
         job = self._index.find(stored.record.completion_id)
         assert job is not None, "it has not ended"
-        is_foreign = stored.record.fingerprint != self._service.engine.info.fingerprint
+        model = self._service.models.find_kept(stored.record.model)
+        is_foreign = stored.record.fingerprint != model.engine.info.fingerprint
         if is_foreign or stored.num_vain_attempts >= MAX_ATTEMPTS:
             async for batches in self._stored_batches(stored):
                 job.num_tokens += sum(len(output.token_ids) for batch in batches for output in batch)
@@ -277,8 +278,7 @@ class BackgroundJobs:
             logger.warning("background completion %s: %s: %s", job.completion_id, job.status, job.error)
             return
         record = await self._store.read_record(job.completion_id)
-        fingerprint = stored.record.fingerprint
-        plan = await asyncio.to_thread(rebuild_plan, self._restore, record, fingerprint, is_unreadable=False)
+        plan = await asyncio.to_thread(rebuild_plan, self._restore, record, model, is_unreadable=False)
         began = time.perf_counter() - (self._clock() - record.created)
         run = CompletionRun(plan, self._service, began)
         replay = Replay(plan, run.output)

@@ -136,7 +136,7 @@ class BackgroundRequest:
             message = f"Idempotency-Key {self.key!r} was used with another request"
             raise ServiceError("idempotency_key_reused", message, param="Idempotency-Key")
 
-    def to_record(self, plan: CompletionPlan, tokenizer: str, deadline: float | None) -> CompletionRecord:
+    def to_record(self, plan: CompletionPlan, deadline: float | None) -> CompletionRecord:
         """Return the journal's record of the completion. Its body has the sampling defaults and dialect in force."""
         params = plan.requests[0].params
         defaults = {name: getattr(params, name) for name in SAMPLING_DEFAULTS}
@@ -144,7 +144,7 @@ class BackgroundRequest:
         return CompletionRecord(
             **asdict(plan.identity),
             kind=plan.shape.object,
-            tokenizer=tokenizer,
+            tokenizer=plan.model.tokenizer.fingerprint,
             body=json.dumps(self.fields | defaults | dialect),
             prompts=tuple(request.prompt_token_ids for request in plan.requests[:: plan.body.n or 1]),
             max_tokens=plan.requests[0].params.max_tokens,

@@ -16,7 +16,6 @@ from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.sse import END_SUFFIX
 from gptserve.server.core.errors import ServiceError, show
-from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.text.output import ChoiceOutput, Delta
 
 PATTERN = rf"[0-9]{{1,9}}(\.[0-9]{{1,9}})*({re.escape(END_SUFFIX)})?"
@@ -117,8 +116,8 @@ class LastEvent:
 class ResumedOutput(CompletionOutput):
     """The output of a completion for one reader: token by token, without those that the reader has."""
 
-    def __init__(self, plan: CompletionPlan, tokenizer: Tokenizer, after: LastEvent | None) -> None:
-        super().__init__(plan, tokenizer)
+    def __init__(self, plan: CompletionPlan, after: LastEvent | None) -> None:
+        super().__init__(plan)
         self._last_event = after
         self._after = (0,) * len(plan.requests) if after is None else after.position.counts
 

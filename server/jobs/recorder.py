@@ -122,16 +122,17 @@ class Recorder:
         while running.stopped_by is None and (running.deadline is None or self._clock() < running.deadline):
             wait_s = None if running.deadline is None else running.deadline - self._clock()
             if self._is_turn_of(running):
-                self._service.check_alive()
+                service = self._service.using(running.plan.model)
+                service.check_alive()
                 if running not in self._resumed:
                     self._resumed.append(running)
                     await self._store.add_attempt(resumption.stored)
                 try:
-                    running.stream = self._service.engine.submit(resumption.requests)
+                    running.stream = service.model.engine.submit(resumption.requests)
                     self._service.limits.begin(running.plan.identity.owner, running.stream)
                     return
                 except QueueFullError as error:
-                    info = self._service.engine.info
+                    info = service.model.engine.info
                     if len(resumption.requests) > info.max_num_seqs + info.max_num_queued_reqs:
                         raise
                     wait_s = error.retry_after_s
@@ -146,7 +147,7 @@ class Recorder:
         num_begun = sum(job.stream.num_live for job in self._resumed)
         if running in self._resumed or num_begun == 0:
             return True
-        info = self._service.engine.info
+        info = running.plan.model.engine.info
         num_blocks = sum(_num_blocks(job, info.block_size) for job in (*self._resumed, running))
         return num_begun < info.max_num_seqs and num_blocks <= info.num_blocks
 

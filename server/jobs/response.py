@@ -43,7 +43,7 @@ class BackgroundResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.plan.identity.completion_id
-        output = ResumedOutput(self.plan, self.service.tokenizer, self.after if self.stream else None)
+        output = ResumedOutput(self.plan, self.after if self.stream else None)
         source = self._outputs(output)
         answer = AnswerSender(self.service, self.plan, output, output.add, source, self.reader.close)
         if not self.stream:

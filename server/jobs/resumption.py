@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from gptserve.engine.request import Request
 from gptserve.server.completions.identity import Identity
+from gptserve.server.completions.model import Model
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.core.errors import ServiceError
@@ -24,7 +25,7 @@ SUSPECT_AFTER = 2  # starts that took a completion up in vain
 MAX_ATTEMPTS = 4
 
 Restore = Callable[
-    [dict[str, object], tuple[tuple[int, ...], ...], int, Identity, Mapping[str, object] | None], CompletionPlan
+    [dict[str, object], tuple[tuple[int, ...], ...], int, Identity, Mapping[str, object] | None, Model], CompletionPlan
 ]
 
 
@@ -75,9 +76,9 @@ class Replay:
 
 
 def rebuild_plan(
-    restore: Mapping[str, Restore], record: CompletionRecord, fingerprint: str, *, is_unreadable: bool
+    restore: Mapping[str, Restore], record: CompletionRecord, model: Model, *, is_unreadable: bool
 ) -> CompletionPlan:
-    """Rebuild the plan of a completion, without prompts if it is unreadable; `fingerprint` is the engine's.
+    """Rebuild the plan of a completion, without prompts if it is unreadable.
 
     Raises ServiceError.
     """
@@ -86,9 +87,11 @@ def rebuild_plan(
     body = json.loads(record.body)
     dialect = body.pop(DIALECT, None)
     try:
-        return restore[record.kind](body, prompts, record.max_tokens, identity, dialect)
+        return restore[record.kind](body, prompts, record.max_tokens, identity, dialect, model)
     except (ValidationError, LookupError) as error:
-        if record.fingerprint != fingerprint:  # another version of this server may have accepted other bodies
+        if (
+            record.fingerprint != model.engine.info.fingerprint
+        ):  # another version of this server may have accepted other bodies
             raise model_changed() from error
         raise
 

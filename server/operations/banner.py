@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from gptserve.engine.process.client import EngineClient
-from gptserve.server.completions.options import AppOptions
+from gptserve.server.completions.model import Model
+from gptserve.server.core.settings import ServerSettings
 
 logger = logging.getLogger("gptserve")  # a short name: these lines are read by people
 
 
-def log_banner(engine: EngineClient, options: AppOptions, url: str) -> None:
-    """Log the banner of a server that takes connections at `url`; its engine has started."""
-    info = engine.info
-    names = " = ".join((options.model_name, *options.aliases))
+def log_banner(model: Model, settings: ServerSettings, url: str) -> None:
+    """Log the banner of a server that takes connections at `url`; the engine of its model has started."""
+    info = model.engine.info
+    names = " = ".join(model.names)
     num_tokens = info.num_blocks * info.block_size
     logger.info("model: %s, %s on %s, context of %d tokens", names, info.dtype, info.device, info.max_model_len)
     logger.info("kernels: attention %s, matrix products %s", info.attention_backend, info.product)
@@ -23,17 +23,17 @@ def log_banner(engine: EngineClient, options: AppOptions, url: str) -> None:
         "reserved, and used as needed," if info.device == "cpu" else "used",
         *(num_tokens, num_tokens // info.max_model_len),
     )
-    logger.info("%s is ready on %s", options.model_name, url)
+    logger.info("%s is ready on %s", model.name, url)
     here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    if options.settings.playground:
+    if settings.playground:
         logger.info("playground: %s/ in a browser", here)
-    logger.info("try: %s", _command(options, here))
+    logger.info("try: %s", _command(model, settings, here))
 
 
-def _command(options: AppOptions, here: str) -> str:
+def _command(model: Model, settings: ServerSettings, here: str) -> str:
     """Return a line for a shell, for any version of curl."""
-    key = ' -H "Authorization: Bearer $GPTSERVE_API_KEY"' if options.settings.needs_key else ""
+    key = ' -H "Authorization: Bearer $GPTSERVE_API_KEY"' if settings.needs_key else ""
     path, asked = "completions", '"prompt": "Once upon a time"'
-    if options.chat_template is not None:
+    if model.chat_template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Tell me a story about a fox."}]'
     return f'curl -N {here}/v1/{path}{key} -d \'{{{asked}, "max_tokens": 300, "stream": true}}\''

@@ -19,7 +19,6 @@ from gptserve.server.completions.service import Service
 from gptserve.server.playground.engine_view import EngineView
 from gptserve.server.schemas.base import _Model
 from gptserve.server.schemas.openapi import error_responses
-from gptserve.server.tools.harmony import find_marks
 
 _PREFIX = "/playground/"
 _PAGE = "index.html"
@@ -70,7 +69,8 @@ class EngineState(_Model):
 def playground_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["playground"])
-    engine, view, marks = service.engine, EngineView(service.engine), find_marks(service.tokenizer)
+    model = service.model
+    engine, view = model.engine, EngineView(model.engine)
     files = {name: (Path(__file__).parent / name).read_bytes() for name in (_PAGE, *_FILES)}
 
     def sent(name: str) -> Response:
@@ -92,12 +92,12 @@ def playground_router(service: Service) -> APIRouter:
         service.check_alive()
         blocks, info, stats = await view.block_map(), engine.info, engine.stats
         return EngineState(
-            model=service.options.model_name,
+            model=model.name,
             system_fingerprint=info.fingerprint,
             batch_invariant=info.batch_invariant,
             max_model_len=info.max_model_len,
-            has_chat_template=service.options.chat_template is not None,
-            marks=marks,
+            has_chat_template=model.chat_template is not None,
+            marks=model.dialect.marks,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             num_running=stats.num_running,

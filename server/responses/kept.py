@@ -48,8 +48,7 @@ class KeptResponses:
         status = job.status
         error = None if job.error is None or status != "failed" else str(job.error)
         batches = await self._jobs.outputs(job)
-        tokenizer = self._service.tokenizer
-        return await self._service.in_thread(render_response, plan, batches, tokenizer, status, error)
+        return await self._service.in_thread(render_response, plan, batches, status, error)
 
     async def asked(self, body: ResponsesRequest, planning: Service) -> StoredRequest:
         """Return a request with the conversation that it goes on and the items that it names. Raises ServiceError.

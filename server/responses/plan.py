@@ -18,11 +18,11 @@ from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.completions.admission import take_places
 from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
 from gptserve.server.completions.identity import Identity
+from gptserve.server.completions.model import Model
 from gptserve.server.completions.plan import CompletionPlan, restore_plan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import CHAT_SHAPE, Json
 from gptserve.server.core.errors import ServiceError
-from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.jobs.job import BackgroundRequest
 from gptserve.server.responses.output import ItemStatus, ResponseOutput
 from gptserve.server.responses.tools import ResponseTools
@@ -32,7 +32,6 @@ from gptserve.server.schemas.response_tools import CallItem, CallOutputItem, Cus
 from gptserve.server.schemas.responses import InputItem, Item, ItemReference, StoredRequest
 from gptserve.server.schemas.seed import choose_seed, engine_seed
 from gptserve.server.text.output import Delta
-from gptserve.server.tools.dialect import Dialect
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
 
@@ -151,28 +150,27 @@ async def plan_response(
     background: BackgroundRequest | None,
     service: Service,
     owner: str | None,
-    dialect: Dialect,
 ) -> ResponsePlan:
     """Plan the chat. `background` is the request for it if it is kept. Raises what `plan_chat` raises."""
     tools = ResponseTools(asked.tools)
     of_chat = tools.to_chat(asked.tool_choice)
     with _own_names(tools):
-        plan = await _plan_chat(asked, of_chat, background, service, owner, dialect)
+        plan = await _plan_chat(asked, of_chat, background, service, owner)
     in_force = {name: getattr(plan.requests[0].params, name) for name in SAMPLING_DEFAULTS}
     return _of_chat(plan, asked.model_copy(update=in_force))
 
 
-async def count_input_tokens(asked: StoredRequest, service: Service, dialect: Dialect) -> int:
+async def count_input_tokens(asked: StoredRequest, service: Service) -> int:
     """Return the number of tokens of the prompt, of all that was said. Raises what `plan_response` raises."""
     tools, items = ResponseTools(asked.tools), [*asked.earlier, *input_items(asked)]
     of_chat = tools.to_chat(asked.tool_choice)
     with _own_names(tools):
         chat = await _if_large_in_worker(service, _to_chat, asked, of_chat, items)
-        service.check_model(chat.model)
+        service = service.naming(chat.model)
         engine_seed(choose_seed(chat.seed))  # the body is that of a response, which would be refused
-        chat.sampling_params(service.options.sampling_defaults, bad_words=(), max_tokens=1)
+        chat.sampling_params(service.model.sampling_defaults, bad_words=(), max_tokens=1)
         check_conversation(chat, service)
-        dialect.check(chat)
+        service.model.dialect.check(chat)
         encode = partial(encode_conversation, chat, service, add_special=bool(chat.add_special_tokens))
         return len(await service.in_worker(encode))
 
@@ -199,7 +197,6 @@ async def _plan_chat(
     background: BackgroundRequest | None,
     service: Service,
     owner: str | None,
-    dialect: Dialect,
 ) -> CompletionPlan:
     """Plan the chat; with truncation auto without as many of its oldest items as make it fit."""
 
@@ -207,9 +204,9 @@ async def _plan_chat(
         chat = await _if_large_in_worker(service, make, *arguments)
         if background is not None:
             chat = background.seeded(chat)
-        return await plan_chat(chat, service, owner, dialect, RESPONSE_SHAPE)
+        return await plan_chat(chat, service, owner, RESPONSE_SHAPE)
 
-    service.check_model(asked.model)
+    service = service.naming(asked.model)
     take_places(service, owner, 1, 1)  # before a large conversation waits for its turn
     items = [*asked.earlier, *input_items(asked)]
     try:
@@ -250,10 +247,8 @@ def restore_response(
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     identity: Identity,
-    kept: Mapping[str, object] | None = None,
-    *,
-    tokenizer: Tokenizer,
-    dialect: Dialect,
+    kept: Mapping[str, object] | None,
+    model: Model,
 ) -> ResponsePlan:
     """Rebuild the plan of a response from its body and the tokens of its prompt, as `restore_plan` does."""
     asked = StoredRequest.model_validate(stored)
@@ -264,11 +259,9 @@ def restore_response(
         max_tokens,
         identity,
         kept,
-        model=ChatRequest,
+        model,
+        schema=ChatRequest,
         shape=RESPONSE_SHAPE,
-        tokenizer=tokenizer,
-        unnamed_properties=dialect.unnamed_properties,
-        dialect=dialect,
     )
     return _of_chat(plan, asked)
 

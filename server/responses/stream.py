@@ -22,7 +22,6 @@ from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
 from gptserve.server.core.background_status import BackgroundStatus
-from gptserve.server.core.tokenizer import Tokenizer
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.jobs.background import BackgroundJobs
 from gptserve.server.jobs.job import BackgroundJob
@@ -110,7 +109,7 @@ class StoredAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ServiceError only before anything is sent."""
         log_fields(scope)["completion_id"] = self.job.completion_id
-        reader, output = self.jobs.reader(self.job), ResumedOutput(self.plan, self.service.tokenizer, None)
+        reader, output = self.jobs.reader(self.job), ResumedOutput(self.plan, None)
 
         async def source() -> AsyncIterator[OutputBatch]:
             async for outputs in reader:
@@ -128,11 +127,9 @@ class StoredAnswer(Response):
             raise
 
 
-def render_response(
-    plan: ResponsePlan, batches: Iterable[OutputBatch], tokenizer: Tokenizer, status: Status, error: str | None
-) -> Json:
+def render_response(plan: ResponsePlan, batches: Iterable[OutputBatch], status: Status, error: str | None) -> Json:
     """Return the response that these outputs make. Its status is that of its job; one that ended well may be cut."""
-    of_tokens, output = CompletionOutput(plan, tokenizer), plan.new_output()
+    of_tokens, output = CompletionOutput(plan), plan.new_output()
     for delta in _deltas(of_tokens, batches):
         list(output.add(delta))
     if status == "completed":
@@ -141,11 +138,9 @@ def render_response(
     return plan.response(status, output, usage, error)
 
 
-def count_events(
-    plan: ResponsePlan, batches: Iterable[OutputBatch], tokenizer: Tokenizer, status: BackgroundStatus
-) -> int:
+def count_events(plan: ResponsePlan, batches: Iterable[OutputBatch], status: BackgroundStatus) -> int:
     """Return the number of events that these outputs and the status of their job make."""
-    output, encoder = CompletionOutput(plan, tokenizer), ResponseEncoder(plan, after=sys.maxsize)
+    output, encoder = CompletionOutput(plan), ResponseEncoder(plan, after=sys.maxsize)
     for delta in _deltas(output, batches):
         encoder.chunk(0, delta)
     if status == "completed":

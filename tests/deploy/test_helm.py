@@ -13,14 +13,12 @@ import jsonschema
 import pytest
 import yaml
 
-from gptserve.server.app import create_app
 from gptserve.server.core.keys import read_key_file
 from gptserve.server.core.settings import server_options
 from gptserve.server.core.settings_sources import load_settings
-from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.serve import CLOSING_LIMIT_S
 from tests.deploy.tools import ROOT, run_tool
-from tests.server.app_options import app_options
+from tests.server.app_options import make_app
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 CHART = ROOT / "deploy" / "helm" / "gptserve"
@@ -159,7 +157,7 @@ def test_a_pod_has_the_time_that_its_server_takes_to_end(pod: dict[str, Any]) ->
 def test_probes_ask_routes_that_exist_and_wait_for_a_model_to_load(pod: dict[str, Any]) -> None:
     container = pod["containers"][0]
     probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
-    paths = create_app(FakeEngineClient(), ByteTokenizer(), app_options("m"), SqliteJobStore(None)).openapi()["paths"]
+    paths = make_app(FakeEngineClient(), ByteTokenizer()).openapi()["paths"]
     asked = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
 
     assert asked == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}

@@ -13,13 +13,11 @@ import httpx
 
 from gptserve.engine.process.factory import load_engine
 from gptserve.engine.process.thread_client import ThreadClient
-from gptserve.server.app import create_app
 from gptserve.server.core.tokenizer import Tokenizer
-from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.weights.chat.template import ChatTemplate
 from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config
-from tests.server.app_options import app_options
+from tests.server.app_options import make_app
 
 MODEL = "model"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -33,7 +31,7 @@ def ask(
     async def converse() -> list[httpx.Response]:
         async with started(ThreadClient(partial(load_engine, make_config(folder, **options)))) as engine:
             chat_template = ChatTemplate(template, {})
-            app = create_app(engine, tokenizer, app_options(MODEL, chat_template=chat_template), SqliteJobStore(None))
+            app = make_app(engine, tokenizer, MODEL, chat_template=chat_template)
             with closing(chat_template):
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
                     return [await client.post(_path(body), json=body) for body in bodies]

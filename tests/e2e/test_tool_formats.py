@@ -21,8 +21,6 @@ from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.engine.process.thread_client import ThreadClient
-from gptserve.server.app import create_app
-from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.tools.harmony import MARKS
 from gptserve.weights.chat.template import ChatTemplate
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
@@ -32,7 +30,7 @@ from tests.engine.client_harness import LIMIT_S, started
 from tests.engine.runs import make_config
 from tests.engine.test_grammars import NoDrafts
 from tests.server.api.test_chat import parse_events
-from tests.server.app_options import app_options
+from tests.server.app_options import make_app
 
 HARMONY = (*MARKS, "<|constrain|>", "<|call|>", "<|return|>")
 OTHERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
@@ -109,7 +107,7 @@ def answers(folder: Path, template: str, bodies: list[dict[str, Any]], **options
     async def converse() -> list[httpx.Response]:
         async with started(ThreadClient(partial(load, make_config(folder, **options)))) as engine:
             chat_template = ChatTemplate(template, {})
-            app = create_app(engine, tokenizer, app_options("model", chat_template=chat_template), SqliteJobStore(None))
+            app = make_app(engine, tokenizer, "model", chat_template=chat_template)
             with closing(chat_template):
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
                     return [await client.post(_path(body), json=body) for body in bodies]

@@ -14,14 +14,13 @@ import httpx
 import pytest
 import uvloop
 
-from gptserve.server.app import create_app
 from gptserve.server.http.connections import Connections
 from gptserve.server.http.protocol import BoundedHttpProtocol
 from gptserve.server.http.server import HttpServer
 from gptserve.server.http.tls import Tls
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.weights.chat.template import ChatTemplate
-from tests.server.app_options import app_options
+from tests.server.app_options import make_app
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 MODEL = "test-model"
@@ -69,7 +68,7 @@ class Api:
         self.engine = engine
         self.store = SqliteJobStore(state_dir)
         options = {"chat_template": None if template is None else shared_template(template), **options}
-        self.app = create_app(engine, tokenizer or ByteTokenizer(), app_options(MODEL, **options), self.store)
+        self.app = make_app(engine, tokenizer or ByteTokenizer(), MODEL, self.store, **options)
 
     def close(self) -> None:
         """End the thread of the journal; all event loops are closed already."""

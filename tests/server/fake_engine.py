@@ -66,6 +66,9 @@ class ByteTokenizer:
         ids = [id_ for part in parts for id_ in ([self._special[part]] if part in self._special else part.encode())]
         return [*self._begin, *ids] if template else ids
 
+    def close(self) -> None:
+        pass
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._texts[token_id] if token_id >= EOS else bytes([token_id])
 

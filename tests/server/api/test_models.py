@@ -2,10 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gptserve.server.app import create_app
-from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.schemas.completions import Model, ModelList
-from tests.server.app_options import app_options
+from tests.server.app_options import make_app
 from tests.server.conftest import MODEL, Api
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
@@ -25,7 +23,7 @@ def test_a_model_is_found_by_its_id(api: Api) -> None:
 
 def test_an_id_may_hold_a_slash(make_api: Callable[..., Api]) -> None:
     api = make_api(FakeEngineClient())
-    api.app = create_app(api.engine, ByteTokenizer(), app_options("openai-community/gpt2"), SqliteJobStore(None))
+    api.app = make_app(api.engine, ByteTokenizer(), "openai-community/gpt2")
     assert api.get("/v1/models/openai-community/gpt2").json()["id"] == "openai-community/gpt2"
     assert api.get("/v1/models/openai-community%2Fgpt2").json()["id"] == "openai-community/gpt2"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gptserve.engine.grammar.grammar import Grammar
-from gptserve.server.completions import grammar
-from gptserve.server.completions.grammar import LIMITS, GrammarChecker
+from gptserve.server.completions import grammar_checker
+from gptserve.server.completions.grammar_checker import LIMITS, GrammarChecker
 from gptserve.server.tools.harmony import MARKS
 from gptserve.weights.workers import Workers
 from tests.server.conftest import Api
@@ -91,7 +91,7 @@ def test_a_good_grammar_is_compiled_once(checking: Api, monkeypatch: pytest.Monk
 
 def test_what_takes_too_long_ends_its_worker_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes memory, too; a fast CPU would reach that limit first."""
-    monkeypatch.setattr(grammar, "LIMITS", replace(LIMITS, cpu_s=1, memory_bytes=2**40))
+    monkeypatch.setattr(grammar_checker, "LIMITS", replace(LIMITS, cpu_s=1, memory_bytes=2**40))
     checker = GrammarChecker(STORYTELLER)
     slow = Grammar("json", '{"type":"integer","multipleOf":999983}')
     assert checker.fault_of(slow) == "it took more than 1 s of CPU time"

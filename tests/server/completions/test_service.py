@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from gptserve.server.completions.model import ModelRegistry
 from gptserve.server.completions.service import Service
 from gptserve.server.core.lifecycle import Lifecycle
 from gptserve.server.core.metrics import Metrics
 from gptserve.weights.workers import NUM_WORKERS
-from tests.server.app_options import app_options
+from tests.server.app_options import model_and_options
 from tests.server.conftest import Api
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
@@ -64,7 +65,8 @@ def test_without_an_engine_nothing_is_well(make_api: Callable[..., Api], path: s
 
 def test_calls_that_wait_for_workers_leave_threads_to_others() -> None:
     engine = FakeEngineClient()
-    service = Service(engine, ByteTokenizer(), app_options("m"), Lifecycle(), Metrics(engine, "m"))
+    model, options = model_and_options(engine, ByteTokenizer())
+    service = Service(ModelRegistry(model), options, Lifecycle(), Metrics(engine, "m"))
     entered, gate = threading.Semaphore(0), threading.Event()
 
     def wait() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gptserve.engine.request import Request, TokenOutput
+from gptserve.server.completions.model import ModelRegistry
 from gptserve.server.completions.plan import CompletionPlan, plan_completion, restore_plan
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import TEXT_SHAPE
@@ -22,7 +23,7 @@ from gptserve.server.jobs.job import BackgroundJob, BackgroundRequest
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
 from gptserve.server.jobs.store import JobStore
 from gptserve.server.schemas.completions import CompletionRequest
-from tests.server.app_options import app_options
+from tests.server.app_options import model_and_options
 from tests.server.fake_engine import ByteTokenizer, FakeEngineClient
 
 
@@ -53,16 +54,9 @@ class Server:
         self.store = store or SqliteJobStore(folder)
         self.lifecycle = Lifecycle()
         metrics = Metrics(self.engine, "m")
-        self.service = Service(self.engine, ByteTokenizer(), app_options("m", **options), self.lifecycle, metrics)
-        restore = {
-            TEXT_SHAPE.object: partial(
-                restore_plan,
-                model=CompletionRequest,
-                shape=TEXT_SHAPE,
-                tokenizer=self.service.tokenizer,
-                unnamed_properties="refuse",
-            )
-        }
+        model, app_options = model_and_options(self.engine, ByteTokenizer(), **options)
+        self.service = Service(ModelRegistry(model), app_options, self.lifecycle, metrics)
+        restore = {TEXT_SHAPE.object: partial(restore_plan, schema=CompletionRequest, shape=TEXT_SHAPE)}
         self.jobs = BackgroundJobs(self.service, self.store, restore, clock=self.clock)
 
     async def begin(self, key: str | None = None, *, owner: str | None = None, **fields: Any) -> BackgroundJob:

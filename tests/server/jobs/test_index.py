@@ -17,7 +17,7 @@ from gptserve.server.jobs.index import JobIndex
 from gptserve.server.jobs.job import BackgroundJob
 from gptserve.server.jobs.records import CompletionRecord
 from gptserve.server.jobs.sqlite.store import SqliteJobStore
-from tests.server.app_options import app_options
+from tests.server.app_options import app_settings
 from tests.server.jobs.server import Clock, Server, found, run, started
 
 
@@ -172,7 +172,7 @@ def check_and_make_room(index: JobIndex, spared: BackgroundJob) -> None:
 
 @given(st.lists(CHANGES, max_size=60))
 def test_whatever_owners_do_none_takes_the_share_of_another(changes: list[tuple[str, str, int]]) -> None:
-    index = JobIndex(app_options("m", max_results=MAX_RESULTS, max_results_bytes=MAX_BYTES).settings, Clock())
+    index = JobIndex(app_settings(max_results=MAX_RESULTS, max_results_bytes=MAX_BYTES), Clock())
     for number, (change, owner, size) in enumerate(changes):
         running = [job for job in index if not job.has_ended]
         own = [job for job in running if job.record.owner == owner]

@@ -18,7 +18,6 @@ from gptserve.server.core.errors import ServiceError
 from gptserve.server.jobs.position import LastEvent, Position, ResumedOutput, single_tokens
 from gptserve.server.schemas.completions import CompletionRequest
 from gptserve.server.text.output import Delta
-from tests.server.fake_engine import ByteTokenizer
 from tests.server.jobs.server import Server
 
 TEXTS = ("aé✓ stop or sto", "😀😀 two", "x")
@@ -71,7 +70,7 @@ def computed(outputs: list[list[TokenOutput]], rng: random.Random) -> list[Token
 def read(plan: CompletionPlan, outputs: list[TokenOutput], after: str | None = None) -> list[Event]:
     """Return the events of a reader: id, choice and what it adds."""
     last_event = None if after is None else LastEvent.parse("starting_after", after)
-    output = ResumedOutput(plan, ByteTokenizer(), last_event)
+    output = ResumedOutput(plan, last_event)
     events = []
     for token in itertools.chain.from_iterable(map(single_tokens, outputs)):
         added = output.add(token)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gptserve.server.operations.banner import log_banner
 from gptserve.weights.chat.template import ChatTemplate
-from tests.server.app_options import app_options
-from tests.server.fake_engine import INFO, FakeEngineClient
+from tests.server.app_options import model_and_options
+from tests.server.fake_engine import INFO, ByteTokenizer, FakeEngineClient
 
 BODY = '{"prompt": "Once upon a time", "max_tokens": 300, "stream": true}'
 CHAT = '{"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 300, "stream": true}'
 
 
+def announce(url: str, engine: FakeEngineClient | None = None, **options: Any) -> None:
+    model, of_app = model_and_options(engine or FakeEngineClient(), ByteTokenizer(), "teller", **options)
+    log_banner(model, of_app.settings, url)
+
+
 def test_the_banner_tells_the_model_its_kernels_its_memory_and_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        log_banner(FakeEngineClient(), app_options("teller", aliases=("gpt-4o",)), "http://127.0.0.1:8000")
+        announce("http://127.0.0.1:8000", aliases=("gpt-4o",))
 
     assert [record.getMessage() for record in caplog.records] == [
         "model: teller = gpt-4o, float32 on cpu, context of 256 tokens",
@@ -34,7 +40,7 @@ def test_the_banner_tells_the_model_its_kernels_its_memory_and_where_it_is(caplo
 def test_the_cache_of_a_gpu_is_used_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngineClient(info=replace(INFO, device="cuda:0"))
     with caplog.at_level(logging.INFO):
-        log_banner(engine, app_options("teller"), "http://127.0.0.1:8000")
+        announce("http://127.0.0.1:8000", engine)
 
     line = "memory: 1.0 MiB used for a KV cache of 1024 tokens; 4 sequences of full length fit at once"
     assert line in [record.getMessage() for record in caplog.records]
@@ -58,9 +64,9 @@ def test_the_cache_of_a_gpu_is_used_from_the_start(caplog: pytest.LogCaptureFixt
     ],
 )
 def test_the_line_to_try_fits_the_server(
-    options: dict[str, object], url: str, command: str, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], url: str, command: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        log_banner(FakeEngineClient(), app_options("teller", **options), url)
+        announce(url, **options)
 
     assert caplog.records[-1].getMessage() == f"try: {command}"

@@ -1,0 +1,42 @@
+"""Makes the Model of a folder. `serve.py` calls it; everything else takes the Model as it is.
+
+It imports the libraries of tokenizers, which the application itself can do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gptserve.engine.process.client import EngineClient
+from gptserve.server.completions.grammar_checker import GrammarChecker
+from gptserve.server.completions.model import Model
+from gptserve.server.core.settings import ServerSettings
+from gptserve.server.tools.dialect import dialect_of
+from gptserve.weights.chat.template import load_chat_template
+from gptserve.weights.tokenizers.info import load_tokenizer_info
+from gptserve.weights.tokenizers.tokenizer import Tokenizer
+
+
+def load_model(
+    folder: Path,
+    engine: EngineClient,
+    names: Sequence[str],
+    settings: ServerSettings,
+    sampling_defaults: Mapping[str, float],
+    max_new_tokens: int | None,
+) -> Model:
+    """Return the model in a folder, which `engine` computes; start its worker processes. Raises WeightsError."""
+    template = load_chat_template(folder, settings.chat_template)
+    tokenizer = Tokenizer.of_model(folder)
+    return Model(
+        tuple(names),
+        engine,
+        tokenizer,
+        dialect_of(tokenizer, template, settings),
+        chat_template=template,
+        grammar_checker=GrammarChecker(folder),
+        sampling_defaults=sampling_defaults,
+        max_new_tokens=max_new_tokens,
+        tokenizer_info=load_tokenizer_info(folder),
+    )
