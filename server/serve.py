@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # they import the web framework
     from fastapi import FastAPI
 
     from gptserve.server.completions.model import Model
-    from gptserve.server.http.door import Door, Progress
+    from gptserve.server.http.loading import LoadingApp, Progress
     from gptserve.server.http.server import HttpServer
     from gptserve.server.jobs.background import BackgroundJobs
     from gptserve.server.operations.tracing import Tracing
@@ -138,14 +138,14 @@ class ServingProcess:
             await self._store.open()  # fails before the model is loaded
             opening = None
             if self._folder is None:
-                opening = asyncio.create_task(self._open_door())
+                opening = asyncio.create_task(self._start_listening())
                 await opening
                 self._folder = await self._fetch()
             engine = self._engine = _make_engine(self._settings, self._folder)
             starting = asyncio.create_task(engine.start())  # first: imports in other threads would delay the spawn
-            opening = opening or asyncio.create_task(self._open_door())
+            opening = opening or asyncio.create_task(self._start_listening())
             making_app = asyncio.to_thread(self._make_app, engine, self._folder)
-            door, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
+            loading_app, (app, announce), _ = await asyncio.gather(opening, making_app, starting)
             await app.state.jobs.start()
         except JobStoreError as error:
             raise StartError(f"state-dir: {error}") from error
@@ -154,7 +154,7 @@ class ServingProcess:
         assert self._http is not None
         app.state.metrics.watch_connections(self._http.connections)
         self._http.on_lag = app.state.metrics.event_loop_lag.observe
-        door.open(app)
+        loading_app.open(app)
         announce(self._http.url)
         return app.state.jobs, app.state.lifecycle
 
@@ -171,16 +171,16 @@ class ServingProcess:
         finally:
             thread.shutdown(wait=False)
 
-    async def _open_door(self) -> Door:
-        """Begin to answer requests; the door refuses them."""
+    async def _start_listening(self) -> LoadingApp:
+        """Start to listen; requests are refused until the application is open."""
         listens = asyncio.Event()
-        server, door = await asyncio.to_thread(self._make_server, listens.set)
+        server, loading_app = await asyncio.to_thread(self._make_server, listens.set)
         self._http, self._serving = server, asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(listens.wait(), self._serving)
         if self._serving.done():
             await self._serving
         logger.info("listening on %s; requests get status 503 until the model is loaded", server.url)
-        return door
+        return loading_app
 
     def _receive_signal(self) -> None:
         if self._told_to_stop.is_set():
@@ -199,12 +199,12 @@ class ServingProcess:
         if task.done():
             task.result()
         else:
-            logger.warning("shutting down without %s, which does not finish", name)
+            logger.warning("shutdown: gave up waiting for %s", name)
             self.hangs = True
 
-    def _make_server(self, on_listening: Callable[[], object]) -> tuple[HttpServer, Door]:
+    def _make_server(self, on_listening: Callable[[], object]) -> tuple[HttpServer, LoadingApp]:
         from gptserve.server.http.connections import Connections, affordable_connections
-        from gptserve.server.http.door import Door
+        from gptserve.server.http.loading import LoadingApp
         from gptserve.server.http.server import HttpServer
         from gptserve.server.http.tls import Tls
 
@@ -215,15 +215,15 @@ class ServingProcess:
             tls = None if files[0] is None or files[1] is None else Tls(files[0], files[1])
         except ValueError as error:
             raise StartError(str(error)) from error
-        door = Door(self._progress)
+        loading_app = LoadingApp(self._progress)
         write_limit_s, stop_limit_s = settings.write_timeout_s, LAST_EVENTS_LIMIT_S + HUNG_UP_LIMIT_S
         server = HttpServer(
-            door, on_listening, connections, write_limit_s=write_limit_s, stop_limit_s=stop_limit_s, tls=tls
+            loading_app, on_listening, connections, write_limit_s=write_limit_s, stop_limit_s=stop_limit_s, tls=tls
         )
-        return server, door
+        return server, loading_app
 
     def _progress(self) -> Progress:
-        from gptserve.server.http.door import Progress
+        from gptserve.server.http.loading import Progress
 
         if self._engine is None:
             download = self._download

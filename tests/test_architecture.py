@@ -1,4 +1,4 @@
-"""The house as a whole: who may import whom and what, that importing does nothing, that docs/ is true and complete."""
+"""Repository-wide rules: who may import whom and what, that importing does nothing, that docs/ is true and complete."""
 
 from __future__ import annotations
 

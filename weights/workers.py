@@ -43,7 +43,7 @@ NUM_WORKERS = 4  # so many slow calls must come at once to hold up another
 
 TEXT, TOKEN_IDS, FAULT = b"t", b"i", b"f"
 OUT_OF_MEMORY = 3  # the exit status of a worker that has passed its limit
-LIFELINE = 0  # the descriptor of stdin
+PARENT_DEATH_FD = 0  # stdin, a pipe whose other end the parent holds
 MAX_CAUSE = 1000  # characters of a fault
 
 # All that a worker sees of the server's environment, which may hold keys: where Python's own parts are, and what
@@ -236,7 +236,7 @@ def main(descriptor: int) -> None:
 
 
 def _obey_signals() -> None:
-    """Let the caller's end and the limit of CPU time kill this process, and nothing that the caller outlives."""
+    """Exit with the parent or at the limit of CPU time; ignore SIGINT and SIGTERM."""
     # The server decides when its workers end; a service manager may send this to all processes of a service.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -245,10 +245,10 @@ def _obey_signals() -> None:
     if sys.platform == "linux":
         # PR_SET_PDEATHSIG would kill the worker as soon as the thread that started it ends.
         with suppress(OSError):  # in a sandbox that has no such signals, a worker ends when it next reads
-            fcntl.fcntl(LIFELINE, fcntl.F_SETOWN, os.getpid())
-            fcntl.fcntl(LIFELINE, fcntl.F_SETSIG, signal.SIGKILL)
-            fcntl.fcntl(LIFELINE, fcntl.F_SETFL, os.O_ASYNC)
-    if select.select([LIFELINE], (), (), 0)[0]:
+            fcntl.fcntl(PARENT_DEATH_FD, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(PARENT_DEATH_FD, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(PARENT_DEATH_FD, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([PARENT_DEATH_FD], (), (), 0)[0]:
         raise EOFError  # before the kernel was asked
 
 

@@ -29,14 +29,16 @@ def operations_router(service: Service) -> APIRouter:
     unwell = error_responses(503)
     document: dict[str, Any] = {}
 
-    @router.get("/health", summary="Say whether this process should live", openapi_extra=_NO_KEY, responses=unwell)
+    @router.get(
+        "/health", summary="Liveness probe: whether the server is healthy", openapi_extra=_NO_KEY, responses=unwell
+    )
     async def health() -> Status:
         service.check_alive()
         return Status()
 
     @router.get(
         "/ready",
-        summary="Say whether completions are let in: a real token was decoded and no shutdown has begun",
+        summary="Readiness probe: a real token was decoded, and no shutdown has begun",
         openapi_extra=_NO_KEY,
         responses=unwell,
     )
@@ -44,13 +46,13 @@ def operations_router(service: Service) -> APIRouter:
         service.check_ready()
         return Status()
 
-    @router.get("/version", summary="Say what runs", openapi_extra=extra, responses=refusals)
+    @router.get("/version", summary="Version of the server", openapi_extra=extra, responses=refusals)
     async def version(request: Request) -> Version:
         return Version(version=request.app.version)
 
     @router.get(
         "/metrics",
-        summary="Tell Prometheus",
+        summary="Prometheus metrics",
         response_class=Response,
         openapi_extra=extra,
         responses={200: _TEXT, **refusals},

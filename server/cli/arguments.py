@@ -29,7 +29,7 @@ def argument(
 
 
 def each(parse: Callable[[str], Parsed]) -> Callable[[str], tuple[Parsed, ...]]:
-    """Return a parser of values with commas between."""
+    """Return a parser of comma-separated values."""
     return lambda text: tuple(map(parse, text.split(",")))
 
 

@@ -121,7 +121,7 @@ def _build_parser() -> CommandParser:
         "come.",
     )
     complete.add_argument("text", type=TEXT, metavar="TEXT", help="text to complete; - reads it from stdin")
-    complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="load this model, ask no server")
+    complete.add_argument("--local", nargs="?", const="", metavar="MODEL", help="run this model without a server")
     _add_request_flags(complete)
     complete.add_argument(
         "--max-tokens", type=WHOLE, default=200, help="tokens to generate (default: %(default)s; the API's is 16)"

@@ -47,7 +47,7 @@ _CODES = {
 }
 # The rest of the body is not read, so the connection cannot carry another request.
 _CLOSING = ("request_timeout", "body_too_large", "too_many_bodies")
-# OpenAI's clients try every 409 and 5xx three times. These stay the same.
+# A retry cannot fix these, so they have x-should-retry: false; OpenAI's clients try every other 409 and 5xx again.
 _FINAL = ("idempotency_key_reused", "cancelled", "generation_failed", "model_changed", "not_implemented")
 
 # Replaces those of pydantic's messages that use Python's words.

@@ -1,4 +1,4 @@
-"""The error that all rooms raise for a client. It knows no HTTP; `error_responses.py` makes answers of it."""
+"""The exception for errors that a client should see. `error_responses.py` maps its codes to HTTP statuses."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class KeyLimits:
             return
         use, limit = self._use(owner), self._max_requests()
         if limit is not None and use.num_requests + num_requests > limit:
-            counts = f"{use.num_requests} do, got {num_requests} more"
-            raise _exceeded(f"at most {limit} requests of a key may run or wait: of {owner!r} {counts}", 1)
+            counts = f"{use.num_requests} active, got {num_requests} more"
+            raise _exceeded(f"key {owner!r} may have at most {limit} requests running or queued: {counts}", 1)
         if self._max_tokens is not None and use.num_tokens < 1:
             wait_s = math.ceil((1 - use.num_tokens) * 60 / self._max_tokens)
             message = f"a key may use {self._max_tokens} tokens a minute: {owner!r} may again in {wait_s} s"
@@ -87,7 +87,7 @@ class KeyLimits:
         """Count an open answer. Raises ServiceError if the owner has too many."""
         use, limit = self._use(owner), self._max_answers()
         if limit is not None and use.num_answers >= limit:
-            raise _exceeded(f"at most {limit} answers of a key may be open: of {owner!r} {use.num_answers} are", 1)
+            raise _exceeded(f"key {owner!r} may have at most {limit} open answers: {use.num_answers} are open", 1)
         use.num_answers += 1
         try:
             yield

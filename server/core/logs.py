@@ -72,7 +72,8 @@ class RareWarning:
         if now < self._due_at:
             self._num_silent += 1
             return
-        since = f" ({self._num_silent} more since the last such line)" if self._num_silent else ""
+        noun = "message" if self._num_silent == 1 else "messages"
+        since = f" ({self._num_silent} similar {noun} suppressed)" if self._num_silent else ""
         self._logger.warning("%s%s", message, since)
         self._num_silent, self._due_at = 0, now + RARE_INTERVAL_S
 

@@ -185,7 +185,7 @@ class Metrics:
         self.prefill_time = seconds("request_prefill_time", "From the running slot of a choice to its first token")
         self.decode_time = seconds("request_decode_time", "From the first token of a choice to its last")
         self.inference_time = seconds("request_inference_time", "From the running slot of a choice to its last token")
-        self.event_loop_lag = seconds("event_loop_lag", "How much too late the event loop wakes up", _DELAY_BUCKETS)
+        self.event_loop_lag = seconds("event_loop_lag", "Lag of the event loop: how late it wakes up", _DELAY_BUCKETS)
         self.journal_write_time = seconds("journal_write", "Transactions of the journal", _DELAY_BUCKETS)
 
     def _infos(self) -> Iterator[Metric]:
@@ -254,6 +254,6 @@ def _engine_counters(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("prefix_cache_queries", "Prompt tokens looked up", stats.num_prefix_queried_tokens),
         ("prefix_cache_hits", "Prompt tokens found in the cache", stats.num_prefix_hit_tokens),
         ("num_preemptions", "Sequences that lost their blocks", stats.num_preemptions),
-        ("spec_decode_num_draft_tokens", "Tokens guessed and verified", stats.num_draft_tokens),
-        ("spec_decode_num_accepted_tokens", "Guesses that held", stats.num_accepted_tokens),
+        ("spec_decode_num_draft_tokens", "Draft tokens proposed and verified", stats.num_draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.num_accepted_tokens),
     ]

@@ -127,15 +127,15 @@ class ServerSettings:
     priority_scheduling: Annotated[bool, "let requests set a priority other than 0"] = False
     allowed_origins: Annotated[
         str | None,
-        "origins of web pages that may call the API (CORS), such as https://a.example.com, with commas between, or *",
+        "CORS: comma-separated origins allowed to call the API, such as https://a.example.com, or *",
     ] = None
     allowed_hosts: Annotated[
         str | None,
-        "hosts to answer to, such as llm.example.com,*.example.org, with commas between, or * (default: localhost, "
+        "comma-separated hosts to answer to, such as llm.example.com,*.example.org, or * (default: localhost, "
         "127.0.0.1 and [::1] if only this machine can connect and no key is needed, else *)",
     ] = None
     playground: Annotated[bool, "serve a page to try the model on at /"] = True
-    strict_fields: Annotated[bool, "refuse requests with fields that nobody reads"] = False
+    strict_fields: Annotated[bool, "reject requests with unknown fields"] = False
     ssl_keyfile: Annotated[Path | None, "private key for TLS, in PEM"] = None
     ssl_certfile: Annotated[Path | None, "certificate chain for TLS, in PEM"] = None
     max_body_bytes: Annotated[int, "maximum size of a request body; a larger one gets status 413"] = 2 * 2**20
@@ -149,7 +149,8 @@ class ServerSettings:
         None
     )
     state_sync: Annotated[
-        StateSync, "with normal, a power cut may lose the last commits to state-dir; full loses none, with more fsyncs"
+        StateSync,
+        "normal: a power failure may lose the last commits to state-dir; full: none, with an fsync for each commit",
     ] = "normal"
     result_ttl_s: Annotated[float, "seconds to keep a background completion after its end"] = 3600.0
     max_results: Annotated[int, "maximum background completions to keep; new ones replace those that ended first"] = (

@@ -19,7 +19,7 @@ MAX_INCOMING_BYTES = 64 * 2**20  # 32 of the largest by default; an honest one t
 # A prompt of 128k token ids has half the commas. Marks in strings count, too: a prompt may be a JSON document.
 MAX_COUNTS = {b"[": 2**16, b"{": 2**14, b":": 2**16, b",": 2**18}
 
-_CARELESS_TYPES = frozenset({"", "application/x-www-form-urlencoded"})
+_TOLERATED_CONTENT_TYPES = frozenset({"", "application/x-www-form-urlencoded"})
 
 
 class IncomingBodies:
@@ -93,8 +93,8 @@ def _check_head(request: Request, max_bytes: int) -> None:
     """
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
-    is_careless = media_type in _CARELESS_TYPES and "origin" not in request.headers
-    if media_type != "application/json" and not is_careless:
+    is_tolerated = media_type in _TOLERATED_CONTENT_TYPES and "origin" not in request.headers
+    if media_type != "application/json" and not is_tolerated:
         message = f"content-type must be application/json, got {content_type or 'none'}"
         raise ServiceError("unsupported_media_type", message)
     coding = request.headers.get("content-encoding", "identity")

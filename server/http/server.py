@@ -74,7 +74,7 @@ class HttpServer(uvicorn.Server):
         self.connections = connections
         self.url = ""
         self.on_lag: Callable[[float], object] = lambda seconds: None
-        """Told how much too late the event loop wakes up."""
+        """Called with the lag of the event loop: the seconds that it wakes up too late."""
         self._ticked_at: float | None = None
         self._tls = tls
         self._tls_check: asyncio.Future[None] | None = None

@@ -189,9 +189,9 @@ class BackgroundJobs:
         for stored in stored_jobs:
             self._index.add_stored(self._to_job(stored))
         self._expire_regularly()
-        self._drop(self._index.surplus())  # the limits may be lower now
+        self._drop(self._index.to_evict())  # the limits may be lower now
         unfinished = [stored for stored in stored_jobs if stored.end is None]
-        unfinished.sort(key=lambda stored: stored.num_vain_attempts, reverse=True)  # suspects come first
+        unfinished.sort(key=lambda stored: stored.num_failed_resumes, reverse=True)  # suspects come first
         for stored in unfinished:
             await self._resume(stored)
         if unfinished:
@@ -242,14 +242,14 @@ class BackgroundJobs:
                 raise
             self._index.give_key(job)
             # Those that ended first make room, but only after admission: a refused request evicts nothing.
-            self._drop(self._index.surplus(job))
+            self._drop(self._index.to_evict(job))
             self._spawn(self._recorder.run(job, running))
             await asyncio.sleep(0)  # lets the recorder begin, which then counts as active itself
         return job
 
     def _note_end(self, job: BackgroundJob) -> None:
         self._index.note_end(job)
-        self._drop(self._index.surplus(job))
+        self._drop(self._index.to_evict(job))
 
     def _to_job(self, stored: StoredJob) -> BackgroundJob:
         model = self._service.models.find_kept(stored.record.model)
@@ -271,7 +271,7 @@ class BackgroundJobs:
         assert job is not None, "it has not ended"
         model = self._service.models.find_kept(stored.record.model)
         is_foreign = stored.record.fingerprint != model.engine.info.fingerprint
-        if is_foreign or stored.num_vain_attempts >= MAX_ATTEMPTS:
+        if is_foreign or stored.num_failed_resumes >= MAX_ATTEMPTS:
             async for batches in self._stored_batches(stored):
                 job.num_tokens += sum(len(output.token_ids) for batch in batches for output in batch)
             await self._recorder.end(job, model_changed() if is_foreign else too_many_attempts())

@@ -99,28 +99,28 @@ class JobIndex:
         """Return the jobs whose time is over."""
         return [job for job in self if self._is_over(job)]
 
-    def surplus(self, spared: BackgroundJob | None = None) -> list[BackgroundJob]:
-        """Return the jobs that must make room for the others, but not the one `spared`.
+    def to_evict(self, keep: BackgroundJob | None = None) -> list[BackgroundJob]:
+        """Return the jobs to evict, so that the others fit; never the job `keep`.
 
         Each is the one that ended first of the owner that holds the most, as long as that is more than its share.
         """
         ended: dict[str | None, deque[BackgroundJob]] = defaultdict(deque)
         for job in self._ended.values():
-            if job is not spared:
+            if job is not keep:
                 ended[job.record.owner].append(job)
-        surplus: dict[str, BackgroundJob] = {}
+        evicted: dict[str, BackgroundJob] = {}
         for limit, size_of, _ in self._limits:
             held = Counter[str | None]()
             for job in self:
-                held[job.record.owner] += 0 if job.completion_id in surplus else size_of(job)
+                held[job.record.owner] += 0 if job.completion_id in evicted else size_of(job)
             while held.total() > limit:
                 over = [owner for owner, jobs in ended.items() if jobs and held[owner] * len(held) > limit]
                 if not over:
                     break
                 job = ended[max(over, key=held.__getitem__)].popleft()
-                surplus[job.completion_id] = job
+                evicted[job.completion_id] = job
                 held[job.record.owner] -= size_of(job)
-        return list(surplus.values())
+        return list(evicted.values())
 
     def _is_over(self, job: BackgroundJob) -> bool:
         """Return whether the time of a job is over. A job that ended in the future, by a wrong clock, ended now."""

@@ -98,14 +98,14 @@ class LastEvent:
             return
         code = "completion_not_found"
         if any(fingerprint != plan.identity.fingerprint for fingerprint in fingerprints):
-            code, why = "model_changed", "was begun with another model, and another begins"
+            code, why = "model_changed", "was computed by another model"
         elif plan.body.seed in (None, -1):
-            why = "is not known, and without a seed another begins"
+            why = "is unknown, and without a seed a new one has other tokens"
         elif not plan.identity.batch_invariant:
-            why = "is not known, and another may begin, as batch_invariant is false"
+            why = "is unknown, and a new one may have other tokens, as batch_invariant is false"
         else:
             return
-        message = f"the completion of {self.name} {self.position} {why}; leave {self.name} out for it"
+        message = f"the completion of {self.name} {self.position} {why}; leave {self.name} out to begin a new one"
         raise ServiceError(code, message, param=self.name)
 
     def error(self, rule: str) -> ServiceError:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Recorder:
     """Runs each job until it ends. `on_end` is called when the end of a job is in the journal, or could not be.
 
-    A job that starts took up in vain may be what ended those servers. Such suspects are submitted first, one at a time:
+    A job that was resumed repeatedly without output may be crashing the server. Such suspects run first, one by one:
     the next one, and all that are no suspects, when it has made an output or has ended. So the innocent are cleared. Of
     resumed jobs the engine gets no more than it has running slots and blocks for: whoever only waits for them is not
     to blame.

@@ -73,8 +73,8 @@ class StoredJob(NamedTuple):
     end: EndRecord | None = None
 
     @property
-    def num_vain_attempts(self) -> int:
-        """How many starts took it up since its last output."""
+    def num_failed_resumes(self) -> int:
+        """How many starts resumed it without producing output."""
         return self.attempts.count(self.num_batches)
 
 

@@ -21,7 +21,7 @@ from gptserve.server.core.errors import ServiceError
 from gptserve.server.jobs.job import DIALECT
 from gptserve.server.jobs.records import CompletionRecord, OutputBatch, StoredJob
 
-SUSPECT_AFTER = 2  # starts that took a completion up in vain
+SUSPECT_AFTER = 2  # starts that resumed a completion without producing output
 MAX_ATTEMPTS = 4
 
 Restore = Callable[
@@ -38,8 +38,8 @@ class Resumption:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what ended the servers that took it up."""
-        return self.stored.num_vain_attempts >= SUSPECT_AFTER
+        """Whether it may be what crashed the servers that resumed it."""
+        return self.stored.num_failed_resumes >= SUSPECT_AFTER
 
 
 @dataclass(slots=True)

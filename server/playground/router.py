@@ -85,7 +85,7 @@ def playground_router(service: Service) -> APIRouter:
 
     @router.get(
         ENGINE_PATH,
-        summary="Say what the engine is doing: its queue, and a map of its KV cache",
+        summary="State of the engine: its queue, and a map of its KV cache",
         responses=error_responses(401, 503),
     )
     async def engine_state() -> EngineState:

@@ -1,7 +1,7 @@
 """The fields of a body that its model does not have: which ask for nothing, which are refused, which are let through.
 
 Clients send many fields that do not change the answer. A field that would change it, and is not supported, is refused
-in words. A field that no table knows is let through and its name is reported, unless it looks like a slip of the pen.
+in words. A field that no table knows is let through and its name is reported, unless it looks like a typo.
 `completions.py` calls `take_fields` before pydantic checks the rest. docs/api.md repeats UNREAD; a test compares them.
 """
 
@@ -184,7 +184,7 @@ class FieldReader:
 def take_fields(
     given: Mapping[str, object], model: type[BaseModel], *, strict: bool = False
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the fields of a body that its model reads, and the names of those that nobody reads.
+    """Return the fields of a body that its model reads, and the names of unknown ones.
 
     `strict` refuses the latter. Raises InvalidRequestError.
     """

@@ -50,7 +50,7 @@ _PART_TYPES = ("input_text", "output_text", "reasoning_text", "refusal")
 def take_response_fields(
     given: Mapping[str, object], model: type[BaseModel], *, strict: bool = False
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the fields of a body that its model reads, and the names of those that nobody reads.
+    """Return the fields of a body that its model reads, and the names of unknown ones.
 
     `strict` refuses the latter. Raises InvalidRequestError.
     """

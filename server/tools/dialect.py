@@ -44,10 +44,10 @@ NO_FORMAT = (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Of one model. `marks` are the special tokens of harmony's channels, None for a model without them.
+    """How one model writes reasoning and tool calls.
 
-    `form` is the format of its calls in other models. Between the marks `think` it reasons
-    first; None if it does not.
+    `marks` are the special tokens of harmony's channels, None for a model without them. `form` is the format of the
+    calls of other models. `think` are the marks around their reasoning, None if they do not reason.
     """
 
     tokenizer: Tokenizer

@@ -91,7 +91,10 @@ def test_a_lost_completion_begins_again_with_the_seed_that_its_key_stands_for(
 
 @pytest.mark.parametrize(
     ("lacks", "batch_invariant", "why"),
-    [("seed", True, "without a seed another begins"), ("", False, "another may begin, as batch_invariant is false")],
+    [
+        ("seed", True, "without a seed a new one has other tokens"),
+        ("", False, "a new one may have other tokens, as batch_invariant is false"),
+    ],
 )
 def test_a_stream_does_not_go_on_in_a_completion_that_may_be_another(
     serve: Serve, lacks: str, batch_invariant: bool, why: str
@@ -104,7 +107,8 @@ def test_a_stream_does_not_go_on_in_a_completion_that_may_be_another(
     assert (refused.status_code, refused.json()["error"]) == (
         404,
         {
-            "message": f"the completion of Last-Event-ID 2 is not known, and {why}; leave Last-Event-ID out for it",
+            "message": f"the completion of Last-Event-ID 2 is unknown, and {why}; "
+            "leave Last-Event-ID out to begin a new one",
             "type": "invalid_request_error",
             "param": "Last-Event-ID",
             "code": "completion_not_found",
@@ -131,8 +135,8 @@ def test_a_retry_does_not_go_on_in_the_text_of_another_model(serve: Serve, tmp_p
         500,
         "false",
         {
-            "message": "the completion of Last-Event-ID 1 was begun with another model, and another begins; "
-            "leave Last-Event-ID out for it",
+            "message": "the completion of Last-Event-ID 1 was computed by another model; "
+            "leave Last-Event-ID out to begin a new one",
             "type": "server_error",
             "param": "Last-Event-ID",
             "code": "model_changed",

@@ -151,7 +151,7 @@ def test_a_request_counts_for_its_key_before_it_is_planned(
     gate.tokenizer.wait_for(1)
     assert gate.server.metric(WAITING) == 1
     refused = gate.post("alice", path, **body)
-    message = "at most 1 requests of a key may run or wait: of 'alice' 1 do, got 1 more"
+    message = "key 'alice' may have at most 1 requests running or queued: 1 active, got 1 more"
     assert error_of(refused) == (429, "rate_limit_exceeded", message)
     assert refused.headers["retry-after"] == "1"
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
@@ -207,7 +207,7 @@ def test_a_large_request_with_a_key_counts_and_takes_its_turn_before_it_is_compa
     first = gate.begin("alice", path, retry_key="new", **body, **LARGE)
     assert is_comparing.wait(20)
     assert gate.server.metric(WAITING) == 1
-    message = "at most 1 requests of a key may run or wait: of 'alice' 1 do, got 1 more"
+    message = "key 'alice' may have at most 1 requests running or queued: 1 active, got 1 more"
     refused = gate.post("alice", path, retry_key="another", **body, **LARGE)
     assert error_of(refused) == (429, "rate_limit_exceeded", message)
     assert gate.post("bob", "/detokenize", tokens=[65]).json() == {"prompt": "A"}

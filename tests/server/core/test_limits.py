@@ -35,11 +35,14 @@ def test_requests_count_until_each_of_them_ends() -> None:
     limits.check("alice", 3)
     limits.begin("alice", stream)
 
-    assert str(refusal(limits, "alice")) == "at most 3 requests of a key may run or wait: of 'alice' 3 do, got 1 more"
+    assert (
+        str(refusal(limits, "alice"))
+        == "key 'alice' may have at most 3 requests running or queued: 3 active, got 1 more"
+    )
     limits.check("bob", 3)
     stream.push(TokenOutput("a", (1,), finish_reason=FinishReason.STOP))
     limits.check("alice", 1)
-    assert str(refusal(limits, "alice", 2)).endswith("of 'alice' 2 do, got 2 more")
+    assert str(refusal(limits, "alice", 2)).endswith(": 2 active, got 2 more")
     stream.abort()
     limits.check("alice", 3)
 
@@ -142,7 +145,7 @@ def test_no_key_fills_the_queue_for_others(serve: Callable[..., LiveServer], tmp
         assert post(client, "a", n=128).status_code == 202
         refused, let_in = post(client, "a", n=33), post(client, "b", n=33)
     assert refused.json()["error"]["message"] == (
-        "at most 160 requests of a key may run or wait: of 'alice' 128 do, got 33 more"
+        "key 'alice' may have at most 160 requests running or queued: 128 active, got 33 more"
     )
     assert let_in.status_code == 202
 
@@ -176,7 +179,7 @@ def test_no_key_opens_every_connection_as_readers(serve: Callable[..., LiveServe
             429,
             "1",
             {
-                "message": "at most 4 answers of a key may be open: of 'alice' 4 are",
+                "message": "key 'alice' may have at most 4 open answers: 4 are open",
                 "type": "rate_limit_error",
                 "param": None,
                 "code": "rate_limit_exceeded",

@@ -123,7 +123,7 @@ def test_a_rare_warning_is_said_at_once_and_then_once_a_minute_with_a_count(
         warning.log(f"at {now:g}")
     assert [record.getMessage() for record in caplog.records] == [
         "at 1000",
-        "at 1060 (2 more since the last such line)",
-        "at 1120 (1 more since the last such line)",
+        "at 1060 (2 similar messages suppressed)",
+        "at 1120 (1 similar message suppressed)",
         "at 1180",
     ]

@@ -153,18 +153,18 @@ def excess(jobs: Iterable[BackgroundJob], num_parts: int = 1) -> tuple[int, int]
     return len(sizes) * num_parts - MAX_RESULTS, sum(sizes) * num_parts - MAX_BYTES
 
 
-def check_and_make_room(index: JobIndex, spared: BackgroundJob) -> None:
+def check_and_make_room(index: JobIndex, keep: BackgroundJob) -> None:
     """Remove what must go: all that an owner keeps beyond its share where there is too much, and nothing else."""
     owners = {job.record.owner for job in index}
-    for gone in index.surplus(spared):
+    for gone in index.to_evict(keep):
         own = [job for job in index if job.record.owner == gone.record.owner]
         assert max(excess(index)) > 0, "there is too much"
         assert max(excess(own, len(owners))) > 0, "an owner within its share loses nothing"
-        assert gone is next(job for job in own if job.has_ended and job is not spared), "the first to have ended"
+        assert gone is next(job for job in own if job.has_ended and job is not keep), "the first to have ended"
         index.remove(gone)
     for owner in owners:
         own = [job for job in index if job.record.owner == owner]
-        if any(job.has_ended and job is not spared for job in own):
+        if any(job.has_ended and job is not keep for job in own):
             assert not any(
                 total > 0 and part > 0 for total, part in zip(excess(index), excess(own, len(owners)), strict=True)
             )

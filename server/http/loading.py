@@ -26,7 +26,7 @@ class Progress:
     words: str
 
 
-class Door:
+class LoadingApp:
     """Passes requests on to the application given to `open`. Until then it refuses them, with the progress."""
 
     def __init__(self, progress: Callable[[], Progress]) -> None:
