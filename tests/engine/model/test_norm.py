@@ -1,4 +1,4 @@
-"""torch's norms on a CPU: a row has the same bits in any batch."""
+"""torch's norms on a CPU: their formulas, and that a row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-3, 1.0])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_rows_as_small_as_eps_have_the_norm_of_the_formula(kind: config.Norm, size: float) -> None:
+    eps = 1e-6  # the square of one of the sizes
+    x, weight = size * torch.randn(5, 64), torch.randn(64)
+    centred = x.double() - (x.double().mean(-1, keepdim=True) if kind == "layernorm" else 0)
+    expected = weight * centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    assert torch.allclose(Norm(kind, weight, None, eps)(x).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def first_difference(kind: config.Norm, dtype: torch.dtype, width: int) -> int | None:

@@ -67,7 +67,8 @@ def test_a_turn_takes_all_commands_then_steps_once_and_sends_one_message() -> No
 
 
 def test_abort_takes_effect_before_the_next_step_and_shows_in_the_stats_at_once() -> None:
-    channel = ScriptedChannel((Submit((make_request("a"),)),), (Abort(("a", "unknown")),), (Shutdown(),))
+    submit, abort = Submit((make_request("a"), make_request("b"))), Abort(("unknown", "a", "b"))
+    channel = ScriptedChannel((submit,), (abort,), (Shutdown(),))
     serve(fake.load, channel)
     _, after = steps(channel)
     assert after == Stepped((), EngineStats(num_running=0, num_steps=1))

@@ -14,10 +14,11 @@ from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from subprocess import PIPE
 
+import psutil
 import pytest
 
 from gptserve.engine.child import SPINS
-from gptserve.engine.errors import EngineDiedError, EngineStartError
+from gptserve.engine.errors import DeathKind, EngineDiedError, EngineStartError
 from gptserve.engine.process.factory import load_engine_first
 from gptserve.engine.process.process_client import ProcessClient
 from tests.engine import fake_step_engine as fake
@@ -59,6 +60,19 @@ def test_death_of_the_process_ends_streams_with_its_cause(what: int, cause: str)
 
     with pytest.raises(EngineDiedError, match=cause):
         run(test())  # without close: a process that died leaves nothing
+
+
+def test_process_that_died_holds_no_descriptor_while_its_client_is_kept() -> None:
+    async def test() -> None:
+        resource_tracker.ensure_running()  # which the first start would open, and keep
+        num_before = psutil.Process().num_fds()
+        client = make_process()
+        await client.start()
+        client.kill("the test kills it", DeathKind.STALLED)
+        await client.wait_until_dead()
+        assert psutil.Process().num_fds() == num_before
+
+    run(test())
 
 
 def test_death_during_the_load_fails_the_start() -> None:

@@ -108,6 +108,19 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(
     run(test())
 
 
+def test_a_request_that_comes_with_tokens_keeps_them_when_the_engine_dies(make_supervisor: MakeSupervisor) -> None:
+    async def test() -> None:
+        async with started(make_supervisor()) as client:
+            request = make_request("a", LONG)
+            before = tuple(expected(request)[:7])  # by an earlier server
+            stream = client.submit([replace(request, generated_token_ids=before)])
+            begun = await first_tokens(stream)
+            kill_engine()
+            assert [*before, *begun, *(await collect(stream))["a"]] == expected(request)
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("what", "when", "place", "kind"),
     [

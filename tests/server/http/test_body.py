@@ -114,6 +114,15 @@ def test_a_body_of_unknown_length_is_refused_before_it_ends(serve: Callable[...,
     assert b"the body may have at most 2000 bytes, got more" in answer
 
 
+def test_a_body_that_was_refused_leaves_its_room_to_the_next(
+    make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptserve.server.http.body.MAX_INCOMING_BYTES", LIMIT)
+    api = make_api(FakeEngineClient(), max_body_bytes=LIMIT)
+    assert api.post_raw(b"x" * LIMIT).status_code == 400
+    assert api.post_raw(fits(LIMIT)).status_code == 200
+
+
 def test_a_client_that_leaves_amid_its_body_leaves_nothing(serve: Callable[..., LiveServer]) -> None:
     server = serve(FakeEngineClient())
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:

@@ -119,8 +119,10 @@ def test_a_field_of_another_api_is_let_through(name: str) -> None:
     assert take_fields({name: 1}, CompletionRequest) == ({}, [name])
 
 
-def test_a_field_of_the_other_route_is_refused() -> None:
-    assert refusal({"echo": True}) == ("echo is not a field of this route", "echo", "unknown_parameter")
+def test_a_field_of_the_other_route_is_refused_unless_it_is_off() -> None:
+    for value in (True, 0, "", []):
+        assert refusal({"echo": value}) == ("echo is not a field of this route", "echo", "unknown_parameter")
+    assert take_fields({"echo": False}, ChatRequest) == ({}, [])
     assert refusal({"messages": MESSAGES}, CompletionRequest)[0] == "messages is not a field of this route"
 
 

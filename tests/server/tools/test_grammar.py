@@ -220,6 +220,19 @@ def test_a_strict_answer_may_be_text_unless_calls_are_required(
     assert given == cases
 
 
+@pytest.mark.parametrize(
+    ("is_parallel", "separator", "is_allowed"), [(True, ", ", True), (True, ",", False), (False, ", ", False)]
+)
+def test_calls_in_an_array_have_a_comma_and_a_space_between_them(
+    compiler: Compiler, tokenizer: Tokenizer, is_parallel: bool, separator: str, is_allowed: bool
+) -> None:
+    reading = reading_of(tokenizer, "mistral", tool_choice="required", parallel_tool_calls=is_parallel)
+    assert reading.grammar is not None
+    call = '{"name": "get_time", "arguments": {}}'
+    ids = tokenizer.encode_with_special(f"[TOOL_CALLS][{call}{separator}{call}]")
+    assert allows(compiler.compile(reading.grammar), ids) is is_allowed
+
+
 @pytest.mark.parametrize("think", [THINK, ThinkMarks("[THINK]", "[/THINK]")])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("is_open", [True, False])

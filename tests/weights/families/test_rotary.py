@@ -22,6 +22,7 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 256, "truncate": False},
     {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.4, "beta_fast": 16.0, "beta_slow": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2**20},  # all waves turn within it
 ]
 
 

@@ -69,6 +69,8 @@ def test_an_object_that_names_properties_has_no_others_unless_it_says_so(
 
 def test_more_properties_than_are_named_may_be_asked_for() -> None:
     assert "additionalProperties" not in rewrite({**OF_A, "minProperties": 2}, "refuse")
+    merged = {"type": "object", "allOf": [{**OF_A, "minProperties": 3}, {**OF_B, "minProperties": 1}]}
+    assert "additionalProperties" not in json.dumps(rewrite(merged, "refuse"))
 
 
 def test_recursive_objects_are_closed_at_every_level() -> None:
