@@ -25,7 +25,7 @@ inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/backends/cpu
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all test-nightly sanitize chaos clients check format docs bench image gpu gpu-test gpu-chaos gpu-bench help
+.PHONY: serve test test-all test-nightly sanitize mutants chaos clients check format docs bench image gpu gpu-test gpu-chaos gpu-bench help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -41,6 +41,9 @@ test-nightly:  ## run test-all, sanitize and chaos, whichever of them fail
 
 sanitize: $(venv)/developing  ## run the tests of the C++ under sanitizers; needs GCC
 	tests/sanitize.sh
+
+mutants: $(venv)/developing  ## seed faults in copies of the tree, and show that tests notice them; ARGS="--gate NAME"
+	$(bin)/python -m tests.mutants $(ARGS)
 
 chaos: $(venv)/developing  ## kill the engine and the server under clients for two minutes
 	$(bin)/python -m bench.chaos $(ARGS)
