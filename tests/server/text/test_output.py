@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gptserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
@@ -93,6 +93,8 @@ def test_bytes_that_can_never_become_a_character_are_not_held_back() -> None:
 
 
 @given(st.text("ab", max_size=14), STOPS, st.lists(st.integers(0, 14), max_size=6))
+@example("abb", ["aba", "b"], [])  # one ends within the beginning of another
+@example("aabb", ["aaba", "ab"], [1, 2, 3])
 def test_stop_strings_equal_the_search_of_the_whole_text_for_every_split(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
