@@ -21,6 +21,7 @@ from gptserve.server.api.completions import THREAD_BYTES, read_body
 from gptserve.server.completions.admission import leave, planned
 from gptserve.server.completions.answer import CompletionResponse
 from gptserve.server.completions.encoding import json_response
+from gptserve.server.completions.lengths import capped_max_tokens
 from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
 from gptserve.server.core.errors import ServiceError
@@ -161,6 +162,7 @@ class _Routes:
                 job = await self._begin(body, background, planning)
         plan = await self._kept.plan(job)
         if body.background and not body.stream:
+            log_fields(request.scope)["max_tokens"] = capped_max_tokens(plan.body, plan.requests)
             return await self._answer(job, plan, request)
         ends_with_client = not body.background and key is None
         return StoredAnswer(service, jobs, job, plan, bool(body.stream), ends_with_client=ends_with_client)
