@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import tell, versions
-from gptserve.engine.backends.gpu import graphs as cuda_graphs
 from gptserve.engine.backends.gpu.graphs import DecodeGraphs
 from gptserve.engine.backends.gpu.recorded_steps import RecordedStep, Replay
 from gptserve.engine.backends.gpu.sampler import PIECE, TritonSampler
@@ -38,13 +37,12 @@ from gptserve.engine.info import EngineInfo
 from gptserve.engine.process.garbage import collect_seldom
 from gptserve.engine.process.loop import Stepped
 from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.runner import runner
-from gptserve.engine.runner.masks import MaskThread
+from gptserve.engine.runner import overlap, runner
 from gptserve.engine.runner.runner import Collect, ModelRunner
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.runner.step_memory import max_sampled_rows
 from gptserve.engine.scheduling.prompt_pace import Pace
 from gptserve.engine.scheduling.scheduler import Scheduler
-from gptserve.engine.scheduling.sequence import ScheduledBatch
 
 DEVICE = torch.device("cpu")
 VOCAB_SIZE, BLOCK_SIZE = 50257, 16
@@ -52,7 +50,7 @@ NUM_WARM_UP = 20  # steps that decode, of each batch
 PARTS: list[tuple[Any, str, str]] = [
     (Scheduler, "schedule", "schedule"),
     (Scheduler, "foresee", "schedule"),
-    (cuda_graphs, "build_arrays", "build"),
+    (overlap, "step_input", "build"),
     (RecordedStep, "fill", "stage"),
     (runner, "begin_sampling", "choices"),
     (TritonSampler, "choose", "table"),
@@ -99,7 +97,7 @@ class HostRunner(ModelRunner):
         model: Any = NoModel()
         cache: Any = None
         self.device, self._decoder, self._cache, self._ranks = DEVICE, model, cache, None
-        self._masks, self._chosen = MaskThread(), partial(torch.empty, 0, dtype=torch.int64, device=DEVICE)
+        self._chosen = partial(torch.empty, 0, dtype=torch.int64, device=DEVICE)
         self.graphs = DecodeGraphs(model, cache, config, max_model_len, DEVICE, choose)
         self.graphs.record(_record)
         self.choose = choose.choose
@@ -108,8 +106,8 @@ class HostRunner(ModelRunner):
             *(config.max_num_seqs, config.max_num_seqs, "", False),
         )
 
-    def launch(self, batch: ScheduledBatch) -> Collect:
-        return self._launch(batch, self._masks.begin(batch))
+    def launch(self, step: StepInput) -> Collect:
+        return self._launch(step)
 
 
 def _record(compute: Callable[[], Tensor]) -> Replay:

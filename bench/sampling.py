@@ -23,10 +23,9 @@ from bench.machine import versions
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.draw import choose
 from gptserve.engine.backends.reference.draw import choose_by_torch
-from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.request import SamplingParams
 from gptserve.engine.runner.sampler import sample
-from gptserve.engine.sampling.choice import SamplingPosition
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.sampling.choice import SamplingPosition, SamplingState
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -92,9 +91,8 @@ def measure(num_rows: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def position_of(index: int, token_ids: list[int], params: dict[str, Any]) -> SamplingPosition:
-    prompt = tuple(token_ids[: len(token_ids) // 2])
     sampling = SamplingParams(**{"max_tokens": len(token_ids), "temperature": 0.0, **params})
-    return SamplingPosition(SequenceState(Request(str(index), prompt, sampling, seed=index), index, token_ids))
+    return SamplingPosition(SamplingState(sampling, index, num_prompt_tokens=len(token_ids) // 2), token_ids)
 
 
 def milliseconds(logits: Tensor, positions: list[SamplingPosition], side: str) -> float:

@@ -151,9 +151,10 @@ class Engine:
             sequence = batch.items[index].sequence
             if sequence.is_running:  # not aborted meanwhile
                 outputs += self._score_prompt(sequence, entries)
-        sampling = [item.sequence for item in batch.items if item.needs_sampling]
-        sampled = dict(zip(sampling, result.sampled, strict=True))
-        progressed = self._scheduler.update(batch, [its.token_ids for its in result.sampled])
+        sampling = [item for item in batch.items if item.needs_sampling]
+        rows = list(result.sampled.split([1 + len(item.draft) for item in sampling]))
+        sampled = dict(zip([item.sequence for item in sampling], rows, strict=True))
+        progressed = self._scheduler.update(batch, [its.token_ids for its in rows])
         self._scheduler.stats.num_generated_tokens += sum([len(progress.token_ids) for progress in progressed])
         return outputs + [self._output(p, sampled[p.sequence].logprobs) for p in progressed]
 

@@ -1,4 +1,4 @@
-"""The tensors that one forward pass reads, from the arrays of scheduling/layout.py.
+"""The tensors that one forward pass reads, from the arrays of layout.py.
 
 Rows are the scheduled tokens of all sequences, one sequence after the other.
 """
@@ -19,7 +19,7 @@ class ModelInput:
     """The tensors of one step: T rows."""
 
     token_ids_T: Tensor
-    """int64 [T], negative where a token is foreseen (SequenceState.is_foreseen)"""
+    """int64 [T], negative where a token is foreseen"""
     positions_T: Tensor
     """int64 [T]"""
     sampled_R: Tensor
@@ -28,7 +28,7 @@ class ModelInput:
 
 
 def model_input(arrays: tuple[Array, ...], device: torch.device) -> ModelInput:
-    """Return the arrays of build_arrays as tensors on `device`."""
+    """Return the arrays of StepArrays.as_numpy as tensors on `device`."""
     token_ids_T, positions_T, rows_R, *tensors = to_device(device, *arrays)
     metadata = AttentionMetadata(tuple(arrays[3].tolist()), tuple(arrays[4].tolist()), *tensors)
     return ModelInput(token_ids_T, positions_T, rows_R, metadata)

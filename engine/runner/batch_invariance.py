@@ -23,11 +23,10 @@ from gptserve.engine.backends.gpu.recorded_steps import batch_sizes
 from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.attention import AttentionBackend
+from gptserve.engine.model.layout import Span, StepArrays, lay_out
 from gptserve.engine.model.linear import Linear
-from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.runner.memory import linear_shapes, weight_types
 from gptserve.engine.runner.products import make_linear, product_of
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,7 @@ def first_difference(
 
 
 def check_model(
-    logits_of: Callable[[ScheduledBatch, slice], Tensor],
+    logits_of: Callable[[StepArrays, slice], Tensor],
     config: EngineConfig,
     vocab_size: int,
     num_blocks: int,
@@ -207,31 +206,29 @@ def check_model(
 ) -> None:
     """Raise InvalidConfigurationError if a sequence has other logits in some step of the loaded model than alone.
 
-    `logits_of(batch, rows)` are those of rows of a step. Call it before any sequence owns a block.
+    `logits_of(arrays, rows)` are those of rows of a step. Call it before any sequence owns a block.
     """
     length = min(_PROMPT_TOKENS, config.block_size, config.max_num_batched_tokens, max_model_len)
     most = min(config.max_num_seqs, config.max_num_batched_tokens // length, num_blocks)
-    target, *others = (_sequence(index, length, vocab_size) for index in range(most))
+    target, *others = (_prompt(index, length, vocab_size) for index in range(most))
 
-    def logits_beside(others: Sequence[SequenceState]) -> Tensor:
-        items = [ScheduledSequence(sequence, length - sequence.num_computed) for sequence in (*others, target)]
-        num_rows = sum(item.num_tokens for item in items)
+    def last_logits(*spans: Span) -> Tensor:
+        arrays = lay_out(spans, config.block_size)
+        num_rows = len(arrays.token_ids)
         # The head gets as many rows as in a step that samples for all of them.
-        return logits_of(ScheduledBatch(tuple(items)), slice(num_rows - len(items), num_rows))[-1]
+        return logits_of(arrays, slice(num_rows - len(spans), num_rows))[-1]
 
-    alone = logits_beside(())
+    alone = last_logits(target)
     for num_others in sorted({min(count, len(others)) for count in (*_BESIDE, len(others))}):
-        if not torch.equal(logits_beside(others[:num_others]), alone):
+        if not torch.equal(last_logits(*others[:num_others], target), alone):
             _refuse(f"a sequence has other logits beside {num_others} others than alone")
-    target.num_computed = length - 1
-    if not torch.equal(logits_beside(()), alone):
+    if not torch.equal(last_logits(Span(target.token_ids[-1:], length - 1, target.block_ids, 1)), alone):
         _refuse("a token has other logits in a step of its own than in that of its prompt")
 
 
-def _sequence(index: int, length: int, vocab_size: int) -> SequenceState:
-    """Return a sequence whose keys lie in the block of this index."""
-    token_ids = [(7 * index + 3 * i + 1) % vocab_size for i in range(length)]
-    return SequenceState(Request("probe", tuple(token_ids), SamplingParams(), seed=0), 0, token_ids, block_ids=[index])
+def _prompt(index: int, length: int, vocab_size: int) -> Span:
+    """Return a prompt whose keys lie in the block of this index."""
+    return Span([(7 * index + 3 * i + 1) % vocab_size for i in range(length)], 0, [index], num_sampled=1)
 
 
 def _refuse(found: str) -> NoReturn:

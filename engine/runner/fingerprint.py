@@ -16,12 +16,11 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import Quantization
 from gptserve.engine.model.attention import AttentionBackend
+from gptserve.engine.model.layout import Span, StepArrays, lay_out
 from gptserve.engine.model.operations import Operations
-from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.runner.batch_invariance import Products
 from gptserve.engine.runner.memory import weight_types
 from gptserve.engine.runner.products import build_of, product_of
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.version import installed_version
 from gptserve.weights.config import ModelConfig
 
@@ -73,7 +72,7 @@ def numeric_causes(
 
 
 def sample_numbers(
-    logits_of: Callable[[ScheduledBatch, slice], Tensor], vocab_size: int, max_model_len: int, block_size: int
+    logits_of: Callable[[StepArrays, slice], Tensor], vocab_size: int, max_model_len: int, block_size: int
 ) -> str:
     """Return the digest of the logits of a fixed prompt; call it before any sequence owns a block.
 
@@ -81,10 +80,8 @@ def sample_numbers(
     """
     num_tokens = min(_PROBE_TOKENS, max_model_len)
     token_ids = [i % vocab_size for i in range(num_tokens)]
-    request = Request("probe", tuple(token_ids), SamplingParams(), seed=0)
-    block_ids = list(range(-(-num_tokens // block_size)))
-    sequence = SequenceState(request=request, arrival=0, token_ids=token_ids, block_ids=block_ids)
-    return digest_of(logits_of(ScheduledBatch((ScheduledSequence(sequence, num_tokens),)), slice(num_tokens)))
+    span = Span(token_ids, 0, range(-(-num_tokens // block_size)), num_sampled=1)
+    return digest_of(logits_of(lay_out([span], block_size), slice(num_tokens)))
 
 
 def digest_of(logits: Tensor) -> str:

@@ -1,18 +1,29 @@
 """What the grammars of a step allow, asked of all its matchers in a thread beside the model. Torch-free.
 
-ModelRunner starts the thread's work, and what samples takes the masks.
+batch.py asks, and what samples takes the masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from gptserve.engine.grammar.matcher import Mask, Matcher
-from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
-Masks = dict[SequenceState, list[Mask]]
-"""Of each sequence with a grammar: what may come after the known tokens, then what after each token of the draft."""
+Masks = dict[int, Mask]
+"""By sampled row, from 0, of the rows with a grammar."""
+
+
+class MaskQuery(NamedTuple):
+    """Asks for the masks of a sampled row and of one more row for each token of a draft."""
+
+    row: int
+    matcher: Matcher
+    generated: list[int]
+    draft: tuple[int, ...]
+    num_before_end: int
+    """the fewest tokens before the end of text"""
 
 
 class MaskThread:
@@ -21,23 +32,13 @@ class MaskThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "gptserve-masks")
 
-    def begin(self, batch: ScheduledBatch) -> Future[Masks] | None:
-        """Begin with the sequences that are sampled and have a matcher; None if there are none."""
-        asked = [
-            (
-                item.sequence,
-                item.sequence.matcher,
-                item.sequence.token_ids[item.sequence.num_prompt_tokens :],
-                item.draft,
-            )
-            for item in batch.items
-            if item.needs_sampling and item.sequence.matcher is not None
-        ]
-        return self._thread.submit(_masks_of, asked) if asked else None
+    def begin(self, queries: Sequence[MaskQuery]) -> Future[Masks] | None:
+        """Begin to compute the masks; None if there are no queries."""
+        return self._thread.submit(_masks_of, queries) if queries else None
 
 
-def _masks_of(asked: Sequence[tuple[SequenceState, Matcher, list[int], tuple[int, ...]]]) -> Masks:
-    return {
-        sequence: matcher.masks(known, draft, sequence.request.params.num_before_end)
-        for sequence, matcher, known, draft in asked
-    }
+def _masks_of(queries: Sequence[MaskQuery]) -> Masks:
+    masks: Masks = {}
+    for row, matcher, generated, draft, num_before_end in queries:
+        masks.update(enumerate(matcher.masks(generated, draft, num_before_end), row))
+    return masks

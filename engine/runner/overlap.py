@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
+from gptserve.engine.runner.batch import step_input
+from gptserve.engine.runner.masks import MaskThread
 from gptserve.engine.runner.runner import Collect, ModelRunner
 from gptserve.engine.scheduling.scheduler import Scheduler
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
@@ -32,6 +34,7 @@ class Steps:
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, *, overlap: bool) -> None:
         self._runner, self._scheduler, self.overlap = runner, scheduler, overlap
         self._ahead: RunningStep | None = None
+        self._masks = MaskThread()
 
     def due(self, schedule: Callable[[], ScheduledBatch]) -> Iterator[RunningStep]:
         """Yield the step to collect now, and launch the next one before, if they overlap and it can be planned.
@@ -65,7 +68,8 @@ class Steps:
         if not batch.items:
             return None
         try:
-            return RunningStep(batch, self._runner.launch(batch))
+            step = step_input(batch, self._runner.info.block_size, self._masks)
+            return RunningStep(batch, self._runner.launch(step))
         except BaseException as error:  # comes after the results of the step before
             return RunningStep(batch, _raises(error), has_failed=True)
 

@@ -1,6 +1,6 @@
 """What a loaded engine tries before it is called ready: whether it decodes, and whether its steps may overlap.
 
-Engine calls it. The steps are made by hand, without the scheduler.
+Engine calls it. The steps are made without the scheduler.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from gptserve.engine.backends.gpu.device_loss import end_if_lost
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import EngineStartError
-from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.model.layout import Span, lay_out
+from gptserve.engine.request import SamplingParams
 from gptserve.engine.runner.runner import Collect, ModelRunner
+from gptserve.engine.runner.step_input import StepInput
+from gptserve.engine.sampling.choice import SamplingPosition, SamplingState
 from gptserve.engine.scheduling.block_pool import BlockPool
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,10 @@ def warm_up(runner: ModelRunner, pool: BlockPool) -> None:
     block_ids = pool.allocate(1)
     assert block_ids is not None, "a new engine has free blocks, and so has one whose suspect has just ended"
     try:
-        result = runner.launch(_step((0,), block_ids, SamplingParams(temperature=0.0)))()
+        result = runner.launch(_step(runner, (0,), block_ids, SamplingParams(temperature=0.0)))()
     finally:
         pool.free(block_ids)
-    if result.sampled[0].token_ids == (None,):
+    if result.sampled.token_ids == (None,):
         raise EngineStartError(NOT_DECODING)
 
 
@@ -84,22 +86,22 @@ def disagreement(runner: ModelRunner) -> str | None:
     return None if overlapping == apart else f"they gave the tokens and logprobs {overlapping} instead of {apart}"
 
 
-def _probe(runner: ModelRunner, *token_ids: int) -> ScheduledBatch:
+def _probe(runner: ModelRunner, *token_ids: int) -> StepInput:
     """Return a step that computes the last of these tokens and draws the one whose id is their number."""
     block_ids = list(range((len(token_ids) - 1) // runner.info.block_size + 1))
     params = SamplingParams(temperature=0.0, allowed_token_ids=(len(token_ids),), logprobs=0)
-    return _step(token_ids, block_ids, params)
+    return _step(runner, token_ids, block_ids, params)
 
 
-def _step(token_ids: Sequence[int], block_ids: list[int], params: SamplingParams) -> ScheduledBatch:
+def _step(runner: ModelRunner, token_ids: Sequence[int], block_ids: Sequence[int], params: SamplingParams) -> StepInput:
     """Return a step that computes the last token of a sequence that began with the first one."""
-    request, num_computed = Request("probe", tuple(token_ids[:1]), params, seed=0), len(token_ids) - 1
-    sequence = SequenceState(request, 0, list(token_ids), num_computed=num_computed, block_ids=block_ids)
-    return ScheduledBatch((ScheduledSequence(sequence, 1),))
+    span = Span(token_ids[-1:], len(token_ids) - 1, block_ids, num_sampled=1)
+    position = SamplingPosition(SamplingState(params, seed=0, num_prompt_tokens=1), list(token_ids))
+    return StepInput(lay_out([span], runner.info.block_size), [position])
 
 
 def _drawn(collect: Collect) -> _Drawn:
-    sampled = collect().sampled[0]
+    sampled = collect().sampled
     if sampled.token_ids[0] is None:
         raise EngineStartError(NOT_DECODING)
     scored = sampled.logprobs[0]

@@ -9,7 +9,6 @@ ModelRunner asks it first, and computes with tensors what it leaves.
 from __future__ import annotations
 
 from array import array
-from concurrent.futures import Future
 
 from gptserve.engine.backends.cpu.decoder import NativeDecoder
 from gptserve.engine.backends.cpu.draw import draw
@@ -17,11 +16,9 @@ from gptserve.engine.info import EngineInfo
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.runner.kv_cache import KVCache
 from gptserve.engine.runner.logprobs import reported_logprobs_at
-from gptserve.engine.runner.masks import Masks
-from gptserve.engine.runner.sampler import SampledTokens, sampled_tokens, sampling_positions
+from gptserve.engine.runner.sampler import SampledTokens, sampled_tokens
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.sampling.choice import choice_at
-from gptserve.engine.scheduling.layout import lay_out
-from gptserve.engine.scheduling.sequence import ScheduledBatch
 
 
 def program_steps(decoder: Decoder, cache: KVCache, info: EngineInfo) -> ProgramSteps | None:
@@ -36,23 +33,17 @@ class ProgramSteps:
     def __init__(self, program: NativeDecoder, cache: KVCache, info: EngineInfo) -> None:
         self._program, self._cache, self._info = program, cache, info
 
-    def compute(
-        self, batch: ScheduledBatch, masks: Future[Masks] | None
-    ) -> tuple[array[int], tuple[SampledTokens, ...]] | None:
+    def compute(self, step: StepInput) -> tuple[array[int], SampledTokens] | None:
         """Return the chosen ids, -1 for a row that is not finite, and the `sampled` of a StepResult.
 
         None if the step has a foreseen token, or a prompt whose logprobs are asked for.
         """
-        for item in batch.items:
-            if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated:
-                return None
-        arrays = lay_out(batch, self._info.block_size)
-        if min(arrays.token_ids) < 0:
+        arrays = step.arrays
+        if step.prompts or min(arrays.token_ids) < 0:
             return None
         logits = self._program.run(arrays, self._cache)
-        positions, sizes = sampling_positions(batch, {} if masks is None else masks.result())
+        positions = step.masked_positions()
         vocab_size, eos_token_ids = self._info.vocab_size, self._info.eos_token_ids
         assert len(positions) == len(arrays.sampled)
         chosen = draw(logits, [choice_at(position, vocab_size, eos_token_ids) for position in positions])
-        sampled = sampled_tokens(chosen, reported_logprobs_at(logits, chosen, positions))
-        return chosen, tuple(sampled.split(sizes))
+        return chosen, sampled_tokens(chosen, reported_logprobs_at(logits, chosen, positions))

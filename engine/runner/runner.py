@@ -1,17 +1,16 @@
-"""Runs the model: a ScheduledBatch in, sampled tokens and prompt logprobs out.
+"""Runs the model: a StepInput in, sampled tokens and prompt logprobs out.
 
 `launch` has the device begin; what it returns waits for the results. So the host may plan the next step in between.
 
 It owns everything with tensors (weights, KV cache, attention backend). hardware.py and memory.py choose what
-EngineConfig left open: device, dtype, threads, context and cache size. It does not know why a sequence was scheduled.
-Engine calls it.
+EngineConfig left open: device, dtype, threads, context and cache size. It knows no
+sequences and does not know why they were scheduled. Steps calls it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,22 +29,21 @@ from gptserve.engine.model.batch import known_token_ids, model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.group import OtherRanks, StartRanks
 from gptserve.engine.model.layers import layer_specs
+from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.runner.attention_choice import choose_backend
 from gptserve.engine.runner.batch_invariance import check_model, choose_products, set_up_device
 from gptserve.engine.runner.fingerprint import fingerprint, numeric_causes, sample_numbers
 from gptserve.engine.runner.hardware import choose_device, choose_dtype, set_num_threads
-from gptserve.engine.runner.masks import Masks, MaskThread
 from gptserve.engine.runner.memory import check_max_model_len
 from gptserve.engine.runner.memory_ahead import take_populated
 from gptserve.engine.runner.products import Linears, check_quantization, product_of
 from gptserve.engine.runner.program_steps import program_steps
 from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
-from gptserve.engine.runner.sampler import SampledTokens, begin_sampling, sampling_positions
+from gptserve.engine.runner.sampler import SampledTokens, begin_sampling
+from gptserve.engine.runner.step_input import ScoredPrompt, StepInput
 from gptserve.engine.runner.step_memory import make_cache, max_sampled_rows
 from gptserve.engine.runner.step_threads import StepWork, num_step_threads
-from gptserve.engine.scheduling.layout import build_arrays
-from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.engine.staging import begin_wait
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
@@ -60,12 +58,11 @@ logger = logging.getLogger(__name__)
 class StepResult:
     """The result of a forward pass.
 
-    `sampled` has one entry for each item that needs sampling, in order: the token after the known ones, then the token
-    after each draft token. prompt_logprobs maps the index of an item to (position, entry) of the prompt tokens that it
-    predicted.
+    `sampled` has the rows of StepInput.positions. prompt_logprobs maps the index of a sequence to (position, entry) of
+    the prompt tokens that it predicted.
     """
 
-    sampled: tuple[SampledTokens, ...]
+    sampled: SampledTokens
     prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]]
 
 
@@ -126,7 +123,6 @@ class ModelRunner:
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler
             )
-        self._masks = MaskThread()
         none_R = torch.empty(0, dtype=torch.int64, device=self.device)
         self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
         self._step_work = StepWork(self._model)
@@ -136,7 +132,7 @@ class ModelRunner:
         """From the work of a step to the number of its threads."""
         self.choose: Choose | None = None if sampler is None else sampler.choose
         """What chooses the tokens; None: the fastest there is."""
-        logits_of, sample = partial(self._logits_of, config.block_size), ""
+        logits_of, sample = self._logits_of, ""
         if products.are_invariant:
             if self.device.type != "cpu":
                 check_model(logits_of, config, whole.vocab_size, num_blocks, max_model_len)
@@ -172,21 +168,20 @@ class ModelRunner:
         """Whether the host counts tokens for penalties, so that it must know them all before a step is launched."""
         return self.choose is None
 
-    def launch(self, batch: ScheduledBatch) -> Collect:
-        """Begin to compute the batch's tokens, store their keys and values, and sample for the items that need it.
+    def launch(self, step: StepInput) -> Collect:
+        """Begin to compute the step's tokens, store their keys and values, and sample where it says so.
 
         A GPU computes steps in the order of their launches. Only the step that is launched next may have foreseen
         tokens of this one, and a step with prompt_logprobs is collected before the next launch. A CPU computes at once.
         """
-        masks = self._masks.begin(batch)
         num_torch_threads = (
             1  # those of a pool would spin in the team's way, and in that of what starts a GPU's kernels
         )
         if self._is_cpu:
-            num_threads = self.choose_threads(self._step_work.of(batch))
+            num_threads = self.choose_threads(self._step_work.of(step))
             native.set_num_threads(num_threads)
             if self._programs is not None and self.choose is None and self.graphs is None:
-                computed = self._programs.compute(batch, masks)
+                computed = self._programs.compute(step)
                 if computed is not None:
                     chosen, sampled = computed
                     self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
@@ -195,7 +190,7 @@ class ModelRunner:
         before = torch.get_num_threads()
         torch.set_num_threads(num_torch_threads)
         try:
-            collect = self._launch(batch, masks)
+            collect = self._launch(step)
             if not self._is_cpu:
                 return collect
             result = collect()
@@ -204,65 +199,57 @@ class ModelRunner:
             torch.set_num_threads(before)  # the process may compute something else between steps
 
     @torch.inference_mode()
-    def _launch(self, batch: ScheduledBatch, masks: Future[Masks] | None) -> Collect:
-        choose = self.choose
-        logits = None if self.graphs is None else self.graphs.logits(batch, self._chosen())
-        if self.graphs is not None and logits is not None:
-            choose = self.graphs.choose or choose
-        scored: dict[int, Tensor] = {}
-        if logits is None:
-            starts, hidden, logits = self._compute(batch, self.info.block_size)
-            scored = {
-                i: hidden[starts[i] : starts[i + 1]]
-                for i, item in enumerate(batch.items)
-                if item.sequence.request.params.prompt_logprobs is not None and not item.sequence.num_generated
-            }
-        sample = self._begin_sampling(logits, batch, {} if masks is None else masks.result(), choose)
+    def _launch(self, step: StepInput) -> Collect:
+        choose, scored, logits = self.choose, list[tuple[ScoredPrompt, Tensor]](), None
+        if self.graphs is not None and step.decodes:
+            logits, choose = self.graphs.logits(step.arrays, self._chosen()), self.graphs.choose or choose
+        else:
+            hidden, logits = self._compute(step.arrays)
+            scored = [(prompt, hidden[prompt.first_row :][: len(prompt.token_ids)]) for prompt in step.prompts]
+        sample = self._begin_sampling(logits, step, choose)
 
         def collect() -> StepResult:
-            score = partial(prompt_logprobs, self._decoder)
-            return StepResult(sample(), {i: score(rows, batch.items[i]) for i, rows in scored.items()})
+            entries = {prompt.sequence: prompt_logprobs(self._decoder, rows, prompt) for prompt, rows in scored}
+            return StepResult(sample(), entries)
 
         return collect
 
-    def _compute(self, batch: ScheduledBatch, block_size: int) -> tuple[Sequence[int], Tensor, Tensor | None]:
-        """Return where the rows of each item start, and what Decoder.step returns, computed by all ranks."""
-        arrays = build_arrays(batch, block_size)
-        with nullcontext() if self._ranks is None else self._ranks.step(arrays):
-            inputs = model_input(arrays, self.device)
-            token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
-            if arrays[0].min() < 0:
+    def _compute(self, arrays: StepArrays) -> tuple[Tensor, Tensor | None]:
+        """Return what Decoder.step returns, computed by all ranks."""
+        on_host = arrays.as_numpy()
+        with nullcontext() if self._ranks is None else self._ranks.step(on_host):
+            inputs = model_input(on_host, self.device)
+            token_ids_T = inputs.token_ids_T
+            if on_host[0].min() < 0:
                 token_ids_T = known_token_ids(token_ids_T, self._chosen())
-            step = token_ids_T, inputs.positions_T, self._cache, metadata, inputs.sampled_R
-            return metadata.query_starts, *self._decoder.step(*step)
+            return self._decoder.step(token_ids_T, inputs.positions_T, self._cache, inputs.metadata, inputs.sampled_R)
 
     @torch.inference_mode()
-    def _logits_of(self, block_size: int, batch: ScheduledBatch, rows: slice) -> Tensor:
+    def _logits_of(self, arrays: StepArrays, rows: slice) -> Tensor:
         """Return the logits of these rows of a step."""
-        return self._decoder.logits(self._compute(batch, block_size)[1][rows])
+        return self._decoder.logits(self._compute(arrays)[0][rows])
 
     def _begin_sampling(
-        self, logits: Tensor | None, batch: ScheduledBatch, masks: Masks, choose: Choose | None
-    ) -> Callable[[], tuple[SampledTokens, ...]]:
+        self, logits: Tensor | None, step: StepInput, choose: Choose | None
+    ) -> Callable[[], SampledTokens]:
         """Have the device choose the tokens; what this returns waits for them."""
-        positions, sizes = sampling_positions(batch, masks)
         if logits is None:
             return _no_tokens(self.device)
-        chosen_R, finish = begin_sampling(logits, positions, self.info.eos_token_ids, choose)
+        chosen_R, finish = begin_sampling(logits, step.masked_positions(), self.info.eos_token_ids, choose)
         self._chosen = lambda: chosen_R
-        return lambda: tuple(finish().split(sizes))
+        return finish
 
 
-def _no_tokens(device: torch.device) -> Callable[[], tuple[SampledTokens, ...]]:
+def _no_tokens(device: torch.device) -> Callable[[], SampledTokens]:
     """Return what waits for a step that samples nothing, such as a part of a prompt.
 
     Without the wait the step would seem to take no time, and the host would run ahead of the device by a whole prompt.
     """
     wait = begin_wait(device)
 
-    def finish() -> tuple[SampledTokens, ...]:
+    def finish() -> SampledTokens:
         wait()
-        return ()
+        return SampledTokens((), ())
 
     return finish
 

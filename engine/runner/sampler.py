@@ -14,28 +14,10 @@ from gptserve.engine.backends.cpu import draw as native_draw
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.reference.draw import Choose, choose_by_torch
 from gptserve.engine.backends.reference.logprobs import read_tokens_with_logprobs, tokens_with_logprobs
-from gptserve.engine.grammar.matcher import Mask
 from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.runner.logprobs import reported_logprobs
-from gptserve.engine.runner.masks import Masks
 from gptserve.engine.sampling.choice import SamplingPosition, choice_at
-from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.engine.staging import to_host
-
-
-def sampling_positions(batch: ScheduledBatch, masks: Masks) -> tuple[list[SamplingPosition], list[int]]:
-    """Return where a step samples, and how many rows each item has that needs sampling."""
-    positions: list[SamplingPosition] = []
-    sizes: list[int] = []
-    for item in batch.items:
-        if item.needs_sampling:
-            sizes.append(size := 1 + len(item.draft))
-            allowed: Sequence[Mask | None] = masks.get(item.sequence) or (None,) * size
-            if size == 1:
-                positions.append(SamplingPosition(item.sequence, (), allowed[0]))
-            else:
-                positions += [SamplingPosition(item.sequence, item.draft[:i], allowed[i]) for i in range(size)]
-    return positions, sizes
 
 
 class SampledTokens(NamedTuple):

@@ -24,15 +24,14 @@ from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.group import OtherRanks
-from gptserve.engine.request import MAX_LOGPROBS, Request, SamplingParams
+from gptserve.engine.model.layout import Span, lay_out
+from gptserve.engine.request import MAX_LOGPROBS, SamplingParams
 from gptserve.engine.runner.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.runner.logprobs import top_logprobs
 from gptserve.engine.runner.memory import plan_cache
 from gptserve.engine.runner.sampler import sample
-from gptserve.engine.sampling.choice import SamplingPosition
+from gptserve.engine.sampling.choice import SamplingPosition, SamplingState
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS
-from gptserve.engine.scheduling.layout import build_arrays
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from gptserve.engine.staging import to_device
 from gptserve.weights.config import ModelConfig
 
@@ -177,8 +176,8 @@ def compute_largest_steps(
     if sampler is not None:
         sampler.counts.reserve()  # they stay from one step to the next
     for num_seqs in (-(-config.max_num_batched_tokens // max_model_len), config.max_num_seqs):
-        batch = _largest_batch(min(num_seqs, config.max_num_seqs), config, max_model_len)
-        inputs = model_input(build_arrays(batch, config.block_size), device)
+        spans = _largest_step(min(num_seqs, config.max_num_seqs), config, max_model_len)
+        inputs = model_input(lay_out(spans, config.block_size).as_numpy(), device)
         hidden = decoder.hidden_states(inputs.token_ids_T, inputs.positions_T, cache, inputs.metadata)
     # Steps with drafts have more rows than sequences, and prompts have their logprobs in pieces.
     num_sampled, num_top = max_sampled_rows(config), min(MAX_LOGPROBS, model.vocab_size)
@@ -191,11 +190,11 @@ def compute_largest_steps(
         allowed_token_ids=(0,),
         logprobs=num_top,
     )
-    sequence = SequenceState(Request("largest", (0,), params, seed=0), arrival=0, token_ids=[0])
     everything: Mask = np.full(-(-model.vocab_size // 32), 2**32 - 1, np.uint32)
+    position = SamplingPosition(SamplingState(params, seed=0, num_prompt_tokens=1), [0], allowed=everything)
     logits = decoder.logits(hidden[rows_R])
     choose = None if sampler is None else sampler.choose
-    sample(logits, [SamplingPosition(sequence, allowed=everything)] * num_sampled, choose=choose)
+    sample(logits, [position] * num_sampled, choose=choose)
     top_logprobs(logits[:LOGIT_ROWS], rows_R[:LOGIT_ROWS], [num_top] * LOGIT_ROWS)
     if sampler is not None:
         sampler.counts.release()
@@ -206,14 +205,15 @@ def max_sampled_rows(config: EngineConfig) -> int:
     return max(config.max_num_seqs, MAX_DRAFTING_STEP_TOKENS)
 
 
-def _largest_batch(num_seqs: int, config: EngineConfig, max_model_len: int) -> ScheduledBatch:
+def _largest_step(num_seqs: int, config: EngineConfig, max_model_len: int) -> list[Span]:
     """Return sequences that end at the longest context; the first ones read as much of their prompt as they can."""
-    request = Request("largest", (0,), SamplingParams(), seed=0)
-    token_ids, block_ids = [0] * max_model_len, [0] * -(-max_model_len // config.block_size)
-    items, num_left = [], config.max_num_batched_tokens
+    spans, num_left, block_ids = (
+        list[Span](),
+        config.max_num_batched_tokens,
+        [0] * -(-max_model_len // config.block_size),
+    )
     for num_others in reversed(range(num_seqs)):
         num_tokens = min(max_model_len, num_left - num_others)
         num_left -= num_tokens
-        sequence = SequenceState(request, 0, token_ids, num_computed=max_model_len - num_tokens, block_ids=block_ids)
-        items.append(ScheduledSequence(sequence, num_tokens))
-    return ScheduledBatch(tuple(items))
+        spans.append(Span([0] * num_tokens, max_model_len - num_tokens, block_ids, num_sampled=1))
+    return spans

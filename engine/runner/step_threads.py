@@ -8,7 +8,7 @@ nothing. ModelRunner asks it before every step.
 from __future__ import annotations
 
 from gptserve.engine.runner.memory import parameter_counts
-from gptserve.engine.scheduling.sequence import ScheduledBatch
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.weights.config import Experts, ModelConfig
 
 WORK_PER_THREAD = 150_000_000
@@ -39,17 +39,19 @@ class StepWork:
         self._attention = _ATTENTION_COST * 2 * model.num_layers * model.num_heads * model.head_size
         self._draw = _DRAW_COST * model.vocab_size
 
-    def of(self, batch: ScheduledBatch) -> int:
+    def of(self, step: StepInput) -> int:
         """Return the work of this step."""
-        num_logits = num_draws = num_pairs = 0
-        for item in batch.items:
-            params, num_sampled = item.sequence.request.params, item.needs_sampling * (1 + len(item.draft))
-            has_scores = params.prompt_logprobs is not None and not item.sequence.num_generated
-            num_logits += item.num_tokens if has_scores else num_sampled
-            num_draws += num_sampled if params.temperature > 0 else 0
-            num_pairs += item.num_tokens * (item.sequence.num_computed + item.num_tokens)
+        starts, lengths, num_tokens = step.arrays.query_starts, step.arrays.kv_lens, len(step.arrays.token_ids)
+        num_logits = len(step.positions)
+        if step.prompts:
+            num_logits += sum([len(prompt.token_ids) for prompt in step.prompts])
+        num_draws = sum([position[0].params.temperature > 0 for position in step.positions])
+        if num_tokens == len(lengths):
+            num_pairs = sum(lengths)
+        else:
+            num_pairs = sum([(starts[i + 1] - starts[i]) * length for i, length in enumerate(lengths)])
         head = self._head * (_ROWS_OF_A_READ + num_logits) if num_logits else 0
-        num_active, num_tokens = self._experts.num_active, batch.num_tokens
+        num_active = self._experts.num_active
         num_read = min(self._experts.num, num_active * num_tokens)  # if each row chooses others
         blocks = self._attention_weights * (_ROWS_OF_A_READ + num_tokens)
         blocks += self._expert * (_ROWS_OF_A_READ * num_read + num_tokens * num_active)

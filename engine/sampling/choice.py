@@ -17,10 +17,11 @@ draw.py of a backend chooses. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from gptserve.engine.grammar.matcher import Mask
-from gptserve.engine.request import Request
+from gptserve.engine.request import SamplingParams
 from gptserve.engine.sampling.adjustments import Adjustment, SequenceAdjustments
 from gptserve.engine.sampling.noise import uniform
 
@@ -41,63 +42,47 @@ class Choice(NamedTuple):
     adjustment: Adjustment | None = None
 
 
-class SampledSequence(Protocol):
-    """What sampling knows of a sequence."""
+@dataclass(slots=True, eq=False)
+class SamplingState:
+    """How the tokens of one sequence are chosen, and what has been counted of them; a sequence keeps its own.
 
-    adjustments: SequenceAdjustments | None
-    """What has been counted; `choice_at` makes it."""
+    num_prompt_tokens of its tokens came with the request.
+    """
 
-    @property
-    def request(self) -> Request:
-        """For its parameters and seed."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The known tokens, of prompt and completion."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """How many of them came with the request."""
+    params: SamplingParams
+    seed: int
+    choice_index: int = 0
+    num_prompt_tokens: int = 0
+    adjustments: SequenceAdjustments | None = None
+    """Made by the first `choice_at`."""
 
 
 class SamplingPosition(NamedTuple):
     """Where a token is sampled: after the known tokens of a sequence, treating the tokens of `draft` as accepted."""
 
-    sequence: SampledSequence
+    state: SamplingState
+    known: list[int]
+    """of prompt and completion; the sequence's own list, which may grow once the step is launched"""
     draft: tuple[int, ...] = ()
     allowed: Mask | None = None
     """What the grammar allows here, if there is one."""
 
-    @property
-    def request(self) -> Request:
-        """The request, for its parameters and seed."""
-        return self.sequence.request
-
-    @property
-    def num_before(self) -> int:
-        """How many tokens precede this position in prompt and completion."""
-        return len(self.sequence.token_ids) + len(self.draft)
-
-    def tokens_from(self, start: int) -> list[int]:
-        """Return the token ids before this position, from index `start` of prompt and completion on."""
-        return [*self.sequence.token_ids[start:], *self.draft]
-
 
 def choice_at(position: SamplingPosition, vocab_size: int, eos_token_ids: Sequence[int]) -> Choice:
-    """Return how to choose the token at a position, and keep in its sequence what the next position asks for again."""
-    sequence, draft, allowed = position
-    request, adjustments = sequence.request, sequence.adjustments
+    """Return how to choose the token at a position, and keep in its state what the next position asks for again."""
+    state, known, draft, allowed = position
+    adjustments = state.adjustments
     if adjustments is None:
-        adjustments = sequence.adjustments = SequenceAdjustments(request.params, sequence.num_prompt_tokens, vocab_size)
+        adjustments = state.adjustments = SequenceAdjustments(state.params, state.num_prompt_tokens, vocab_size)
     if adjustments.allowed is not None:
         allowed = adjustments.allowed if allowed is None else allowed & adjustments.allowed
-    adjustment = adjustments.at(position, eos_token_ids) if adjustments.may_change else None
+    adjustment = adjustments.at(known, draft, eos_token_ids) if adjustments.may_change else None
     if adjustments.filters is None:
         return Choice(allowed=allowed, adjustment=adjustment)
-    noise = uniform(request.seed, request.choice_index, len(sequence.token_ids) + len(draft))
+    noise = uniform(state.seed, state.choice_index, len(known) + len(draft))
     return Choice(noise, *adjustments.filters, allowed, adjustment)
 
 
 def num_top_logprobs(positions: Sequence[SamplingPosition]) -> dict[int, int]:
     """Return how many of the likeliest tokens are asked for, of the rows that ask for logprobs."""
-    return {row: k for row, p in enumerate(positions) if (k := p.sequence.request.params.logprobs) is not None}
+    return {row: k for row, p in enumerate(positions) if (k := p.state.params.logprobs) is not None}

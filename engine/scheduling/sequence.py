@@ -1,6 +1,6 @@
 """A request while it is computed, what the next step computes of it, and what the step gave it.
 
-Knows neither the pool nor the tensors. Scheduler makes and changes all of it; ModelRunner reads it.
+Knows neither the pool nor the tensors. Scheduler makes and changes all of it; runner/batch.py reads it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gptserve.engine.blame import NO_BLAME, Blame
+from gptserve.engine.grammar.matcher import Matcher
 from gptserve.engine.request import FinishReason, Request
-
-if TYPE_CHECKING:
-    from gptserve.engine.grammar.matcher import Matcher
-    from gptserve.engine.sampling.adjustments import SequenceAdjustments
+from gptserve.engine.sampling.choice import SamplingState
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +29,7 @@ class SequenceState:
     num_scored counts the entries of prompt_logprobs that were sent.
     num_cached_tokens counts the prompt tokens that the prefix cache held when the sequence was first admitted.
     queued_at is its arrival on the scheduler's clock, in seconds, begun_at its first admission.
-    matcher follows the request's grammar, if it has one. The sampler keeps what it has counted in adjustments.
+    matcher follows the request's grammar, if it has one. The sampler keeps what it has counted in `sampling`.
     is_always_foreseeable: the host never needs its newest token to plan a step (foresight.py); Scheduler sets it.
     """
 
@@ -52,10 +50,12 @@ class SequenceState:
     is_always_foreseeable: bool = False
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
-    adjustments: SequenceAdjustments | None = None
+    sampling: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        request, num_prompt = self.request, len(self.request.prompt_token_ids)
+        self.num_prompt_tokens = num_prompt
+        self.sampling = SamplingState(request.params, request.seed, request.choice_index, num_prompt)
 
     @property
     def is_running(self) -> bool:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.process.loop import Report, StepEngine
 from gptserve.engine.scheduling.prompt_pace import Pace
-from gptserve.engine.scheduling.sequence import ScheduledBatch
 from tests.engine import held_engine
 from tests.engine.fake_step_engine import count, count_hang
 
 if TYPE_CHECKING:
     from gptserve.engine.engine import Engine
     from gptserve.engine.runner.runner import Collect
+    from gptserve.engine.runner.step_input import StepInput
 
 Death = Literal["kill", "segfault", "hang", "no memory"]
 POISON = 13, 13, 13
@@ -40,16 +40,16 @@ def load(
         die("kill")
     engine = Engine(config, report, pace=Pace())  # a gate opens for one step: it must be enough for every prompt
     launch, num_runs = engine._runner.launch, 0
-    way, step = deaths.get(number, ("kill", -1))
+    way, last = deaths.get(number, ("kill", -1))
 
-    def run(batch: ScheduledBatch) -> Collect:
+    def run(step: StepInput) -> Collect:
         nonlocal num_runs
         num_runs += 1
-        if num_runs == step or (way == "no memory" and 0 < step < num_runs):
+        if num_runs == last or (way == "no memory" and 0 < last < num_runs):
             die(way, tally)
-        if any(item.sequence.request.prompt_token_ids[:3] == POISON for item in batch.items):
+        if any(tuple(position.known[:3]) == POISON for position in step.positions):
             die(of_poison, tally)
-        return launch(batch)
+        return launch(step)
 
     engine._runner.launch = run  # type: ignore[method-assign]
     return engine

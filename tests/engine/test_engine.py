@@ -24,10 +24,12 @@ from gptserve.engine.request import (
     TokenOutput,
 )
 from gptserve.engine.runner.runner import Collect, ModelRunner
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 from gptserve.engine.stats import EngineStats
 from tests.conftest import MakeGPT2
+from tests.engine.batches import KnownStep, know_steps
 from tests.engine.runs import make_config, make_engine, make_request, ragged_prompts, run, token_ids
 
 Result = tuple[list[int], list[TokenLogprobs]]
@@ -288,8 +290,8 @@ def test_an_abort_while_a_step_runs_leaves_the_others_what_is_theirs(tiny_gpt2: 
     engine = make_engine(tiny_gpt2)
     launch = engine._runner.launch
 
-    def abort_meanwhile(batch: ScheduledBatch) -> Collect:
-        collect = launch(batch)
+    def abort_meanwhile(step: StepInput) -> Collect:
+        collect = launch(step)
         engine.abort("goes")
         return collect
 
@@ -431,16 +433,18 @@ class FailingRunner:
         self._runner, self._error, self._fails, self.num_runs = runner, error, fails, 0
         self.info = runner.info
 
-    def launch(self, batch: ScheduledBatch) -> Collect:
+    def launch(self, step: StepInput) -> Collect:
         self.num_runs += 1
-        if self._fails(self.num_runs, batch):
+        if self._fails(self.num_runs, step.batch if isinstance(step, KnownStep) else ScheduledBatch(())):
             raise self._error
-        return self._runner.launch(batch)
+        return self._runner.launch(step)
 
 
 @pytest.fixture
-def make_failing(tiny_gpt2: Path) -> Callable[..., Engine]:
+def make_failing(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Make an engine whose runs fail when `fails` says so; the first run is the engine's warm-up."""
+
+    know_steps(monkeypatch)
 
     def make(error: BaseException, fails: Fails, **options: Any) -> Engine:
         config = make_config(tiny_gpt2, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,12 @@ from gptserve.engine.backends.reference.logprobs import (
     top_logprobs_by_torch,
 )
 from gptserve.engine.model.batch import known_token_ids, model_input
-from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
+from gptserve.engine.model.layout import Span, lay_out
+from gptserve.engine.request import SamplingParams, TokenLogprobs
 from gptserve.engine.runner.logprobs import top_logprobs
 from gptserve.engine.runner.runner import _no_tokens
 from gptserve.engine.runner.sampler import sample
-from gptserve.engine.sampling.choice import Choice, SamplingPosition
-from gptserve.engine.scheduling.layout import build_arrays
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.sampling.choice import Choice, SamplingPosition, SamplingState
 from gptserve.engine.staging import begin_wait, to_device, to_host
 from tests.engine.backends.gpu.host_copies import DEVICE, Copies, Lists
 
@@ -38,12 +37,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     monkeypatch.setattr(staging, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     with Lists(), Copies() as counted:
         yield counted
-
-
-def scheduled(token_ids: Sequence[int], num_tokens: int) -> ScheduledSequence:
-    request = Request("r", tuple(token_ids), SamplingParams(), seed=0)
-    known = SequenceState(request=request, arrival=0, token_ids=list(token_ids), block_ids=[1, 2])
-    return ScheduledSequence(known, num_tokens)
 
 
 def test_arrays_of_any_type_keep_shape_and_type_and_take_one_copy(copies: Copies) -> None:
@@ -81,8 +74,8 @@ def test_on_a_cpu_nothing_is_copied(copies: Copies) -> None:
 
 
 def test_the_inputs_of_a_step_take_one_copy(copies: Copies) -> None:
-    batch = ScheduledBatch((scheduled(range(20), 20), scheduled([5], 1)))
-    inputs = model_input(build_arrays(batch, 16), DEVICE)
+    spans = [Span(range(20), 0, [1, 2], 1), Span([5], 0, [1, 2], 1)]
+    inputs = model_input(lay_out(spans, 16).as_numpy(), DEVICE)
     assert inputs.sampled_R.is_meta
     assert inputs.metadata.slots_T.is_meta
     assert copies.count == 1
@@ -146,7 +139,7 @@ def test_a_step_without_tokens_is_awaited(events: list[str]) -> None:
     """Or a part of a prompt would take no time, by the clock of the scheduler."""
     finish = _no_tokens(torch.device("cuda"))
     assert events == ["recorded"], "at the launch, before the next step is given to the device"
-    assert finish() == ()
+    assert finish().token_ids == ()
     assert events == ["recorded", "awaited"]
     begin_wait(torch.device("cpu"))()
     assert len(events) == 2
@@ -167,7 +160,7 @@ def test_the_way_back_waits_for_its_own_copy_alone(events: list[str], monkeypatc
 def positions(*num_top: int | None) -> list[SamplingPosition]:
     """Return greedy positions whose requests ask for so many of the likeliest tokens."""
     params = [SamplingParams(temperature=0.0, logprobs=k) for k in num_top]
-    return [SamplingPosition(SequenceState(Request("r", (1,), p, seed=0), 0, [1])) for p in params]
+    return [SamplingPosition(SamplingState(p, seed=0, num_prompt_tokens=1), [1]) for p in params]
 
 
 def test_tokens_come_with_their_logprobs_and_wait_once(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from gptserve.engine.backends.cpu.draw import LogitsAt
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
+from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.loading import StreamedTensors
-from gptserve.engine.scheduling.layout import StepArrays
 from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import ModelConfig
 

@@ -34,9 +34,8 @@ from gptserve.engine.errors import EngineError
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.group import OtherRanks
+from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.sampling.choice import Choice
-from gptserve.engine.scheduling.layout import build_arrays
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence
 from gptserve.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class DecodeGraphs:
         sampler: TritonSampler | None = None,
         ranks: OtherRanks | None = None,
     ) -> None:
-        self._block_size, self._sampler, self._ranks = config.block_size, sampler, ranks
+        self._sampler, self._ranks = sampler, ranks
 
         def compute(token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
             return decoder.logits(decoder.hidden_states(token_ids_T, positions_T, cache, metadata))
@@ -88,17 +87,15 @@ class DecodeGraphs:
         """
         return None if self._sampler is None else self._choose
 
-    def logits(self, batch: ScheduledBatch, chosen_R: Tensor | None = None) -> Tensor | None:
-        """Return fp32 logits, a row for each sequence and then padding; None unless all sequences decode.
+    def logits(self, arrays: StepArrays, chosen_R: Tensor | None = None) -> Tensor:
+        """Return fp32 logits of a step that decodes, a row for each sequence and then padding.
 
         They are valid until the next call. Foreseen tokens are taken from chosen_R, the ids of the step before.
         """
-        if not all(map(_decodes, batch.items)):
-            return None
-        step = self._latest = self._recorded.of(len(batch.items))
-        arrays = build_arrays(batch, self._block_size)
-        with nullcontext() if self._ranks is None else self._ranks.step(arrays, step.size):
-            step.fill(arrays, chosen_R)
+        step = self._latest = self._recorded.of(len(arrays.kv_lens))
+        on_host = arrays.as_numpy()
+        with nullcontext() if self._ranks is None else self._ranks.step(on_host, step.size):
+            step.fill(on_host, chosen_R)
             return step.replay()
 
     def _choose(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
@@ -144,11 +141,6 @@ class DecodeGraphs:
 
 def _drawn(sampler: TritonSampler, step: RecordedStep, kind: Kind) -> Tensor:
     return sampler.draw(step.out, kind)
-
-
-def _decodes(item: ScheduledSequence) -> bool:
-    """Whether the item is one row, and a token of the completion comes before the one that it samples."""
-    return item.num_tokens == 1 and item.needs_sampling and item.sequence.num_generated > 0
 
 
 def capture_decoding(

@@ -22,9 +22,7 @@ from gptserve.engine.backends.gpu.device_loss import end_if_lost
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
 from gptserve.engine.model.batch import model_input
-from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.scheduling.layout import build_arrays
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.model.layout import Span, lay_out
 from gptserve.engine.staging import Array, bytes_of, copy_into, to_device
 
 _CONTEXT = 1000
@@ -149,11 +147,11 @@ class RecordedSteps:
         Call it before any sequence owns a block. compare_more(step, rows) may find more after a replay.
         """
         for step in self.steps:
-            batch = ScheduledBatch(tuple(self._probes(step.size, vocab_size)))
-            arrays = build_arrays(batch, self._block_size)
-            inputs, num_rows = model_input(_padded(arrays, step.size), self._device), len(batch.items)
+            probes = list(self._probes(step.size, vocab_size))
+            arrays = lay_out(probes, self._block_size).as_numpy()
+            inputs, num_rows = model_input(_padded(arrays, step.size), self._device), len(probes)
             compute = partial(self._compute, inputs.token_ids_T, inputs.positions_T, inputs.metadata)
-            num_blocks, slots_R = len(batch.items[0].sequence.block_ids), inputs.metadata.slots_T[:num_rows]
+            num_blocks, slots_R = len(probes[0].block_ids), inputs.metadata.slots_T[:num_rows]
             expected = self._results(compute, num_blocks, slots_R)
             step.fill(arrays)
             replayed, started = (self._results(of, num_blocks, slots_R) for of in (step.replay, step.compute))
@@ -164,20 +162,20 @@ class RecordedSteps:
                 return found
         return None
 
-    def _probes(self, num_seqs: int, vocab_size: int) -> Iterator[ScheduledSequence]:
-        """Yield sequences with contexts from the longest to one token, each in its own slot; fewer in a small cache.
+    def _probes(self, num_seqs: int, vocab_size: int) -> Iterator[Span]:
+        """Yield the last tokens of sequences with contexts from the longest to one token, each in its own slot.
 
         They share their blocks. Each begins at another one, so that the table of another sequence gives other numbers.
+        In a small cache there are fewer of them.
         """
         room = min(self._max_model_len, self._cache.layers[0].shape[1] * self._block_size, max(_CONTEXT, num_seqs))
         shared = list(range(-(-room // self._block_size)))[::-1]
-        request, num_seqs = Request("probe", (), SamplingParams(), seed=0), min(num_seqs, room)
+        num_seqs = min(num_seqs, room)
         for i in range(num_seqs):
             position, token_id = room - 1 - i * (room - 1) // max(1, num_seqs - 1), (7 * i + 3) % vocab_size
-            known, num_before = [token_id] * (position + 1), position // self._block_size
+            num_before = position // self._block_size
             block_ids = [*(shared[(i + j) % len(shared)] for j in range(num_before)), shared[num_before]]
-            sequence = SequenceState(request, 0, known, num_computed=position, block_ids=block_ids)
-            yield ScheduledSequence(sequence, 1)
+            yield Span([token_id], position, block_ids, num_sampled=1)
 
     def _are_same(self, found: list[Tensor], expected: list[Tensor]) -> bool:
         return _have_same_bits(found, expected) or (not self._exact and _are_close(found, expected))
@@ -239,7 +237,7 @@ class RecordedStep:
         return self.out
 
     def fill(self, arrays: tuple[Array, ...], chosen_R: Tensor | None = None) -> None:
-        """Put build_arrays' arrays of at most `size` rows where the graph reads them: one copy from the host.
+        """Put StepArrays.as_numpy of at most `size` rows where the graph reads them: one copy from the host.
 
         Foreseen tokens are taken from chosen_R. Rows of padding read the block that was last at their place in the
         table.
@@ -276,7 +274,7 @@ def _are_close(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _padded(arrays: tuple[Array, ...], size: int) -> tuple[Array, ...]:
-    """Return build_arrays' arrays with rows of padding up to `size`."""
+    """Return StepArrays.as_numpy with rows of padding up to `size`."""
     token_ids, positions, *others, slots = arrays
     missing = (0, size - len(slots))
     slots = np.pad(slots, missing, constant_values=-1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.reference.attention import ReferenceAttention
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import DenseLinear, Linear
 from gptserve.engine.runner import batch_invariance
 from gptserve.engine.runner.batch_invariance import (
@@ -32,7 +33,6 @@ from gptserve.engine.runner.batch_invariance import (
     set_up_device,
 )
 from gptserve.engine.runner.products import make_linear
-from gptserve.engine.scheduling.sequence import ScheduledBatch
 from gptserve.weights.families import load_config
 from tests.engine.backends.cpu import onednn
 from tests.engine.runs import make_config, make_engine
@@ -240,24 +240,27 @@ def test_cublas_is_told_to_split_no_sums(tiny_gpt2: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("depends", "found"),
     [
-        (lambda batch, rows: len(batch.items) == 3, "a sequence has other logits beside 2 others than alone"),
-        (lambda batch, rows: len(batch.items) == 5, "a sequence has other logits beside 4 others than alone"),
-        (lambda batch, rows: batch.num_tokens == 1, "a token has other logits in a step of its own than in that of"),
-        (lambda batch, rows: rows.stop - rows.start == 1, "a sequence has other logits beside 1 others than alone"),
+        (lambda arrays, rows: len(arrays.kv_lens) == 3, "a sequence has other logits beside 2 others than alone"),
+        (lambda arrays, rows: len(arrays.kv_lens) == 5, "a sequence has other logits beside 4 others than alone"),
+        (
+            lambda arrays, rows: len(arrays.token_ids) == 1,
+            "a token has other logits in a step of its own than in that of",
+        ),
+        (lambda arrays, rows: rows.stop - rows.start == 1, "a sequence has other logits beside 1 others than alone"),
     ],
 )
 def test_a_loaded_model_of_which_a_step_has_other_bits_is_refused(
-    depends: Callable[[ScheduledBatch, slice], bool], found: str, tiny_gpt2: Path
+    depends: Callable[[StepArrays, slice], bool], found: str, tiny_gpt2: Path
 ) -> None:
     runner = make_engine(tiny_gpt2)._runner
     config = make_config(tiny_gpt2, batch_invariant=True, max_num_seqs=5)
     sizes = config, runner.info.vocab_size, runner.info.num_blocks, runner.info.max_model_len
 
-    def logits_of(batch: ScheduledBatch, rows: slice) -> Tensor:
-        return runner._logits_of(config.block_size, batch, rows)
+    def logits_of(arrays: StepArrays, rows: slice) -> Tensor:
+        return runner._logits_of(arrays, rows)
 
-    def depending(batch: ScheduledBatch, rows: slice) -> Tensor:
-        return logits_of(batch, rows) * (1.01 if depends(batch, rows) else 1.0)
+    def depending(arrays: StepArrays, rows: slice) -> Tensor:
+        return logits_of(arrays, rows) * (1.01 if depends(arrays, rows) else 1.0)
 
     check_model(logits_of, *sizes)
     with pytest.raises(InvalidConfigurationError, match=f"^batch_invariant cannot be kept: {found}"):
@@ -269,14 +272,14 @@ def test_a_loaded_model_of_which_a_step_has_other_bits_is_refused(
 )
 def test_a_model_is_compared_in_the_smallest_steps_too(tiny_gpt2: Path, options: dict[str, Any]) -> None:
     engine = make_engine(tiny_gpt2, **options)
-    runner, config, batches = engine._runner, make_config(tiny_gpt2, **options), list[ScheduledBatch]()
+    runner, config, steps = engine._runner, make_config(tiny_gpt2, **options), list[StepArrays]()
 
-    def logits_of(batch: ScheduledBatch, rows: slice) -> Tensor:
-        batches.append(batch)
-        return runner._logits_of(config.block_size, batch, rows)
+    def logits_of(arrays: StepArrays, rows: slice) -> Tensor:
+        steps.append(arrays)
+        return runner._logits_of(arrays, rows)
 
     check_model(logits_of, config, runner.info.vocab_size, runner.info.num_blocks, runner.info.max_model_len)
-    assert max(sum(item.num_tokens for item in batch.items) for batch in batches) <= config.max_num_batched_tokens
+    assert max(len(arrays.token_ids) for arrays in steps) <= config.max_num_batched_tokens
 
 
 def test_the_head_of_a_gpu_gives_fp32() -> None:

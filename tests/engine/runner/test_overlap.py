@@ -26,11 +26,13 @@ from gptserve.engine.backends.gpu.token_counts import DeviceCounts
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.engine import Engine
 from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.request import FinishReason, Request, SamplingParams, TokenOutput
 from gptserve.engine.runner.overlap import Steps
 from gptserve.engine.runner.probe import disagreement, may_overlap
 from gptserve.engine.runner.runner import Collect, ModelRunner, StepResult
 from gptserve.engine.runner.sampler import SampledTokens
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.sampling.token_counts import TokensBefore
 from gptserve.engine.scheduling import foresight
 from gptserve.engine.scheduling.drafter import MAX_DRAFTING_STEP_TOKENS, Drafter, PromptLookup
@@ -45,10 +47,9 @@ from tests.engine.backends.gpu.shadow_gpu import (
     SomeDrafts,
     Stream,
     Violation,
-    as_launched,
-    keep_adjustments,
 )
 from tests.engine.backends.gpu.test_graphs import ByLibrary, Rerun, capture_for
+from tests.engine.batches import know_steps
 from tests.engine.runs import EvenPace, make_config, make_engine, make_request, ragged_prompts, run, token_ids
 from tests.engine.test_scheduler_machine import STOP, FicklePace, complete_alone
 
@@ -64,10 +65,15 @@ class LateRunner:
     def host_counts(self) -> bool:
         return self.runner.host_counts
 
-    def launch(self, batch: ScheduledBatch) -> Collect:
-        keep_adjustments(batch, self.info.vocab_size)
-        seen = as_launched(batch)
+    def launch(self, step: StepInput) -> Collect:
+        positions = [position._replace(known=list(position.known)) for position in step.positions]
+        seen = step._replace(positions=positions)
         return self.stream.launch(lambda: self.runner.launch(seen)())
+
+
+@pytest.fixture(autouse=True)
+def steps_know_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_steps(monkeypatch)
 
 
 # Random service
@@ -428,8 +434,8 @@ def test_the_next_step_is_launched_before_this_one_is_awaited(tiny_gpt2: Path) -
     runner, events = ModelRunner(config), list[str]()
     launch = runner.launch
 
-    def noted(batch: ScheduledBatch) -> Collect:
-        number, collect = sum("launch" in event for event in events), launch(batch)
+    def noted(step: StepInput) -> Collect:
+        number, collect = sum("launch" in event for event in events), launch(step)
         events.append(f"launch {number}")
 
         def collected() -> StepResult:
@@ -502,12 +508,12 @@ def test_a_launch_that_fails_leaves_the_tokens_of_the_step_before(tiny_gpt2: Pat
     engine, _ = late_engine(tiny_gpt2, lambda: 1)
     launch, num_launches = engine._runner.launch, 0
 
-    def fails_once(batch: ScheduledBatch) -> Collect:
+    def fails_once(step: StepInput) -> Collect:
         nonlocal num_launches
         num_launches += 1
         if num_launches == 2:
             raise MemoryError("told to fail")
-        return launch(batch)
+        return launch(step)
 
     engine._runner.launch = fails_once  # type: ignore[method-assign]
     for request in requests:
@@ -526,7 +532,7 @@ def test_a_launch_that_fails_keeps_no_tensor(tiny_gpt2: Path) -> None:
     engine, _ = late_engine(tiny_gpt2, lambda: 1)
     taken = list[weakref.ref[Tensor]]()
 
-    def fails(batch: ScheduledBatch) -> Collect:
+    def fails(step: StepInput) -> Collect:
         logits = torch.zeros(9)
         taken.append(weakref.ref(logits))
         raise MemoryError("told to fail")
@@ -572,9 +578,9 @@ def raises(collect: Collect) -> StepResult:
 
 def gives_another_token(collect: Collect) -> StepResult:
     result = collect()
-    token_id = result.sampled[0].token_ids[0]
+    token_id = result.sampled.token_ids[0]
     assert token_id is not None
-    return StepResult((SampledTokens((token_id ^ 1,), result.sampled[0].logprobs),), {})
+    return StepResult(SampledTokens((token_id ^ 1,), result.sampled.logprobs), {})
 
 
 @pytest.mark.parametrize(
@@ -595,9 +601,9 @@ def test_where_steps_cannot_overlap_a_warning_says_why(
     runner.waits_in_launch = "experts" in reason
     launch = runner.launch
 
-    def changed(batch: ScheduledBatch) -> Collect:
-        collect = launch(batch)
-        is_ahead = batch.items[0].sequence.is_foreseen
+    def changed(step: StepInput) -> Collect:
+        collect = launch(step)
+        is_ahead = step.arrays.token_ids[0] < 0
         return collect if change is None or not is_ahead else lambda: change(collect)
 
     runner.launch = changed  # type: ignore[method-assign]
@@ -626,12 +632,12 @@ def test_an_id_that_a_graph_does_not_read_from_the_last_step_is_seen(
     assert disagreement(engine._runner) is None
     read, chosen = graphs.logits, [torch.zeros(1, dtype=torch.int64)]
 
-    def misreading(batch: ScheduledBatch, chosen_R: Tensor | None = None) -> Tensor | None:
+    def misreading(arrays: StepArrays, chosen_R: Tensor | None = None) -> Tensor:
         assert chosen_R is not None
         chosen.append(chosen_R.clone())
         if misread == "as 0":
-            return read(batch, chosen[0])
-        return read(batch, chosen[-2] if batch.items[0].sequence.num_generated > 1 else chosen_R)
+            return read(arrays, chosen[0])
+        return read(arrays, chosen[-2] if arrays.positions[0] > 1 else chosen_R)
 
     monkeypatch.setattr(graphs, "logits", misreading)
     assert disagreement(engine._runner) is not None

@@ -16,7 +16,8 @@ from gptserve.engine.engine import Engine
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.request import Request, TokenLogprobs
 from gptserve.engine.runner.program_steps import ProgramSteps
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledSequence, SequenceState
+from tests.engine.batches import step_of
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run, token_ids
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -137,14 +138,14 @@ def test_a_foreseen_token_is_left_to_torch_and_is_the_one_that_was_chosen(tiny_g
     tokens = token_ids(run(engine, [request])["a"])
     sequence = SequenceState(request, 0, [1, 2, 3], block_ids=[0])
     runner = engine._runner
-    first = runner.launch(ScheduledBatch((ScheduledSequence(sequence, 3),)))()
+    first = runner.launch(step_of(ScheduledSequence(sequence, 3)))()
     sequence.token_ids.append(~0)
     sequence.num_computed = 3
-    foreseen = ScheduledBatch((ScheduledSequence(sequence, 1),))
+    foreseen = step_of(ScheduledSequence(sequence, 1))
     assert runner._programs is not None
-    assert runner._programs.compute(foreseen, None) is None
+    assert runner._programs.compute(foreseen) is None
     second = runner.launch(foreseen)()
-    assert [result.sampled[0].token_ids[0] for result in (first, second)] == tokens[:2]
+    assert [result.sampled.token_ids[0] for result in (first, second)] == tokens[:2]
     assert tokens[0] != tokens[1], "or the test sees nothing"
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.grammar.matcher import Mask
-from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.request import SamplingParams
 from gptserve.engine.runner.logprobs import top_logprobs
 from gptserve.engine.runner.sampler import sample
-from gptserve.engine.sampling.choice import SamplingPosition
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.sampling.choice import SamplingPosition, SamplingState
 
 VOCAB = 8
 
@@ -38,8 +37,8 @@ def position(
     draft: tuple[int, ...] = (),
     **params: Any,
 ) -> SamplingPosition:
-    request = Request("r", prompt, SamplingParams(**params), seed)
-    return SamplingPosition(SequenceState(request=request, arrival=0, token_ids=[*prompt, *generated]), draft)
+    state = SamplingState(SamplingParams(**params), seed, num_prompt_tokens=len(prompt))
+    return SamplingPosition(state, [*prompt, *generated], draft)
 
 
 def draw(logits_V: Tensor, num_draws: int, **params: Any) -> list[float]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from transformers import GptOssConfig
 
 from gptserve.engine.request import Request, SamplingParams
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.runner.step_threads import WORK_PER_THREAD, StepWork, num_step_threads
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledSequence, SequenceState
 from gptserve.weights.config import Experts
 from gptserve.weights.families import load_config
+from tests.engine.batches import step_of
 
 STORYTELLER = Path(__file__).parents[3] / "weights" / "storyteller"
 DECODE = 10 * WORK_PER_THREAD
@@ -24,37 +26,37 @@ def test_work_decides_how_many_threads_pay() -> None:
     assert num_step_threads(100 * DECODE, 6) == 6
 
 
-def batch_of(num_sequences: int, num_tokens: int, num_computed: int, **params: object) -> ScheduledBatch:
+def step_with(num_sequences: int, num_tokens: int, num_computed: int, **params: object) -> StepInput:
     options = {"temperature": 0.0, **params}
     items = []
     for i in range(num_sequences):
         token_ids = [0] * (num_computed + num_tokens)
         request = Request(str(i), tuple(token_ids), SamplingParams(**options), seed=0)  # type: ignore[arg-type]
-        sequence = SequenceState(request, i, token_ids, num_computed=num_computed)
+        sequence = SequenceState(request, i, token_ids, num_computed=num_computed, block_ids=[i])
         items.append(ScheduledSequence(sequence, num_tokens))
-    return ScheduledBatch(tuple(items))
+    return step_of(*items, block_size=num_computed + num_tokens)
 
 
 def test_the_embedded_model_decodes_on_one_thread_whatever_the_batch() -> None:
     work = StepWork(load_config(STORYTELLER))
     for num_sequences in (1, 8, 32):
-        assert num_step_threads(work.of(batch_of(num_sequences, 1, 100)), 64) == 1
+        assert num_step_threads(work.of(step_with(num_sequences, 1, 100)), 64) == 1
 
 
 def test_work_grows_with_all_that_a_step_computes() -> None:
     of = StepWork(load_config(STORYTELLER)).of
-    one = of(batch_of(1, 1, 100))
-    assert one < of(batch_of(2, 1, 100))
-    assert one < of(batch_of(1, 1, 1000))
-    assert one < of(batch_of(1, 2, 100))
-    assert one < of(batch_of(1, 1, 100, temperature=1.0))
-    assert of(batch_of(1, 50, 0)) < of(batch_of(1, 50, 0, prompt_logprobs=1))
+    one = of(step_with(1, 1, 100))
+    assert one < of(step_with(2, 1, 100))
+    assert one < of(step_with(1, 1, 1000))
+    assert one < of(step_with(1, 2, 100))
+    assert one < of(step_with(1, 1, 100, temperature=1.0))
+    assert of(step_with(1, 50, 0)) < of(step_with(1, 50, 0, prompt_logprobs=1))
 
 
 def work_of_experts(folder: Path, num_active: int, num_sequences: int) -> int:
     (folder / "config.json").write_text(json.dumps(GptOssConfig().to_dict(), default=str))
     model = replace(load_config(folder), experts=Experts(8, num_active))
-    return StepWork(model).of(batch_of(num_sequences, 1, 1))
+    return StepWork(model).of(step_with(num_sequences, 1, 1))
 
 
 def test_idle_experts_are_no_work(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +16,8 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.draw import choose
 from gptserve.engine.backends.reference.adjustments import adjusted
 from gptserve.engine.backends.reference.grammar_masks import with_masks
-from gptserve.engine.request import Request, SamplingParams
-from gptserve.engine.sampling.choice import Choice, SamplingPosition, choice_at
-from gptserve.engine.scheduling.sequence import SequenceState
+from gptserve.engine.request import SamplingParams
+from gptserve.engine.sampling.choice import Choice, SamplingPosition, SamplingState, choice_at
 from tests.engine.backends.gpu.host_copies import DEVICE, Copies, Lists
 
 VOCAB = 30
@@ -38,8 +38,8 @@ def random_position(rng: random.Random) -> SamplingPosition:
         stop_token_ids=rng.choice([(), (2,)]),
     )
     prompt, known, draft = ([rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))] for _ in range(3))
-    sequence = SequenceState(Request("r", tuple(prompt), params, seed=0), 0, prompt + known)
-    return SamplingPosition(sequence, tuple(draft[: rng.choice([0, 3])]))
+    state = SamplingState(params, seed=0, num_prompt_tokens=len(prompt))
+    return SamplingPosition(state, prompt + known, tuple(draft[: rng.choice([0, 3])]))
 
 
 def random_batch(seed: int) -> tuple[Tensor, list[SamplingPosition]]:
@@ -54,10 +54,11 @@ def choices_at(positions: list[SamplingPosition], vocab_size: int = VOCAB) -> li
 
 def by_formula(raw_V: Tensor, position: SamplingPosition) -> list[np.float32]:
     """Return the adjusted logits of a row, token by token, in fp32."""
-    params, num_prompt = position.request.params, position.sequence.num_prompt_tokens
-    all_before, counts = set(position.tokens_from(0)), Counter(position.tokens_from(num_prompt))
+    params, num_prompt = position.state.params, position.state.num_prompt_tokens
+    before = [*position.known, *position.draft]
+    all_before, counts = set(before), Counter(before[num_prompt:])
     banned = {word[0] for word in params.bad_words}
-    if position.num_before - num_prompt < params.min_tokens:
+    if len(before) - num_prompt < params.min_tokens:
         banned |= {*EOS, *params.stop_token_ids}
     scores = []
     for token, z in enumerate(raw_V.numpy()):
@@ -108,24 +109,24 @@ def test_the_library_has_the_bits_of_torch(seed: int) -> None:
 def test_counts_are_kept_as_a_sequence_grows_and_drafts_leave_no_trace() -> None:
     rng = random.Random(0)
     position = random_position(rng)
-    while position.request.params.repetition_penalty == 1.0 or not position.request.params.frequency_penalty:
+    while position.state.params.repetition_penalty == 1.0 or not position.state.params.frequency_penalty:
         position = random_position(rng)
-    sequence = position.sequence
+    state, known = position.state, position.known
     raw = torch.randn(1, VOCAB)
     for num_new in (0, 1, 4, 1, 9):
-        sequence.token_ids += [rng.randrange(VOCAB) for _ in range(num_new)]
+        known += [rng.randrange(VOCAB) for _ in range(num_new)]
         for num_drafted in (0, 1, 5):
-            later = SamplingPosition(sequence, tuple(rng.randrange(VOCAB) for _ in range(num_drafted)))
-            anew = SamplingPosition(SequenceState(sequence.request, 0, sequence.token_ids), later.draft)
+            later = SamplingPosition(state, known, tuple(rng.randrange(VOCAB) for _ in range(num_drafted)))
+            anew = later._replace(state=replace(state, adjustments=None))
             kept, counted = (adjusted(raw, [choice_at(at, VOCAB, EOS).adjustment]) for at in (later, anew))
             assert torch.equal(kept, counted)
             assert not torch.equal(kept, raw)
 
 
 def test_rows_that_ask_for_nothing_are_not_copied() -> None:
-    sequence = SequenceState(Request("r", (1,), SamplingParams(top_p=0.5), seed=0), 0, [1])
+    position = SamplingPosition(SamplingState(SamplingParams(top_p=0.5), seed=0, num_prompt_tokens=1), [1])
     raw = torch.randn(2, VOCAB)
-    assert adjusted(raw, [choice.adjustment for choice in choices_at([SamplingPosition(sequence)] * 2)]) is raw
+    assert adjusted(raw, [choice.adjustment for choice in choices_at([position] * 2)]) is raw
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
@@ -137,7 +138,7 @@ def test_all_rows_take_one_copy_and_nothing_waits(num_rows: int, monkeypatch: py
         **{"logit_bias": {3: 1.0}},
     )
     positions = [
-        SamplingPosition(SequenceState(Request("r", (1,), params, seed=0), 0, [1, rng.randrange(VOCAB)]))
+        SamplingPosition(SamplingState(params, seed=0, num_prompt_tokens=1), [1, rng.randrange(VOCAB)])
         for _ in range(num_rows)
     ]
     raw = torch.empty(num_rows, VOCAB, device=DEVICE)

@@ -14,9 +14,8 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.model.batch import model_input
+from gptserve.engine.model.layout import Span, lay_out
 from gptserve.engine.runner import batch_invariance, products, runner
-from gptserve.engine.scheduling.layout import build_arrays
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.parity.models import write_model
 from tests.parity.shapes import SHAPES
@@ -204,8 +203,8 @@ def test_logits_of_taken_rows_are_those_of_all_hidden_states(
     engine = make_engine(tmp_path, dtype=dtype)
     made, cache = engine._runner._decoder, engine._runner._cache
     assert made._program is not None
-    batch = ScheduledBatch(tuple(ScheduledSequence(prompt_sequence(i), 7) for i in range(2)))
-    inputs = model_input(build_arrays(batch, engine.info.block_size), torch.device("cpu"))
+    arrays = lay_out([prompt(i) for i in range(2)], engine.info.block_size)
+    inputs = model_input(arrays.as_numpy(), torch.device("cpu"))
     step = inputs.token_ids_T, inputs.positions_T, cache, inputs.metadata
     expected = made.hidden_states(*step).clone()
     hidden, logits = made.step(*step, torch.tensor(rows, dtype=torch.int64))
@@ -217,10 +216,9 @@ def test_logits_of_taken_rows_are_those_of_all_hidden_states(
         assert rows == [0] or not torch.equal(logits, made.logits(expected[[0] * len(rows)])), "as if it took others"
 
 
-def prompt_sequence(number: int) -> SequenceState:
-    """Return a sequence of 7 tokens in the block of this number."""
-    token_ids = [(5 * i + 3 * number + 1) % 50 for i in range(7)]
-    return SequenceState(make_request("", token_ids), 0, token_ids, block_ids=[number])
+def prompt(number: int) -> Span:
+    """Return a prompt of 7 tokens in the block of this number."""
+    return Span([(5 * i + 3 * number + 1) % 50 for i in range(7)], 0, [number], num_sampled=1)
 
 
 def test_the_stream_is_not_rounded_to_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +232,7 @@ def test_the_stream_is_not_rounded_to_bf16(tmp_path: Path, monkeypatch: pytest.M
 
     def hidden(dtype: str) -> Tensor:
         engine = make_engine(tmp_path, dtype=dtype)
-        batch = ScheduledBatch((ScheduledSequence(prompt_sequence(1), 7),))
-        inputs = model_input(build_arrays(batch, engine.info.block_size), torch.device("cpu"))
+        inputs = model_input(lay_out([prompt(1)], engine.info.block_size).as_numpy(), torch.device("cpu"))
         step = inputs.token_ids_T, inputs.positions_T, engine._runner._cache, inputs.metadata
         return engine._runner._decoder.hidden_states(*step).double()
 

@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
 from zlib import crc32
 
 import torch
 
 from gptserve.engine.backends.gpu.token_counts import DeviceCounts, News
 from gptserve.engine.info import EngineInfo
+from gptserve.engine.request import Request
 from gptserve.engine.runner.runner import Collect, StepResult
 from gptserve.engine.runner.sampler import SampledTokens
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.sampling.adjustments import SequenceAdjustments
-from gptserve.engine.sampling.choice import SamplingPosition
 from gptserve.engine.sampling.token_counts import TokensBefore
 from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from tests.engine.batches import KnownStep
 from tests.engine.test_scheduler_machine import EOS, FickleDrafter, Prefix, next_token, prefix_at
 
 MAX_MODEL_LEN, BLOCK_SIZE, VOCAB = 12, 2, 4
@@ -39,12 +40,23 @@ def as_launched(batch: ScheduledBatch) -> ScheduledBatch:
     return ScheduledBatch(tuple(map(item_of, batch.items)))
 
 
-def keep_adjustments(batch: ScheduledBatch, vocab_size: int) -> None:
-    """Give each sequence what the sampler would give it, before it is copied."""
-    for sequence in (item.sequence for item in batch.items):
-        if sequence.adjustments is None:
-            params = sequence.request.params
-            sequence.adjustments = SequenceAdjustments(params, sequence.num_prompt_tokens, vocab_size)
+def batch_of(step: StepInput) -> ScheduledBatch:
+    """Return the batch of a step, or of the engine's own a like one."""
+    if isinstance(step, KnownStep):
+        return step.batch
+    (_, known, *_), arrays = step.positions[0], step.arrays
+    request = Request("probe", (known[0],), step.positions[0].state.params, seed=0)
+    [position] = arrays.positions
+    sequence = SequenceState(request, 0, list(known), num_computed=position, block_ids=arrays.block_tables)
+    return ScheduledBatch((ScheduledSequence(sequence, 1),))
+
+
+def adjustments_of(sequence: SequenceState) -> SequenceAdjustments:
+    """Return what the sampler keeps for a sequence; made if need be."""
+    state = sequence.sampling
+    if state.adjustments is None:
+        state.adjustments = SequenceAdjustments(state.params, state.num_prompt_tokens, VOCAB)
+    return state.adjustments
 
 
 class Stream:
@@ -188,13 +200,12 @@ class ShadowRunner:
         """How many rows were penalized for a token that the host did not know."""
 
     @no_other_failure()
-    def launch(self, batch: ScheduledBatch) -> Collect:
-        number = self.stream.num_launched
+    def launch(self, step: StepInput) -> Collect:
+        number, batch = self.stream.num_launched, batch_of(step)
         if batch.items[0].sequence.request.request_id == "probe":
             self._faults = self._faults.without(number)
         if self._must_be_collected:
             raise Violation("launched before the tokens that it reads were known")
-        keep_adjustments(batch, VOCAB)
         batch = as_launched(batch)
         if number in self._faults.launches:
             self.stream.num_launched += 1
@@ -225,9 +236,8 @@ class ShadowRunner:
         before = list[TokensBefore | None]()
         for item in batch.items:
             sequence = item.sequence
-            assert sequence.adjustments is not None
             for i in range(item.needs_sampling * (1 + len(item.draft))):
-                adjustment = sequence.adjustments.at(SamplingPosition(sequence, item.draft[:i]), ())
+                adjustment = adjustments_of(sequence).at(sequence.token_ids, item.draft[:i], ())
                 before.append(adjustment.before if adjustment is not None and adjustment.before.known else None)
         counted = {row: its for row, its in enumerate(before) if its is not None and not self.host_counts}
         if not counted:
@@ -249,22 +259,21 @@ class ShadowRunner:
             raise MemoryError("told to fail")
         is_doomed = any(number < self._known_failures.get(f, 1 << 30) for f in self._faults.steps if f < number)
         seated.update()
-        chosen, sizes = list[int](), list[int]()
+        chosen = list[int]()
         for item, is_nothing in zip(batch.items, is_void, strict=True):
             if not is_doomed:
                 self._attend(item)
             if item.needs_sampling:
                 if not is_doomed and not is_nothing:
                     seated.check(len(chosen), item.sequence)
-                sizes.append(1 + len(item.draft))
-                ends = list(_positions(item))[-sizes[-1] :]
+                ends = list(_positions(item))[-1 - len(item.draft) :]
                 chosen += [next_token(item.sequence.request, prefix_at(item, position)[1]) for position in ends]
         if chosen and number in self._faults.unusable:
             chosen[number % len(chosen)] = -1
         seated.add_sampled(chosen)
         self._chosen = chosen
-        rows = iter([None if token_id < 0 else token_id for token_id in chosen])
-        return StepResult(tuple(SampledTokens(tuple(islice(rows, size)), (None,) * size) for size in sizes), {})
+        token_ids = tuple([None if token_id < 0 else token_id for token_id in chosen])
+        return StepResult(SampledTokens(token_ids, (None,) * len(chosen)), {})
 
     def _attend(self, item: ScheduledSequence) -> None:
         sequence, limit = item.sequence, item.sequence.request.params.max_tokens

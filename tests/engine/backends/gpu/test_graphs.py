@@ -36,12 +36,12 @@ from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.runner import runner
 from gptserve.engine.runner.kv_cache import KVCache
 from gptserve.engine.sampling.choice import Choice
-from gptserve.engine.scheduling.layout import build_arrays
-from gptserve.engine.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceState
+from gptserve.engine.scheduling.sequence import ScheduledSequence, SequenceState
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from tests.conftest import MakeGPT2
 from tests.engine.backends.gpu.host_copies import DEVICE, Copies, Lists
+from tests.engine.batches import arrays_of, step_of
 from tests.engine.runs import make_config, make_engine, run, token_ids
 from tests.engine.test_grammars import ragged
 from tests.parity.models import write_model
@@ -227,8 +227,7 @@ def decoding(token_ids: list[int], block_ids: list[int]) -> ScheduledSequence:
 
 def logits_of(graphs: DecodeGraphs, items: Sequence[ScheduledSequence]) -> Tensor:
     with torch.inference_mode():
-        logits = graphs.logits(ScheduledBatch(tuple(items)))
-    assert logits is not None
+        logits = graphs.logits(arrays_of(*items))
     return logits[: len(items)].clone()
 
 
@@ -254,9 +253,7 @@ def test_padding_changes_no_bit_of_cache_or_logits(dtype: str, tiny_gpt2: Path) 
         assert written == [[1, 2], [4, 3], [5, 1], [7, 3]]
 
 
-def test_steps_that_compute_known_tokens_or_drafts_have_no_graph(tiny_gpt2: Path) -> None:
-    graphs = capture_for(make_engine(tiny_gpt2), Rerun())
-    assert graphs is not None
+def test_steps_that_compute_known_tokens_or_drafts_have_no_graph() -> None:
     lone = decoding([5, 9, 3], [1])
     prompt = SequenceState(Request("p", (3,), SamplingParams(prompt_logprobs=1), 0), 0, [3], block_ids=[3])
     drafted = ScheduledSequence(decoding([4, 4], [2]).sequence, 3, draft=(4, 4))
@@ -264,7 +261,8 @@ def test_steps_that_compute_known_tokens_or_drafts_have_no_graph(tiny_gpt2: Path
     behind.sequence.num_computed = 1  # as after a preemption: its next token is known
     behind = ScheduledSequence(behind.sequence, 1)
     for other in (ScheduledSequence(prompt, 1), drafted, behind):
-        assert graphs.logits(ScheduledBatch((lone, other))) is None
+        assert not step_of(lone, other).decodes
+    assert step_of(lone, lone).decodes
 
 
 def test_sizes_are_powers_of_two_up_to_the_largest_batch() -> None:
@@ -510,12 +508,12 @@ def test_what_is_recorded_neither_waits_nor_reads_the_host(
     first: list[Any] = []
     for items in ([decoding([5, 9, 3], [1])] * 3, [decoding([7] * 20, [2, 4])] * 5):
         step = graphs._latest = graphs._recorded.steps[0]
-        arrays, launches.noted = build_arrays(ScheduledBatch(tuple(items)), 16), []
+        arrays, launches.noted = arrays_of(*items).as_numpy(), []
         with Lists(), Copies() as copies:
             step.fill(arrays, torch.empty(len(items), dtype=torch.int64, device=DEVICE))
         assert (copies.count, copies.num_started) == (1, 2), "the table of blocks goes on to its place"
         foreseen = [decoding([*item.sequence.token_ids, ~0], [1, 2]) for item in items]
-        arrays = build_arrays(ScheduledBatch(tuple(foreseen)), 16)
+        arrays = arrays_of(*foreseen).as_numpy()
         with Lists(), Copies() as copies:
             step.fill(arrays, torch.empty(len(items), dtype=torch.int64, device=DEVICE))
         assert (copies.count, copies.num_started) == (1, 3), "and the ids that the step before chose"

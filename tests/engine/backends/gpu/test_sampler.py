@@ -215,7 +215,7 @@ def test_penalties_bias_and_bans_take_no_copy_more(monkeypatch: pytest.MonkeyPat
     _, positions = random_batch(5)
     for known in ([], [4], [5, 6]):
         for position in positions:
-            position.sequence.token_ids.extend(known)
+            position.known.extend(known)
         with Lists(), Copies() as copies:
             sampler.choose(torch.empty(12, VOCAB, device=META), choices_at(positions))
         assert copies.count == 1
