@@ -48,9 +48,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(engine: Engine, batch: int, prompt_len: int, max_tokens: int) -> dict[str, float]:
     """Let programs and torch take turns, and return the median milliseconds of a step of each."""
-    runner, decoder = engine._runner, engine._runner._decoder
-    programs, program = runner._programs, decoder._program
-    assert program is not None, "no program computes this model here"
+    runner, programs = engine._runner, engine._runner._programs
+    assert programs is not None, "no program computes this model here"
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     for i in range(batch):
         prompt = torch.randint(engine.info.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(i))
@@ -58,12 +57,12 @@ def measure(engine: Engine, batch: int, prompt_len: int, max_tokens: int) -> dic
     by_program, by_torch = list[float](), list[float]()
     while engine.has_work:
         is_program = len(by_program) <= len(by_torch)
-        runner._programs, decoder._program = (programs, program) if is_program else (None, None)
+        runner._programs = programs if is_program else None
         start = time.perf_counter()
         num_outputs = len(engine.step())
         if num_outputs == batch:  # the prompts may take several steps
             (by_program if is_program else by_torch).append(1e3 * (time.perf_counter() - start))
-    runner._programs, decoder._program = programs, program
+    runner._programs = programs
     program_ms, torch_ms = statistics.median(by_program[5:]), statistics.median(by_torch[5:])  # the first ones warm up
     return {"batch": batch, "program_ms": program_ms, "torch_ms": torch_ms, "ratio": torch_ms / program_ms}
 

@@ -86,7 +86,7 @@ def timed_steps(engine: Engine, batch: int, args: argparse.Namespace) -> list[Ti
     for i in range(batch):
         prompt = torch.randint(engine.info.vocab_size, (args.prompt_len,), generator=torch.Generator().manual_seed(i))
         engine.add(Request(str(i), tuple(prompt.tolist()), sampling, seed=i))
-    decoder = engine._runner._decoder._program
+    decoder = engine._runner._decoder.program
     assert decoder is not None, "no program computes this model here"
     steps = []
     times: Times = defaultdict(float)

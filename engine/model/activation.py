@@ -38,6 +38,11 @@ def activate(x: Tensor, activation: Activation | None) -> Tensor:
     return _ACTIVATIONS[activation](padded)[: x.numel()].view(x.shape)
 
 
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(x / cap), x itself without a cap."""
+    return x if cap is None else cap * activate(x / cap, "tanh")
+
+
 def gated(x: Tensor, activation: Activation, limit: float | None) -> Tensor:
     """Return act(gate) * up for x = [gate, up]; with a limit, both are clamped to it and 1 is added to up (gpt-oss)."""
     gate, up = x.chunk(2, dim=-1)

@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gptserve.engine.model.activation import activate
+from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
 from gptserve.engine.model.group import Group
 from gptserve.engine.model.layers import Block
+from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import LinearMaker, Rows
 from gptserve.engine.model.loading import StreamedTensors, take_head, take_linear, take_norm
 from gptserve.engine.model.operations import TORCH, Operations
@@ -24,15 +25,10 @@ from gptserve.weights.config import ModelConfig
 
 
 class Program(Protocol):
-    """What computes a whole step of a decoder, without its soft cap."""
+    """What computes whole steps in the place of a decoder."""
 
-    def step(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata, rows_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the last block's output [T, hidden], valid until the next call, and the logits of these rows of it."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the fp32 logits [rows, vocab_size] of rows of such outputs."""
+    def run(self, arrays: StepArrays, cache: Cache) -> object:
+        """Compute a step and store its keys and values in the cache; the result lies where the program keeps it."""
 
 
 class CompileProgram(Protocol):
@@ -87,8 +83,8 @@ class Decoder:
 
     `tensors` yields (canonical name, tensor) in the order in which they are taken, so that at most one waits.
     `maker` makes linears of the weights; None: torch's. An embedding keeps its dtype. `compile_program`, if given, may
-    make a program of the whole, which then computes steps. With a group this is the first rank, and the other ranks
-    compute with it.
+    make a `program` of the whole, with the same weights, which is faster. With a group this is the first rank, and the
+    other ranks compute with it.
     Call `set_max_model_len` before computing tokens.
     """
 
@@ -119,7 +115,8 @@ class Decoder:
         self._embed_norm = take_norm(config, source, "embed_norm") if config.embed_norm else None
         self._embed_in = take_linear(source, "embed_in", bias=False) if config.embed_size else None
         self._layers = Layers(config, source, backend, device)
-        self._program: Program | None = None
+        self.program: Program | None = None
+        """What computes whole steps, to the logits; None where only this decoder can."""
         has_final_norm = config.norm_placement != "sum"
         self._final_norm = take_norm(config, source, "final_norm") if has_final_norm else None
         self._embed_out = take_linear(source, "embed_out", bias=False) if config.embed_size else None
@@ -134,24 +131,15 @@ class Decoder:
             table = sinusoids(max_model_len, config.position_offset, config.hidden_size)
             self._positions = table.to(self._embedding.device, self._embedding.dtype)
         if self._compile is not None:
-            self._program = self._compile(config, self._source, self._embedding, self._positions, tables, self._backend)
-
-    @property
-    def program(self) -> Program | None:
-        """What computes whole steps, to the logits; None where torch has a part in them."""
-        return self._program if self._config.logit_softcap is None else None
+            self.program = self._compile(config, self._source, self._embedding, self._positions, tables, self._backend)
 
     def hidden_states(
         self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Return the last block's output [T, hidden] and store the step's keys and values in the cache.
-
-        The output is in the model's dtype, or in fp32 where a program computes it.
+        """Return the last block's output [T, hidden], in the model's dtype; store keys and values in the cache.
 
         token_ids and positions are int64 on the model's device, in [0, vocab_size) and [0, max_model_len).
         """
-        if self._program is not None:
-            return self._program.step(token_ids_T, positions_T, cache, metadata, token_ids_T[:0])[0]
         x = self._embed(token_ids_T, positions_T)
         if self._group is not None:
             self._group.broadcast_(x)
@@ -161,26 +149,15 @@ class Decoder:
         self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata, rows_R: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden_states and the logits of these rows of them, int64 [R], ascending; None if there are none."""
-        if self._program is not None:
-            hidden, logits = self._program.step(token_ids_T, positions_T, cache, metadata, rows_R)
-            return hidden, self._capped(logits) if len(rows_R) else None
         hidden = self.hidden_states(token_ids_T, positions_T, cache, metadata)
         rows = hidden if len(rows_R) == len(hidden) else hidden[rows_R]
         return hidden, self.logits(rows) if len(rows_R) else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab_size] for rows of the hidden states."""
-        if self._program is not None:
-            logits = self._program.logits(hidden)
-        else:
-            x = hidden if self._final_norm is None else self._final_norm(hidden)
-            x = x if self._embed_out is None else self._embed_out(x)
-            logits = self._head(x).to(torch.float32)
-        return self._capped(logits)
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        cap = self._config.logit_softcap
-        return logits if cap is None else cap * activate(logits / cap, "tanh")
+        x = hidden if self._final_norm is None else self._final_norm(hidden)
+        x = x if self._embed_out is None else self._embed_out(x)
+        return soft_cap(self._head(x).to(torch.float32), self._config.logit_softcap)
 
     def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x = self._embedding[token_ids_T]

@@ -1,49 +1,78 @@
-"""Steps on a CPU that torch has no part in: a program of engine/backends/cpu from token ids to logits, and a draw.
+"""Steps on a CPU that a program computes: all of engine/backends/cpu, from token ids to tokens.
 
 The weights of a step evict all else from a CPU's caches. So what the host does between two steps comes from memory, and
 costs by how much code and data it touches: the first call of a function of torch or numpy takes 10 to 60 us. This file
-and what it calls use none of them, but where buffers grow and for masks; the integers of a step are arrays of Python.
-ModelRunner asks it first, and computes with tensors what it leaves.
+and what it calls use none of them, but where buffers grow, for masks, soft caps and the logprobs of prompts; the
+integers of a step are arrays of Python. ModelRunner calls it.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from gptserve.engine.backends.cpu.decoder import NativeDecoder
 from gptserve.engine.backends.cpu.draw import draw
 from gptserve.engine.info import EngineInfo
 from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.layout import StepArrays
+from gptserve.engine.request import TokenLogprobs
 from gptserve.engine.runner.kv_cache import KVCache
 from gptserve.engine.runner.logprobs import reported_logprobs_at
+from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.sampler import SampledTokens, sampled_tokens
 from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.sampling.choice import choice_at
 
 
-def program_steps(decoder: Decoder, cache: KVCache, info: EngineInfo) -> ProgramSteps | None:
+def program_steps(decoder: Decoder, cache: KVCache) -> ProgramSteps | None:
     """Return what computes the steps of a decoder by its program, None if it has none."""
     program = decoder.program
-    return ProgramSteps(program, cache, info) if isinstance(program, NativeDecoder) else None
+    return ProgramSteps(program, cache) if isinstance(program, NativeDecoder) else None
 
 
 class ProgramSteps:
     """Computes the steps of one model; for one thread at a time."""
 
-    def __init__(self, program: NativeDecoder, cache: KVCache, info: EngineInfo) -> None:
-        self._program, self._cache, self._info = program, cache, info
+    def __init__(self, program: NativeDecoder, cache: KVCache) -> None:
+        self._program, self._cache = program, cache
 
-    def compute(self, step: StepInput) -> tuple[array[int], SampledTokens] | None:
-        """Return the chosen ids, -1 for a row that is not finite, and the `sampled` of a StepResult.
+    def compute(
+        self, step: StepInput, info: EngineInfo, chosen_before: Callable[[], Sequence[int]]
+    ) -> tuple[array[int], SampledTokens, dict[int, list[tuple[int, TokenLogprobs]]]]:
+        """Return the chosen ids, -1 for a row that is not finite, and the fields of a StepResult.
 
-        None if the step has a foreseen token, or a prompt whose logprobs are asked for.
+        Foreseen tokens are those of chosen_before.
         """
-        arrays = step.arrays
-        if step.prompts or min(arrays.token_ids) < 0:
-            return None
+        arrays = _known(step.arrays, chosen_before)
         logits = self._program.run(arrays, self._cache)
         positions = step.masked_positions()
-        vocab_size, eos_token_ids = self._info.vocab_size, self._info.eos_token_ids
         assert len(positions) == len(arrays.sampled)
-        chosen = draw(logits, [choice_at(position, vocab_size, eos_token_ids) for position in positions])
-        return chosen, sampled_tokens(chosen, reported_logprobs_at(logits, chosen, positions))
+        chosen = draw(logits, [choice_at(position, info.vocab_size, info.eos_token_ids) for position in positions])
+        sampled = sampled_tokens(chosen, reported_logprobs_at(logits, chosen, positions))
+        return chosen, sampled, {its.sequence: prompt_logprobs(self._program.logits, its) for its in step.prompts}
+
+    def logits(
+        self, arrays: StepArrays, chosen_before: Callable[[], Sequence[int]]
+    ) -> tuple[Tensor | None, Callable[[slice], Tensor]]:
+        """Compute a step; return the logits of its sampled rows, None without any, and what gives those of others.
+
+        All are valid until the next step.
+        """
+        self._program.run(_known(arrays, chosen_before), self._cache)
+        num_sampled = len(arrays.sampled)
+        return self._program.sampled_logits(num_sampled) if num_sampled else None, self._program.logits
+
+
+def _known(arrays: StepArrays, chosen_before: Callable[[], Sequence[int]]) -> StepArrays:
+    """Return the arrays with the ids that the step before chose.
+
+    A row that chose none, -1, gives the id 0: what follows is void.
+    """
+    if min(arrays.token_ids) >= 0:
+        return arrays
+    chosen = chosen_before()
+    token_ids = [token_id if token_id >= 0 else max(0, chosen[~token_id]) for token_id in arrays.token_ids]
+    return arrays._replace(token_ids=array("q", token_ids))

@@ -123,6 +123,7 @@ class ModelRunner:
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
                 config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler
             )
+        self._programs = program_steps(self._decoder, self._cache)
         none_R = torch.empty(0, dtype=torch.int64, device=self.device)
         self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
         self._step_work = StepWork(self._model)
@@ -156,7 +157,6 @@ class ModelRunner:
             batch_invariant=products.are_invariant,
         )
         self._is_cpu = self.device.type == "cpu"
-        self._programs = program_steps(self._decoder, self._cache, self.info)
 
     @property
     def waits_in_launch(self) -> bool:
@@ -181,11 +181,9 @@ class ModelRunner:
             num_threads = self.choose_threads(self._step_work.of(step))
             native.set_num_threads(num_threads)
             if self._programs is not None and self.choose is None and self.graphs is None:
-                computed = self._programs.compute(step)
-                if computed is not None:
-                    chosen, sampled = computed
-                    self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
-                    return partial(StepResult, sampled, {})
+                chosen, sampled, scores = self._programs.compute(step, self.info, self._chosen_ids)
+                self._chosen = partial(torch.tensor, chosen, dtype=torch.int64)
+                return partial(StepResult, sampled, scores)
             num_torch_threads = 1 if self._in_team else num_threads
         before = torch.get_num_threads()
         torch.set_num_threads(num_torch_threads)
@@ -200,34 +198,40 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, step: StepInput) -> Collect:
-        choose, scored, logits = self.choose, list[tuple[ScoredPrompt, Tensor]](), None
+        choose, score = self.choose, list[Callable[[], tuple[int, list[tuple[int, TokenLogprobs]]]]]()
         if self.graphs is not None and step.decodes:
-            logits, choose = self.graphs.logits(step.arrays, self._chosen()), self.graphs.choose or choose
+            logits: Tensor | None = self.graphs.logits(step.arrays, self._chosen())
+            choose = self.graphs.choose or choose
         else:
-            hidden, logits = self._compute(step.arrays)
-            scored = [(prompt, hidden[prompt.first_row :][: len(prompt.token_ids)]) for prompt in step.prompts]
+            logits, logits_of = self._compute(step.arrays)
+            if step.prompts:
+                score = [partial(_scored, logits_of, prompt) for prompt in step.prompts]
         sample = self._begin_sampling(logits, step, choose)
+        return lambda: StepResult(sample(), dict(scored() for scored in score))
 
-        def collect() -> StepResult:
-            entries = {prompt.sequence: prompt_logprobs(self._decoder, rows, prompt) for prompt, rows in scored}
-            return StepResult(sample(), entries)
-
-        return collect
-
-    def _compute(self, arrays: StepArrays) -> tuple[Tensor, Tensor | None]:
-        """Return what Decoder.step returns, computed by all ranks."""
+    def _compute(self, arrays: StepArrays) -> tuple[Tensor | None, Callable[[slice], Tensor]]:
+        """Compute a step by all ranks; return the logits of its sampled rows, if any, and what gives those of any."""
+        if self._programs is not None and self.graphs is None:
+            return self._programs.logits(arrays, self._chosen_ids)
         on_host = arrays.as_numpy()
         with nullcontext() if self._ranks is None else self._ranks.step(on_host):
             inputs = model_input(on_host, self.device)
             token_ids_T = inputs.token_ids_T
             if on_host[0].min() < 0:
                 token_ids_T = known_token_ids(token_ids_T, self._chosen())
-            return self._decoder.step(token_ids_T, inputs.positions_T, self._cache, inputs.metadata, inputs.sampled_R)
+            of_step = token_ids_T, inputs.positions_T, self._cache, inputs.metadata, inputs.sampled_R
+            hidden, logits = self._decoder.step(*of_step)
+        return logits, lambda rows: self._decoder.logits(hidden[rows])
+
+    def _chosen_ids(self) -> list[int]:
+        """Wait for the tokens that the latest step chose."""
+        token_ids: list[int] = self._chosen().tolist()
+        return token_ids
 
     @torch.inference_mode()
     def _logits_of(self, arrays: StepArrays, rows: slice) -> Tensor:
         """Return the logits of these rows of a step."""
-        return self._decoder.logits(self._compute(arrays)[0][rows])
+        return self._compute(arrays)[1](rows)
 
     def _begin_sampling(
         self, logits: Tensor | None, step: StepInput, choose: Choose | None
@@ -238,6 +242,10 @@ class ModelRunner:
         chosen_R, finish = begin_sampling(logits, step.masked_positions(), self.info.eos_token_ids, choose)
         self._chosen = lambda: chosen_R
         return finish
+
+
+def _scored(logits_of: Callable[[slice], Tensor], prompt: ScoredPrompt) -> tuple[int, list[tuple[int, TokenLogprobs]]]:
+    return prompt.sequence, prompt_logprobs(logits_of, prompt)
 
 
 def _no_tokens(device: torch.device) -> Callable[[], SampledTokens]:

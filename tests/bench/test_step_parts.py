@@ -14,13 +14,13 @@ from gptserve.engine.engine import Engine
 @pytest.fixture(scope="module")
 def engine(tiny_gpt2: Path) -> Engine:
     engine = Engine(EngineConfig(tiny_gpt2, device="cpu", dtype="bfloat16", num_threads=1, kv_cache_bytes=2**24))
-    if engine._runner._decoder._program is None:
+    if engine._runner._decoder.program is None:
         pytest.skip("this CPU runs no programs")
     return engine
 
 
 def test_each_operation_is_in_one_part(engine: Engine) -> None:
-    native = engine._runner._decoder._program
+    native = engine._runner._decoder.program
     assert native is not None
     parts = split(native._step)
     assert sum(len(part._operations) for part in parts.values()) == len(native._step._operations)

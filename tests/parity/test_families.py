@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
-from gptserve.engine.backends.cpu.decoder import native_decoder
+from gptserve.engine.backends.cpu.decoder import NativeDecoder, native_decoder
 from gptserve.engine.backends.reference.attention import ReferenceAttention
-from gptserve.engine.model.attention import AttentionBackend
+from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata
 from gptserve.engine.model.decoder import Decoder
+from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
 from gptserve.engine.runner import products
@@ -93,11 +95,26 @@ def paged_logits(
         query_lens = [kv_len - done for kv_len in kv_lens]
         ids = [token for s, kv_len in zip(live, kv_lens, strict=True) for token in prompts[s][done:kv_len]]
         metadata = make_metadata(query_lens, kv_lens, [tables[s] for s in live], block_size)
-        hidden = decoder.hidden_states(torch.tensor(ids), positions(query_lens, kv_lens), cache, metadata)
-        for s, part in zip(live, decoder.logits(hidden).split(query_lens), strict=True):
+        logits = logits_of(decoder, ids, positions(query_lens, kv_lens), cache, metadata)
+        for s, part in zip(live, logits.split(query_lens), strict=True):
             rows[s].append(part)
         done += chunk
     return [torch.cat(parts) for parts in rows]
+
+
+def logits_of(
+    decoder: Decoder, token_ids: list[int], positions_T: torch.Tensor, cache: KVCache, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """Return the logits of all rows of a step, by the decoder's program if it has one."""
+    program = decoder.program
+    if program is None:
+        return decoder.logits(decoder.hidden_states(torch.tensor(token_ids), positions_T, cache, metadata))
+    assert isinstance(program, NativeDecoder)
+    of_attention = array("i", metadata.query_starts), array("i", metadata.kv_lens)
+    tables, slots = metadata.block_tables_SN.flatten().tolist(), metadata.slots_T.tolist()
+    ids = array("q", token_ids), array("q", positions_T.tolist()), array("q")
+    program.run(StepArrays(*ids, *of_attention, array("i", tables), array("q", slots)), cache)
+    return program.logits(slice(len(token_ids)))
 
 
 def largest_difference(folder: Path, backend: AttentionBackend) -> float:

@@ -110,12 +110,7 @@ class CpuAttention:
             *(spec.scale, spec.softcap or 0, self._instructions),
         )
 
-    def step_data(self, metadata: AttentionMetadata, layers: list[Tensor]) -> tuple[Structure, Array[c_void_p]]:
-        """Return the step's Batch and the addresses of all layers' Caches; both are valid until the next call."""
-        addresses = self._addresses_of(layers)
-        return self._pack(metadata, self._caches[0]), addresses
-
-    def step_data_of_arrays(
+    def step_data(
         self,
         layers: list[Tensor],
         starts_S1: array[int],
@@ -123,9 +118,10 @@ class CpuAttention:
         tables_SN: array[int],
         slots_T: array[int],
     ) -> tuple[Structure, Array[c_void_p]]:
-        """Return step_data from the numbers of AttentionMetadata, which the caller keeps alive until the next call.
+        """Return the step's Batch and the addresses of all layers' Caches; both are valid until the next call.
 
-        It calls nothing of torch but where scratch grows, for program_steps.py.
+        The arrays have the numbers of AttentionMetadata; the caller keeps them alive until the next call. It calls
+        nothing of torch but where scratch grows, for program_steps.py.
         """
         addresses = self._addresses_of(layers)
         num_seqs, max_kv_len, cache = len(lens_S), max(lens_S), self._caches[0]

@@ -22,7 +22,8 @@ from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.draw import LogitsAt
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
-from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, Cache
+from gptserve.engine.model.activation import soft_cap
+from gptserve.engine.model.attention import AttentionBackend, Cache
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.loading import StreamedTensors
@@ -70,7 +71,8 @@ def native_decoder(
     for writer in (step, head):
         writer.head()
     dtypes = {name: torch.float32 if name in wide else dtype for name in widths}
-    return NativeDecoder(widths, dtypes, config.vocab_size, step.program, head.program, backend)
+    sizes = config.vocab_size, config.logit_softcap
+    return NativeDecoder(widths, dtypes, *sizes, step.program, head.program, backend)
 
 
 def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBackend) -> str | None:
@@ -125,35 +127,22 @@ class NativeDecoder:
         widths: dict[str, int],
         dtypes: dict[str, torch.dtype],
         vocab_size: int,
+        softcap: float | None,
         step: Program,
         head: Program,
         backend: CpuAttention,
     ) -> None:
-        self._widths, self._dtypes, self._vocab_size = widths, dtypes, vocab_size
+        self._widths, self._dtypes, self._vocab_size, self._softcap = widths, dtypes, vocab_size, softcap
         self._step, self._head, self._backend = step, head, backend
         self._buffers: dict[str, Tensor] = {}
         self._num_rows = self._num_logits = 0
         self._logits, self._logits_at = torch.empty(0), LogitsAt(0, vocab_size, vocab_size)
         """What `run` has computed; room for _num_logits rows."""
 
-    def step(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: Cache, metadata: AttentionMetadata, rows_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Decoder.step, without the soft cap; the hidden states, in fp32, are valid until the next call."""
-        num_rows = len(token_ids_T)
-        assert token_ids_T.dtype is positions_T.dtype is rows_R.dtype is torch.int64
-        assert len(positions_T) == len(metadata.slots_T) == num_rows and rows_R.is_contiguous()
-        self._reserve(max(num_rows, len(rows_R)))
-        logits = self._logits_of(self._step, len(rows_R))
-        batch, caches = self._backend.step_data(metadata, cache.layers)
-        taken = len(rows_R), rows_R.data_ptr()
-        self._step.run(num_rows, token_ids_T.data_ptr(), positions_T.data_ptr(), batch, caches, *taken)
-        return self._buffers["x"][:num_rows], logits
-
     def run(self, arrays: StepArrays, cache: Cache) -> LogitsAt:
         """Compute a step; return where the logits of its sampled rows lie, valid until the next call.
 
-        It calls nothing of torch but where its buffers grow, for program_steps.py.
+        It calls nothing of torch, for program_steps.py, but where its buffers grow and for a soft cap.
         """
         token_ids, positions, sampled, *of_attention = arrays
         num_rows, num_sampled = len(token_ids), len(sampled)
@@ -163,25 +152,30 @@ class NativeDecoder:
             self._logits = torch.empty(num_sampled, self._vocab_size)
             self._num_logits, self._logits_at = num_sampled, LogitsAt.of(self._logits)
         self._step.place("logits", self._logits_at.address)
-        batch, caches = self._backend.step_data_of_arrays(cache.layers, *of_attention)
+        batch, caches = self._backend.step_data(cache.layers, *of_attention)
         of_tokens, taken = (token_ids.buffer_info()[0], positions.buffer_info()[0]), sampled.buffer_info()[0]
         self._step.run(num_rows, *of_tokens, batch, caches, num_sampled, taken)
+        if self._softcap is not None:
+            _cap(self._logits[:num_sampled], self._softcap)
         return self._logits_at
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the head's fp32 logits [rows, vocab_size], without the soft cap."""
-        num_rows, hidden = len(hidden), hidden.contiguous()
-        assert hidden.dtype is torch.float32 and hidden.shape[1] == self._widths["x"]
-        self._reserve(num_rows)
-        logits = self._logits_of(self._head, num_rows)
-        self._head.place("taken", hidden.data_ptr())
-        self._head.run(num_rows)
-        return logits
+    def sampled_logits(self, num_rows: int) -> Tensor:
+        """Return the logits of the latest `run` as a tensor [num_rows, vocab_size], valid until the next one."""
+        return self._logits[:num_rows]
 
-    def _logits_of(self, program: Program, num_rows: int) -> Tensor:
-        """Return what the program will write the logits of so many rows to."""
-        logits = torch.empty(num_rows, self._vocab_size)
-        program.place("logits", logits.data_ptr())
+    def hidden_states(self, num_rows: int) -> Tensor:
+        """Return the last block's output of the latest `run`, fp32 [num_rows, hidden], valid until the next one."""
+        return self._buffers["x"][:num_rows]
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return the fp32 logits [rows, vocab_size] of consecutive rows of the latest `run`."""
+        hidden = self._buffers["x"][rows]
+        logits = torch.empty(len(hidden), self._vocab_size)
+        self._head.place("logits", logits.data_ptr())
+        self._head.place("taken", hidden.data_ptr())
+        self._head.run(len(hidden))
+        if self._softcap is not None:
+            _cap(logits, self._softcap)
         return logits
 
     def _reserve(self, num_rows: int) -> None:
@@ -195,6 +189,17 @@ class NativeDecoder:
             self._step.place(name, buffer.data_ptr())
             self._head.place(name, buffer.data_ptr())
         self._num_rows = size
+
+
+@torch.inference_mode()
+def _cap(logits: Tensor, cap: float) -> None:
+    """Cap the logits in place, on one thread: those of torch's pool would spin in the way of the library's team."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        logits.copy_(soft_cap(logits, cap))
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Writer:

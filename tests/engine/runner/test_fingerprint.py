@@ -19,10 +19,10 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
 from gptserve.engine.backends.cpu.linear import has_onednn
 from gptserve.engine.backends.reference.attention import ReferenceAttention
-from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.runner.batch_invariance import Products
 from gptserve.engine.runner.fingerprint import digest_of, fingerprint, numeric_causes
+from gptserve.engine.runner.runner import ModelRunner
 from gptserve.weights.families import load_config
 from tests.engine.runs import make_engine
 
@@ -95,8 +95,8 @@ def test_a_digest_sees_every_bit() -> None:
 @pytest.mark.skipif(not has_onednn(), reason="numbers are sampled where they do not depend on the batch")
 def test_numbers_that_change_for_no_known_cause_are_seen(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = make_engine(tiny_gpt2).info.fingerprint
-    logits = Decoder.logits
-    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: _nudged(logits(self, hidden)))
+    logits = ModelRunner._logits_of
+    monkeypatch.setattr(ModelRunner, "_logits_of", lambda *arguments: _nudged(logits(*arguments).clone()))
     assert make_engine(tiny_gpt2).info.fingerprint != before
     monkeypatch.undo()
     assert make_engine(tiny_gpt2).info.fingerprint == before

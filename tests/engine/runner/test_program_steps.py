@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gptserve.engine.backends.cpu import native
+from gptserve.engine.backends.cpu import decoder, native
+from gptserve.engine.backends.cpu.draw import choose
 from gptserve.engine.engine import Engine
 from gptserve.engine.grammar.grammar import Grammar
 from gptserve.engine.request import Request, TokenLogprobs
@@ -65,26 +66,26 @@ def test_every_answer_has_the_bits_that_tensors_give(
     load: str, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_tensors, by_arrays = (make_engine(tiny_gpt2, **LOADS[load]) for _ in range(2))
-    by_tensors._runner._programs = None
-    steps, compute = list[bool](), ProgramSteps.compute
+    by_tensors._runner.choose = choose
+    num_steps, compute = 0, ProgramSteps.compute
 
     def counting(*arguments: Any) -> Any:
-        computed = compute(*arguments)
-        steps.append(computed is not None)
-        return computed
+        nonlocal num_steps
+        num_steps += 1
+        return compute(*arguments)
 
     monkeypatch.setattr(ProgramSteps, "compute", counting)
     expected = answers(by_tensors, requests())
-    assert not steps
+    assert num_steps == 0
     assert answers(by_arrays, requests()) == expected
-    assert {True, False} == set(steps), "those with prompts that are scored are left to torch"
+    assert num_steps == by_arrays.stats.num_steps
     assert by_arrays.stats.num_preemptions > 0 or load != "preempted"
     assert by_arrays.stats.num_draft_tokens > 0 or load != "drafts"
 
 
 def test_a_grammar_allows_what_it_does_with_tensors(storyteller: Path) -> None:
     by_tensors, by_arrays = (make_engine(storyteller, speculative_ngram=2) for _ in range(2))
-    by_tensors._runner._programs = None
+    by_tensors._runner.choose = choose
     some = [
         make_request(str(i), [i + 5] * 9, seed=i, max_tokens=30, ignore_eos=False, **grammar, logprobs=1)
         for i, grammar in enumerate(
@@ -120,19 +121,35 @@ def test_a_step_calls_nothing_of_torch(kind: dict[str, Any], tiny_gpt2: Path) ->
             engine.step()
         assert not seen.called
         torch.zeros(1)
-        engine._runner._programs = None
+        engine._runner.choose = choose
         engine.step()
     assert {"zeros", "data_ptr"} <= set(seen.called), "or it sees nothing"
 
 
-def test_a_soft_cap_is_left_to_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_soft_cap_has_the_bits_of_its_formula(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sampled tokens, and of those of a prompt."""
     write_model(tmp_path, *SHAPES["Gemma 2, past its window"])
-    engine = make_engine(tmp_path)
-    assert engine._runner._programs is None
-    assert engine._runner._decoder._program is not None
+    request = make_request("a", range(1, 21), max_tokens=1, temperature=0.0, logprobs=3, prompt_logprobs=3)
+    capped = answers(make_engine(tmp_path, dtype=dtype), [request])
+    before, num_threads = list[torch.Tensor](), torch.get_num_threads()
+
+    @torch.inference_mode()
+    def by_formula(logits: torch.Tensor, cap: float) -> None:
+        before.append(logits.clone())
+        logits.copy_(cap * (logits / cap).tanh())
+
+    monkeypatch.setattr(decoder, "_cap", by_formula)
+    engine = make_engine(tmp_path, dtype=dtype)
+    before.clear()
+    assert answers(engine, [request]) == capped
+    assert [len(logits) for logits in before] == [1, 19]
+    assert torch.get_num_threads() == num_threads
+    monkeypatch.setattr(decoder, "_cap", lambda logits, cap: None)
+    assert answers(make_engine(tmp_path, dtype=dtype), [request]) != capped
 
 
-def test_a_foreseen_token_is_left_to_torch_and_is_the_one_that_was_chosen(tiny_gpt2: Path) -> None:
+def test_a_foreseen_token_is_the_one_that_was_chosen(tiny_gpt2: Path) -> None:
     engine = make_engine(tiny_gpt2)
     request = make_request("a", [1, 2, 3], max_tokens=4, temperature=0.0)
     tokens = token_ids(run(engine, [request])["a"])
@@ -142,8 +159,6 @@ def test_a_foreseen_token_is_left_to_torch_and_is_the_one_that_was_chosen(tiny_g
     sequence.token_ids.append(~0)
     sequence.num_computed = 3
     foreseen = step_of(ScheduledSequence(sequence, 1))
-    assert runner._programs is not None
-    assert runner._programs.compute(foreseen) is None
     second = runner.launch(foreseen)()
     assert [result.sampled.token_ids[0] for result in (first, second)] == tokens[:2]
     assert tokens[0] != tokens[1], "or the test sees nothing"

@@ -196,16 +196,17 @@ def test_either_torch_or_the_team_has_threads(
 
     monkeypatch.setattr("gptserve.engine.runner.runner.num_step_threads", lambda work, **limits: 2)
     monkeypatch.setattr(Decoder, "step", computing)
-    engine = make_engine(tiny_gpt2, num_threads=2, dtype=dtype)
+    engine = make_engine(tiny_gpt2, num_threads=2, dtype=dtype, attention_backend="reference")  # torch has a part
     seen.clear()
-    run(engine, [make_request("r", [1, 2], max_tokens=3, prompt_logprobs=0)])  # in which torch has a part
+    run(engine, [make_request("r", [1, 2], max_tokens=3)])
     assert seen == {threads}
 
 
 @pytest.mark.usefixtures("torch_threads")
 def test_the_host_of_a_gpu_computes_on_one_thread_of_torch(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever computes a step: what the host does for a GPU is small."""
-    engine, seen, compute = make_engine(tiny_gpt2, num_threads=2), set(), Decoder.step
+    engine = make_engine(tiny_gpt2, num_threads=2, attention_backend="reference")
+    seen, compute = set(), Decoder.step
 
     def computing(*arguments: Any) -> Any:
         seen.add(torch.get_num_threads())
@@ -284,6 +285,7 @@ def header_bytes(folder: Path) -> int:
 def test_a_step_that_computes_a_part_of_a_prompt_is_awaited(tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = list[torch.device]()
     monkeypatch.setattr(runner, "begin_wait", lambda device: lambda: waits.append(device))
-    engine = make_engine(tiny_gpt2, max_num_batched_tokens=8, max_num_seqs=2)
-    run(engine, [make_request("a", range(20), max_tokens=1, prompt_logprobs=0)])  # no program computes it, as on a GPU
+    # No program computes it, as on a GPU.
+    engine = make_engine(tiny_gpt2, max_num_batched_tokens=8, max_num_seqs=2, attention_backend="reference")
+    run(engine, [make_request("a", range(20), max_tokens=1)])
     assert waits == [torch.device("cpu")] * 2, "8 tokens, 8 more, and 4 with the one that comes after them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.attention import CpuAttention
+from gptserve.engine.backends.cpu.decoder import NativeDecoder
+from gptserve.engine.engine import Engine
 from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.layout import Span, lay_out
 from gptserve.engine.runner import batch_invariance, products, runner
@@ -131,8 +134,7 @@ def test_what_products_read_is_in_fp32_if_all_weights_are_integers(
     monkeypatch.setattr(native, "has_fast_int10", lambda: has_int10)
     write_model(tmp_path, *SHAPES[shape])
     assert obstacle(tmp_path, caplog, dtype="bfloat16", quantization=quantization) is None
-    made = make_engine(tmp_path, dtype="bfloat16", quantization=quantization)._runner._decoder._program
-    assert made is not None
+    made = program_of(make_engine(tmp_path, dtype="bfloat16", quantization=quantization))
     wide = {name for name, dtype in made._dtypes.items() if dtype is torch.float32}
     assert wide == {"x", "taken"} | ({"embedded", "h", "h2", "up", "gated"} if is_wide else set())
 
@@ -201,19 +203,22 @@ def test_logits_of_taken_rows_are_those_of_all_hidden_states(
 ) -> None:
     write_model(tmp_path, *SHAPES[shape])
     engine = make_engine(tmp_path, dtype=dtype)
-    made, cache = engine._runner._decoder, engine._runner._cache
-    assert made._program is not None
+    made, cache = program_of(engine), engine._runner._cache
     arrays = lay_out([prompt(i) for i in range(2)], engine.info.block_size)
-    inputs = model_input(arrays.as_numpy(), torch.device("cpu"))
-    step = inputs.token_ids_T, inputs.positions_T, cache, inputs.metadata
-    expected = made.hidden_states(*step).clone()
-    hidden, logits = made.step(*step, torch.tensor(rows, dtype=torch.int64))
-    assert torch.equal(hidden, expected)
-    if logits is None:
-        assert not rows
-    else:
-        assert torch.equal(logits, made.logits(expected[rows]))
-        assert rows == [0] or not torch.equal(logits, made.logits(expected[[0] * len(rows)])), "as if it took others"
+    made.run(arrays, cache)
+    hidden, expected = made.hidden_states(14).clone(), made.logits(slice(14))
+    made.run(arrays._replace(sampled=array("q", rows)), cache)
+    logits = made.sampled_logits(len(rows)).clone()
+    assert torch.equal(made.hidden_states(14), hidden)
+    assert torch.equal(logits, expected[rows])
+    assert torch.equal(made.logits(slice(3, 9)), expected[3:9])
+    assert rows in ([], [0]) or not torch.equal(logits, expected[[0] * len(rows)]), "as if it took others"
+
+
+def program_of(engine: Engine) -> NativeDecoder:
+    made = engine._runner._decoder.program
+    assert isinstance(made, NativeDecoder)
+    return made
 
 
 def prompt(number: int) -> Span:
@@ -221,7 +226,7 @@ def prompt(number: int) -> Span:
     return Span([(5 * i + 3 * number + 1) % 50 for i in range(7)], 0, [number], num_sampled=1)
 
 
-def test_the_stream_is_not_rounded_to_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stream_is_not_rounded_to_bf16(tmp_path: Path) -> None:
     """So outlier channels, as GPT-2 has, cost less. The weights are bf16's, so the error is all of the computation."""
     write_model(tmp_path, *SHAPES["GPT-2"])
     tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
@@ -230,20 +235,16 @@ def test_the_stream_is_not_rounded_to_bf16(tmp_path: Path, monkeypatch: pytest.M
             tensor[..., :2] *= 20
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
 
-    def hidden(dtype: str) -> Tensor:
+    def hidden(dtype: str, *, by_program: bool = True) -> Tensor:
         engine = make_engine(tmp_path, dtype=dtype)
-        inputs = model_input(lay_out([prompt(1)], engine.info.block_size).as_numpy(), torch.device("cpu"))
-        step = inputs.token_ids_T, inputs.positions_T, engine._runner._cache, inputs.metadata
+        arrays, cache = lay_out([prompt(1)], engine.info.block_size), engine._runner._cache
+        if by_program:
+            program_of(engine).run(arrays, cache)
+            return program_of(engine).hidden_states(7).double()
+        inputs = model_input(arrays.as_numpy(), torch.device("cpu"))
+        step = inputs.token_ids_T, inputs.positions_T, cache, inputs.metadata
         return engine._runner._decoder.hidden_states(*step).double()
 
-    exact, by_program = hidden("float32"), hidden("bfloat16")
-    monkeypatch.setattr(runner, "native_decoder", lambda *arguments: None)
-    by_torch = hidden("bfloat16")
+    exact, by_program, by_torch = hidden("float32"), hidden("bfloat16"), hidden("bfloat16", by_program=False)
     error, rounded = ((found - exact)[:, :2].abs().mean() for found in (by_program, by_torch))
     assert 0 < error < 0.75 * rounded
-
-
-def test_hidden_states_of_a_strided_view_are_taken(tiny_gpt2: Path) -> None:
-    made = make_engine(tiny_gpt2, dtype="bfloat16")._runner._decoder
-    hidden = torch.randn(6, 64)
-    assert torch.equal(made.logits(hidden[::2]), made.logits(hidden)[::2])
