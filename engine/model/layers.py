@@ -17,7 +17,7 @@ from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata,
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.norm import Norm
-from gptserve.engine.model.operations import Operations
+from gptserve.engine.model.operations import BlockWriter, Operations, WritePart
 from gptserve.engine.model.rotary import Rotation, rotate_
 from gptserve.weights.config import ModelConfig
 
@@ -138,6 +138,23 @@ class Residual:
             y = part(h, base)
         return y if self._of_sum is None else self._of_sum(y)
 
+    @staticmethod
+    def write(config: ModelConfig, name: str, writer: BlockWriter, part: WritePart) -> None:
+        """Write the formula of the class: what __call__ computes for a base that is x, with h for the part's input."""
+        placement = config.norm_placement
+        if placement in ("input", "both"):
+            writer.norm(f"{name}_norm", "x", "h")
+        else:
+            writer.copy("x", "h")
+        if placement in ("output", "both"):
+            part("h", "h", "")
+            writer.norm(f"{name}_output_norm", "h", "h")
+            writer.add("x", "h")
+        else:
+            part("h", "x", "x")
+        if placement == "sum":
+            writer.norm(f"{name}_norm", "x", "x")
+
     def of_sum(
         self, part: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, term: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -190,6 +207,19 @@ class Block:
             return self._ffn_residual.of_sum(self._ffn, *self._attn_residual.of_sum(attend, x, term))
         attended = self._attn_residual(attend, x, x)
         return self._ffn_residual(self._ffn, x if self._parallel else attended, attended), None
+
+    @staticmethod
+    def write(config: ModelConfig, name: str, writer: BlockWriter, attention: WritePart, ffn: WritePart) -> None:
+        """Write what __call__ computes, for the parts of the layer of this name. A parallel one has norms of inputs."""
+        if not config.parallel_residual:
+            Residual.write(config, f"{name}.attn", writer, attention)
+            Residual.write(config, f"{name}.ffn", writer, ffn)
+            return
+        writer.norm(f"{name}.attn_norm", "x", "h")
+        if not config.shared_norm:  # before attention is added to x
+            writer.norm(f"{name}.ffn_norm", "x", "h2")
+        attention("h", "x", "x")
+        ffn("h" if config.shared_norm else "h2", "x", "x")
 
 
 def _activation(config: ModelConfig, operations: Operations) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -47,3 +48,20 @@ class Operations:
 
 
 TORCH = Operations()
+
+
+WritePart = Callable[[str, str, str], None]
+"""Writes attention or a feed-forward: it reads one buffer and writes another, plus a residual, or "" for none."""
+
+
+class BlockWriter(Protocol):
+    """Writes the operations of a block as a program over named buffers: x is the residual stream."""
+
+    def norm(self, name: str, source: str, target: str) -> None:
+        """Write the norm of this name, from one buffer to another or in place."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Write a copy."""
+
+    def add(self, target: str, term: str) -> None:
+        """Write that the term is added to the target."""

@@ -41,7 +41,7 @@ from gptserve.engine.runner.products import Linears, check_quantization, product
 from gptserve.engine.runner.program_steps import program_steps
 from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.sampler import SampledTokens, begin_sampling
-from gptserve.engine.runner.step_input import ScoredPrompt, StepInput
+from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.runner.step_memory import make_cache, max_sampled_rows
 from gptserve.engine.runner.step_threads import StepWork, num_step_threads
 from gptserve.engine.staging import begin_wait
@@ -198,16 +198,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, step: StepInput) -> Collect:
-        choose, score = self.choose, list[Callable[[], tuple[int, list[tuple[int, TokenLogprobs]]]]]()
+        choose, scores = self.choose, dict[int, Callable[[], list[tuple[int, TokenLogprobs]]]]()
         if self.graphs is not None and step.decodes:
             logits: Tensor | None = self.graphs.logits(step.arrays, self._chosen())
             choose = self.graphs.choose or choose
         else:
             logits, logits_of = self._compute(step.arrays)
-            if step.prompts:
-                score = [partial(_scored, logits_of, prompt) for prompt in step.prompts]
+            scores = {prompt.sequence: partial(prompt_logprobs, logits_of, prompt) for prompt in step.prompts}
         sample = self._begin_sampling(logits, step, choose)
-        return lambda: StepResult(sample(), dict(scored() for scored in score))
+        return lambda: StepResult(sample(), {sequence: score() for sequence, score in scores.items()})
 
     def _compute(self, arrays: StepArrays) -> tuple[Tensor | None, Callable[[slice], Tensor]]:
         """Compute a step by all ranks; return the logits of its sampled rows, if any, and what gives those of any."""
@@ -242,10 +241,6 @@ class ModelRunner:
         chosen_R, finish = begin_sampling(logits, step.masked_positions(), self.info.eos_token_ids, choose)
         self._chosen = lambda: chosen_R
         return finish
-
-
-def _scored(logits_of: Callable[[slice], Tensor], prompt: ScoredPrompt) -> tuple[int, list[tuple[int, TokenLogprobs]]]:
-    return prompt.sequence, prompt_logprobs(logits_of, prompt)
 
 
 def _no_tokens(device: torch.device) -> Callable[[], SampledTokens]:

@@ -1,16 +1,17 @@
 """The decoder as a program of engine/backends/cpu, which computes a step in one call, from token ids to logits.
 
-It computes what decoder.py and layers.py define, with the same weights, without Python between the operations. In bf16
-it rounds where they do, but keeps the residual stream in fp32. If all weights are integers, it also keeps in fp32 what
-norms and activations return: products of integers quantize it anyway. Where no program can compute a model,
-`native_decoder` returns None, and those two files compute it.
+It computes what decoder.py and layers.py define, with the same weights, without Python between the operations; the
+order of a block's norms, parts and sums stands in layers.py, beside torch's. In bf16 it rounds where they do, but keeps
+the residual stream in fp32. If all weights are integers, it also keeps in fp32 what norms and activations return:
+products of integers quantize it anyway. Where no program can compute a model, `native_decoder` returns None, and those
+two files compute it.
 Decoder and program_steps.py call it. Shape letters as in engine/model/attention.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ctypes import Array, Structure, addressof, c_float, c_int32, c_void_p
 from typing import Any
 
@@ -24,9 +25,11 @@ from gptserve.engine.backends.cpu.linear import NativeLinear, PackedRows
 from gptserve.engine.backends.cpu.program import ROUTE_BYTES, Experts, Gate, Norm, Program, Rotation, Table
 from gptserve.engine.model.activation import soft_cap
 from gptserve.engine.model.attention import AttentionBackend, Cache
+from gptserve.engine.model.layers import Block
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.loading import StreamedTensors
+from gptserve.engine.model.operations import WritePart
 from gptserve.weights.config import Experts as Mixture
 from gptserve.weights.config import ModelConfig
 
@@ -34,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 _WIDE = ("x", "taken", "logits")
 """The buffers that are always in fp32: those of the residual stream, and the logits."""
-
-Part = Callable[[str, str, str], None]
-"""Appends attention or a feed-forward: it reads one buffer and writes another, plus a residual; "" is none."""
 
 
 def native_decoder(
@@ -203,7 +203,7 @@ def _cap(logits: Tensor, cap: float) -> None:
 
 
 class _Writer:
-    """Writes a program: what is called here is appended, in the order of the calls."""
+    """Writes a program: what is called here is appended, in the order of the calls. A BlockWriter."""
 
     def __init__(
         self,
@@ -236,18 +236,10 @@ class _Writer:
 
     def block(self, layer: int, table: Tensor | None, backend: CpuAttention) -> None:
         """Put x through a layer, as `Block` in layers.py defines it."""
-        name, shared = f"blocks.{layer}", self._config.shared_norm
+        name = f"blocks.{layer}"
         attention = self._attention(layer, table, backend)
         ffn = self._feed_forward(name) if self._config.experts is None else self._mixture(name, self._config.experts)
-        if not self._config.parallel_residual:
-            self._residual(f"{name}.attn", attention)
-            self._residual(f"{name}.ffn", ffn)
-            return
-        self._norm(f"{name}.attn_norm", "x", "h")
-        if not shared:  # before attention is added to x
-            self._norm(f"{name}.ffn_norm", "x", "h2")
-        attention("h", "x", "x")
-        ffn("h" if shared else "h2", "x", "x")
+        Block.write(self._config, name, self, attention, ffn)
 
     def head(self) -> None:
         """Write the logits of taken rows of x."""
@@ -261,23 +253,16 @@ class _Writer:
             source = "embedded"
         self._linear("head", source, "logits")
 
-    def _residual(self, name: str, part: Part) -> None:
-        """Add a part to x, as `Residual` in layers.py defines it."""
-        placement = self._config.norm_placement
-        if placement in ("input", "both"):
-            self._norm(f"{name}_norm", "x", "h")
-        else:
-            self.program.add("copy", "x", "h")
-        if placement in ("output", "both"):
-            part("h", "h", "")
-            self._norm(f"{name}_output_norm", "h", "h")
-            self.program.add("add", "x", "x", residual="h")
-        else:
-            part("h", "x", "x")
-        if placement == "sum":
-            self._norm(f"{name}_norm", "x", "x")
+    def norm(self, name: str, source: str, target: str) -> None:
+        self._norm(name, source, target)
 
-    def _attention(self, layer: int, table: Tensor | None, backend: CpuAttention) -> Part:
+    def copy(self, source: str, target: str) -> None:
+        self.program.add("copy", source, target)
+
+    def add(self, target: str, term: str) -> None:
+        self.program.add("add", target, target, residual=term)
+
+    def _attention(self, layer: int, table: Tensor | None, backend: CpuAttention) -> WritePart:
         name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
         num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
 
@@ -297,7 +282,7 @@ class _Writer:
 
         return append
 
-    def _feed_forward(self, name: str) -> Part:
+    def _feed_forward(self, name: str) -> WritePart:
         def append(source: str, target: str, residual: str) -> None:
             self._linear(f"{name}.ffn_up", source, "up")
             hidden = "up"
@@ -308,7 +293,7 @@ class _Writer:
 
         return append
 
-    def _mixture(self, name: str, experts: Mixture) -> Part:
+    def _mixture(self, name: str, experts: Mixture) -> WritePart:
         data = Experts(
             ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num)),
             downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num)),
