@@ -14,6 +14,9 @@ from torch.nn import functional
 from gptserve.engine.model.activation import activate
 from gptserve.weights.config import Activation
 
+_ALIGNED_ROWS = 8
+"""On an H100 the head of GPT-2, of 50,257 rows, takes 108 us for 32 sequences without rows of zeros."""
+
 
 class Linear(Protocol):
     """y = act(x W^T + b) + residual for x [rows, in], contiguous, in the weight's dtype."""
@@ -39,6 +42,8 @@ class DenseLinear:
     """torch's linear: any device and dtype; the others are tested against it.
 
     cuBLAS chooses its kernel by the number of rows, so with `call_rows` each call has this many, the last ones zeros.
+    It chooses a slow one for fp32 results of a width that is no multiple of _ALIGNED_ROWS: such a weight gets rows of
+    zeros.
     """
 
     def __init__(
@@ -49,8 +54,14 @@ class DenseLinear:
         out_dtype: torch.dtype | None = None,
         call_rows: int | None = None,
     ) -> None:
-        self._weight, self._bias, self._activation, self._call_rows = weight, bias, activation, call_rows
+        self._bias, self._activation, self._call_rows = bias, activation, call_rows
         self._is_wide = out_dtype is torch.float32 is not weight.dtype and weight.device.type != "cpu"
+        self._weight, self._num_out = with_aligned_rows(weight) if self._is_wide else weight, len(weight)
+
+    @property
+    def copied_rows(self) -> Tensor | None:
+        """The weight [out, in], where it was copied for rows of zeros."""
+        return self._weight[: self._num_out] if len(self._weight) > self._num_out else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._call_rows is None:
@@ -65,8 +76,14 @@ class DenseLinear:
     def _multiply(self, x: Tensor) -> Tensor:
         if not self._is_wide:
             return functional.linear(x, self._weight, self._bias)
-        y = torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+        y = torch.mm(x, self._weight.t(), out_dtype=torch.float32)[:, : self._num_out]
         return y if self._bias is None else y + self._bias
+
+
+def with_aligned_rows(weight: Tensor) -> Tensor:
+    """Return the weight [out, in], with rows of zeros behind it up to a multiple of _ALIGNED_ROWS if it needs any."""
+    missing = -len(weight) % _ALIGNED_ROWS
+    return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 class LinearMaker(Protocol):
@@ -104,8 +121,8 @@ class DenseLinears:
     def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
         """Nothing depends on the tables."""
 
-    def rows_of(self, linear: Linear) -> None:
-        """A linear holds the weight itself."""
+    def rows_of(self, linear: Linear) -> Rows | None:
+        return linear.copied_rows if isinstance(linear, DenseLinear) else None
 
     def make(
         self,

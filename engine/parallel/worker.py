@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -69,7 +69,7 @@ def _serve(config: EngineConfig, share: Share, path: str, connection: Connection
     model = share.of_config(whole)
     backend = choose_backend(config, device, dtype, layer_specs(model, device), whole.max_position)
     operations = choose_operations(model, device, dtype)
-    call_rows = None
+    call_rows: Mapping[tuple[int, int], int] = {}
     if device.type != "cpu":  # each GPU has its products; on a CPU those of the first rank are those of all
         products = choose_products(config, model, device, dtype, backend, num_threads)
         call_rows = products.call_rows

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from os import putenv
 from typing import NoReturn
 
@@ -47,10 +47,13 @@ _BESIDE = (1, 2, 7, 63)
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Whether rows have the same bits in any batch, and how many a call computes (None: as many as there are)."""
+    """Whether rows have the same bits in any batch, and how many a call computes, by the shape (in, out) of a product.
+
+    Those of other shapes compute as many rows as there are.
+    """
 
     are_invariant: bool
-    call_rows: int | None = None
+    call_rows: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
 def set_up_device(config: EngineConfig, device: torch.device) -> None:
@@ -120,21 +123,22 @@ def _on_gpu(
     """Return the products, in calls of one size if need be, or why rows depend on the batch even so."""
     if backend.name == "reference":
         return "attention is 'reference', whose sums on a GPU depend on the lengths of sequences"
-    counts = gpu_counts(config.max_num_seqs, config.max_num_batched_tokens)
-    found = None
-    for call_rows in (None, CALL_ROWS):
-        if found is not None:
-            logger.warning(
-                "linear: calls of %d rows, which are slower, are used instead of larger: %s", call_rows, found
-            )
+    counts, shapes = gpu_counts(config.max_num_seqs, config.max_num_batched_tokens), linear_shapes(model)
+
+    def difference(shape: tuple[int, int], call_rows: int | None = None) -> str | None:
         try:
-            found = first_difference(linear_shapes(model), counts, device, dtype, call_rows=call_rows)
+            return first_difference([shape], counts, device, dtype, call_rows=call_rows)
         except RuntimeError as error:  # of a library or a GPU that no test has seen
-            found = f"products failed with {error}"
-        if found is None:
-            return Products(are_invariant=True, call_rows=call_rows)
-    assert found is not None
-    return found
+            return f"products failed with {error}"
+
+    found = {shape: why for shape in sorted(shapes) if (why := difference(shape)) is not None}
+    if not found:
+        return Products(are_invariant=True)
+    text = "linear: calls of %d rows, which are slower, are used instead of larger for %d of %d shapes: %s"
+    logger.warning(text, CALL_ROWS, len(found), len(shapes), next(iter(found.values())))
+    if (why := next(filter(None, (difference(shape, CALL_ROWS) for shape in found)), None)) is not None:
+        return why
+    return Products(are_invariant=True, call_rows=dict.fromkeys(found, CALL_ROWS))
 
 
 def gpu_counts(max_num_seqs: int, max_num_tokens: int) -> list[int]:

@@ -6,6 +6,7 @@ ModelRunner hands a Linears to what builds the layers, which knows nothing of pa
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -117,7 +118,7 @@ class Linears:
 
     `quantization` is that of a model of num_layers layers: memory.py says what becomes of each weight. Columns of
     outlier channels are not quantized in the linears that take the residual stream. Our own products keep their weights
-    in `memory`; torch's multiply call_rows a call.
+    in `memory`; torch's of the shapes (in, out) in call_rows multiply so many rows a call.
     """
 
     def __init__(
@@ -125,10 +126,10 @@ class Linears:
         quantization: Quantization | None = None,
         num_layers: int = 0,
         memory: HugePages | None = None,
-        call_rows: int | None = None,
+        call_rows: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
         self._quantization, self._num_layers = quantization, num_layers
-        self._memory, self._call_rows = memory or HugePages(), call_rows
+        self._memory, self._call_rows = memory or HugePages(), call_rows or {}
         self._large_channels: Tensor | None = None
 
     def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
@@ -145,8 +146,11 @@ class Linears:
     ) -> Linear:
         weight_type = weight_type_of(name, self._num_layers, self._quantization)
         exact_inputs = self._large_channels if name.rpartition(".")[2] in OF_STREAM else None
-        options = weight_type, self._call_rows, exact_inputs, self._memory
+        num_out, num_in = weight.shape
+        options = weight_type, self._call_rows.get((num_in, num_out)), exact_inputs, self._memory
         return make_linear(weight, bias, activation, out_dtype, *options)
 
     def rows_of(self, linear: Linear) -> Rows | None:
+        if isinstance(linear, DenseLinear):
+            return linear.copied_rows
         return PackedRows(linear) if type(linear) is NativeLinear else None  # the others are quantized

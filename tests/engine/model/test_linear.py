@@ -14,7 +14,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear, PackedRows
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.linear import DenseLinear
+from gptserve.engine.model.linear import DenseLinear, with_aligned_rows
 from gptserve.engine.runner.products import build_of, make_linear, product_of
 from gptserve.weights.config import Activation
 from tests.engine.backends.cpu import onednn
@@ -310,3 +310,22 @@ def test_rows_of_a_packed_weight_have_its_bits(num_in: int, dtype: torch.dtype) 
         assert rows[numbers_R].dtype is rows.dtype is dtype
         assert torch.equal(rows[numbers_R].view(integers), bits[numbers_R])
     assert torch.equal(rows[torch.arange(70)[::3]].view(integers), bits[::3])
+
+
+def test_a_weight_with_fp32_results_gets_rows_of_zeros_that_nobody_sees() -> None:
+    weight = torch.randn(13, 4, dtype=torch.bfloat16)
+    aligned = with_aligned_rows(weight)
+    assert torch.equal(aligned[:13], weight)
+    assert torch.equal(aligned[13:], torch.zeros(3, 4, dtype=torch.bfloat16))
+    assert with_aligned_rows(aligned) is aligned
+    head = DenseLinear(weight.to("meta"), None, out_dtype=torch.float32)
+    assert head.copied_rows is not None
+    assert head.copied_rows.shape == (13, 4)
+    logits = head(torch.empty(2, 4, dtype=torch.bfloat16, device="meta"))
+    assert (logits.shape, logits.stride(), logits.dtype) == ((2, 13), (16, 1), torch.float32)
+
+
+@pytest.mark.parametrize(("num_rows", "device"), [(13, "cpu"), (16, "meta")])
+def test_a_weight_that_needs_no_rows_of_zeros_is_not_copied(num_rows: int, device: str) -> None:
+    weight = torch.empty(num_rows, 4, dtype=torch.bfloat16, device=device)
+    assert DenseLinear(weight, None, out_dtype=torch.float32).copied_rows is None

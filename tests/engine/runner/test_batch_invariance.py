@@ -22,6 +22,7 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.model.linear import DenseLinear, Linear
 from gptserve.engine.runner import batch_invariance
+from gptserve.engine.runner import products as products_module
 from gptserve.engine.runner.batch_invariance import (
     CALL_ROWS,
     PROBED_ROWS,
@@ -32,7 +33,8 @@ from gptserve.engine.runner.batch_invariance import (
     gpu_counts,
     set_up_device,
 )
-from gptserve.engine.runner.products import make_linear
+from gptserve.engine.runner.memory import linear_shapes
+from gptserve.engine.runner.products import Linears, make_linear
 from gptserve.weights.families import load_config
 from tests.engine.backends.cpu import onednn
 from tests.engine.runs import make_config, make_engine
@@ -153,14 +155,35 @@ def test_products_of_a_gpu_that_depend_on_the_number_of_rows_get_calls_of_one_si
     tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = Calls(monkeypatch, by_number)
-    assert chosen_on_gpu(tiny_gpt2) == Products(are_invariant=True, call_rows=CALL_ROWS)
+    shapes = linear_shapes(replace(load_config(tiny_gpt2), vocab_size=9))
+    assert chosen_on_gpu(tiny_gpt2) == Products(are_invariant=True, call_rows=dict.fromkeys(shapes, CALL_ROWS))
     (message,) = caplog.messages
     why = r"a row of a product \(\d+ inputs, \d+ outputs\) has other bits among 1 rows than among 512"
-    assert re.fullmatch(f"linear: calls of 64 rows, which are slower, are used instead of larger: {why}", message)
+    text = "linear: calls of 64 rows, which are slower, are used instead of larger for 5 of 5 shapes"
+    assert re.fullmatch(f"{text}: {why}", message)
     calls.rows.clear()
     linear, x = DenseLinear(torch.randn(5, 16), torch.randn(5), call_rows=CALL_ROWS), torch.randn(150, 16)
     assert torch.equal(linear(x)[148:], linear(x[148:]))
     assert calls.rows == {CALL_ROWS}
+
+
+def test_only_the_shapes_that_need_it_get_calls_of_one_size(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An H200 was seen to compute one row of a head by another kernel than more rows."""
+    calls = Calls(monkeypatch, lambda x, weight: (by_number if len(weight) == 9 else exact)(x, weight))
+    model = replace(load_config(tiny_gpt2), vocab_size=9)
+    head = model.hidden_size, 9
+    products = chosen_on_gpu(tiny_gpt2)
+    assert products == Products(are_invariant=True, call_rows={head: CALL_ROWS})
+    assert f"larger for 1 of {len(linear_shapes(model))} shapes: a row of a product ({head[0]} inputs" in caplog.text
+    monkeypatch.setattr(products_module, "product_of", lambda *_: "torch")
+    linears, x = Linears(call_rows=products.call_rows), torch.randn(70, head[0])
+    for num_out, rows in ((9, CALL_ROWS), (7, len(x))):
+        linear = linears.make("head", torch.randn(num_out, head[0]), None)
+        calls.rows.clear()
+        assert linear(x).shape == (70, num_out)
+        assert calls.rows == {rows}
 
 
 @pytest.mark.parametrize(
