@@ -46,13 +46,17 @@ class ProgramSteps:
 
         Foreseen tokens are those of chosen_before.
         """
-        arrays = _known(step.arrays, chosen_before)
+        arrays = step.arrays if min(step.arrays.token_ids) >= 0 else _known(step.arrays, chosen_before())
         logits = self._program.run(arrays, self._cache)
-        positions = step.masked_positions()
+        positions = step.positions if step.masks is None else step.masked_positions()
+        vocab_size, eos_token_ids = info.vocab_size, info.eos_token_ids
         assert len(positions) == len(arrays.sampled)
-        chosen = draw(logits, [choice_at(position, info.vocab_size, info.eos_token_ids) for position in positions])
+        chosen = draw(logits, [choice_at(position, vocab_size, eos_token_ids) for position in positions])
         sampled = sampled_tokens(chosen, reported_logprobs_at(logits, chosen, positions))
-        return chosen, sampled, {its.sequence: prompt_logprobs(self._program.logits, its) for its in step.prompts}
+        scores: dict[int, list[tuple[int, TokenLogprobs]]] = {}
+        for prompt in step.prompts:
+            scores[prompt.sequence] = prompt_logprobs(self._program.logits, prompt)
+        return chosen, sampled, scores
 
     def logits(
         self, arrays: StepArrays, chosen_before: Callable[[], Sequence[int]]
@@ -61,18 +65,17 @@ class ProgramSteps:
 
         All are valid until the next step.
         """
-        self._program.run(_known(arrays, chosen_before), self._cache)
+        if min(arrays.token_ids) < 0:
+            arrays = _known(arrays, chosen_before())
+        self._program.run(arrays, self._cache)
         num_sampled = len(arrays.sampled)
         return self._program.sampled_logits(num_sampled) if num_sampled else None, self._program.logits
 
 
-def _known(arrays: StepArrays, chosen_before: Callable[[], Sequence[int]]) -> StepArrays:
+def _known(arrays: StepArrays, chosen: Sequence[int]) -> StepArrays:
     """Return the arrays with the ids that the step before chose.
 
     A row that chose none, -1, gives the id 0: what follows is void.
     """
-    if min(arrays.token_ids) >= 0:
-        return arrays
-    chosen = chosen_before()
     token_ids = [token_id if token_id >= 0 else max(0, chosen[~token_id]) for token_id in arrays.token_ids]
     return arrays._replace(token_ids=array("q", token_ids))
