@@ -80,8 +80,8 @@ FAULTS = (
     Fault(
         "bad_words_of_the_prompt",
         "engine/sampling/adjustments.py",
-        "position.tokens_from(max(num_prompt, position.num_before - longest))",
-        "position.tokens_from(position.num_before - longest)",
+        "known[max(num_prompt, num_before - longest) :]",
+        "known[max(0, num_before - longest) :]",
         ("tests/engine/sampling", "tests/engine/runner/test_sampler.py"),
         "a bad word is ruled out whose beginning stands in the prompt",
     ),
@@ -121,14 +121,14 @@ FAULTS = (
     ),
     Fault(
         "parallel_norm_too_late",
-        "engine/backends/cpu/decoder.py",
-        """        if not shared:  # before attention is added to x
-            self._norm(f"{name}.ffn_norm", "x", "h2")
+        "engine/model/layers.py",
+        """        if not config.shared_norm:  # before attention is added to x
+            writer.norm(f"{name}.ffn_norm", "x", "h2")
         attention("h", "x", "x")
 """,
         """        attention("h", "x", "x")
-        if not shared:
-            self._norm(f"{name}.ffn_norm", "x", "h2")
+        if not config.shared_norm:
+            writer.norm(f"{name}.ffn_norm", "x", "h2")
 """,
         ("tests/engine/backends/cpu/test_decoder.py", "tests/parity/test_families.py"),
         "the feed-forward of a parallel residual reads what attention has added",
@@ -161,10 +161,10 @@ FAULTS = (
     Fault(
         "prompt_logprobs_shifted",
         "engine/runner/prompt_logprobs.py",
-        "sequence.token_ids[positions[0] : positions[-1] + 1]",
-        "sequence.token_ids[positions[0] - 1 : positions[-1]]",
+        "enumerate(scores, prompt.first_position + start)",
+        "enumerate(scores, prompt.first_position + start - 1)",
         ("tests/engine/runner/test_logprobs.py", "tests/engine/runner/test_runner.py", "tests/engine/test_engine.py"),
-        "each token of a prompt has the logprob of the token before it",
+        "each token of a prompt has the logprob of the token after it",
     ),
     Fault(
         "next_step_blamed",
