@@ -201,6 +201,15 @@ def api(make_api: Callable[..., Api]) -> Api:
     return make_api(FakeEngineClient())
 
 
+@pytest.fixture(scope="module")
+def refusing_api() -> Iterator[Api]:
+    """One for all requests of a file that are refused before they reach the engine, as they leave nothing behind."""
+    made = Api(FakeEngineClient())
+    yield made
+    made.close()
+    assert made.engine.submitted == [], "a request was not refused"
+
+
 @pytest.fixture
 def make_api() -> Iterator[Callable[..., Api]]:
     """Make applications whose journals are closed at the end of the test."""

@@ -44,8 +44,8 @@ INVALID_TYPES = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), INVALID_TYPES)
-def test_a_wrong_type(api: Api, body: dict[str, Any], param: str, message: str) -> None:
-    check(api, body, 400, "invalid_type", param, message)
+def test_a_wrong_type(refusing_api: Api, body: dict[str, Any], param: str, message: str) -> None:
+    check(refusing_api, body, 400, "invalid_type", param, message)
 
 
 INVALID_VALUES = [
@@ -83,8 +83,8 @@ INVALID_VALUES = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), INVALID_VALUES)
-def test_an_invalid_value(api: Api, body: dict[str, Any], param: str, message: str) -> None:
-    check(api, body, 400, "invalid_value", param, message)
+def test_an_invalid_value(refusing_api: Api, body: dict[str, Any], param: str, message: str) -> None:
+    check(refusing_api, body, 400, "invalid_value", param, message)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,16 @@ def test_an_invalid_value(api: Api, body: dict[str, Any], param: str, message: s
         ({"moderation": {"model": "m"}}, "moderation", "moderation is"),
     ],
 )
-def test_what_the_server_cannot_do_is_refused_in_words(api: Api, body: dict[str, Any], param: str, lack: str) -> None:
+def test_what_the_server_cannot_do_is_refused_in_words(
+    refusing_api: Api, body: dict[str, Any], param: str, lack: str
+) -> None:
     message = f"{lack} not supported by this server; leave out {param}"
-    check(api, body, 400, "unsupported_parameter", param, message)
+    check(refusing_api, body, 400, "unsupported_parameter", param, message)
 
 
 @pytest.mark.parametrize(("name", "value"), [("prompt", "x"), ("echo", True)])
-def test_a_field_of_completions_is_refused(api: Api, name: str, value: object) -> None:
-    check(api, {name: value}, 400, "unknown_parameter", name, f"{name} is not a field of this route")
+def test_a_field_of_completions_is_refused(refusing_api: Api, name: str, value: object) -> None:
+    check(refusing_api, {name: value}, 400, "unknown_parameter", name, f"{name} is not a field of this route")
 
 
 @pytest.mark.parametrize(
@@ -118,12 +120,12 @@ def test_a_field_of_completions_is_refused(api: Api, name: str, value: object) -
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
     ],
 )
-def test_a_missing_field(api: Api, message: dict[str, Any], param: str) -> None:
-    check(api, {"messages": [message]}, 400, "missing_required_parameter", param, f"{param} is required")
+def test_a_missing_field(refusing_api: Api, message: dict[str, Any], param: str) -> None:
+    check(refusing_api, {"messages": [message]}, 400, "missing_required_parameter", param, f"{param} is required")
 
 
-def test_messages_are_required(api: Api) -> None:
-    response = api.request("POST", "/v1/chat/completions", json={})
+def test_messages_are_required(refusing_api: Api) -> None:
+    response = refusing_api.request("POST", "/v1/chat/completions", json={})
     assert response.json()["error"] == {
         "message": "messages is required",
         "type": "invalid_request_error",
@@ -132,9 +134,9 @@ def test_messages_are_required(api: Api) -> None:
     }
 
 
-def test_an_unknown_model(api: Api) -> None:
+def test_an_unknown_model(refusing_api: Api) -> None:
     message = "model 'gpt-9' does not exist; this server has 'test-model'"
-    check(api, {"model": "gpt-9"}, 404, "model_not_found", "model", message)
+    check(refusing_api, {"model": "gpt-9"}, 404, "model_not_found", "model", message)
 
 
 CONTEXT = "is too long. This model's maximum context length is 256 tokens"
@@ -149,8 +151,8 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), TOO_LONG)
-def test_what_exceeds_the_context(api: Api, body: dict[str, Any], param: str, message: str) -> None:
-    check(api, body, 400, "context_length_exceeded", param, message)
+def test_what_exceeds_the_context(refusing_api: Api, body: dict[str, Any], param: str, message: str) -> None:
+    check(refusing_api, body, 400, "context_length_exceeded", param, message)
 
 
 def test_a_model_without_a_template_says_what_to_do(make_api: Callable[..., Api]) -> None:

@@ -50,43 +50,46 @@ def bystander() -> Iterator[Bystander]:
             yield Bystander(server, response.iter_lines())
 
 
-def check(bystander: Bystander, content: bytes, status: int, code: str, param: str | None, message: str) -> None:
+def refusal(bystander: Bystander, content: bytes, status: int, code: str, param: str | None) -> str:
+    """Return the message of a refusal that has all else as given and disturbs nobody."""
     num_submitted = len(bystander.server.engine.submitted)
     response = bystander.post(content)
-    assert response.json() == {"error": {"message": message, "type": TYPE, "param": param, "code": code}}
+    error = response.json()["error"]
+    message: str = error.pop("message")
+    assert error == {"type": TYPE, "param": param, "code": code}, message
     assert response.status_code == status
     assert response.headers["x-request-id"]
     assert len(bystander.server.engine.submitted) == num_submitted
     assert bystander.goes_on()
+    return message
+
+
+def check(bystander: Bystander, content: bytes, status: int, code: str, param: str | None, message: str) -> None:
+    assert refusal(bystander, content, status, code, param) == message
 
 
 INVALID_JSON = {
-    "empty body": (b"", "EOF while parsing a value at line 1 column 0"),
-    "not a number": (b'{"prompt": "x", "x": [NaN]}', "expected value at line 1 column 23"),
-    "infinity": (b'{"prompt": "x", "x": [Infinity]}', "expected value at line 1 column 23"),
-    "minus infinity": (b'{"prompt": "x", "x": [-Infinity]}', "invalid number at line 1 column 24"),
-    "unfinished": (b'{"prompt": "x"', "EOF while parsing an object at line 1 column 14"),
-    "two values": (b'{"prompt": "x"} 1', "trailing characters at line 1 column 17"),
-    "deep nesting": (b'{"prompt": ' + b"[" * 60_000, "recursion limit exceeded at line 1 column 212"),
-    "a number of 5,000 digits": (b'{"n": ' + b"9" * 5000 + b"}", "number out of range at line 1 column 4308"),
-    "a lone high surrogate": (b'{"prompt": "\\ud800"}', "unexpected end of hex escape at line 1 column 19"),
-    "a lone high surrogate before text": (
-        b'{"prompt": "\\ud83dabc"}',
-        "unexpected end of hex escape at line 1 column 19",
-    ),
-    "a lone low surrogate": (b'{"prompt": "\\udc00"}', "lone leading surrogate in hex escape at line 1 column 18"),
-    "a surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80"}', "invalid unicode code point at line 1 column 13"),
-    "bytes that are not UTF-8": (b'{"prompt": "\xff"}', "invalid unicode code point at line 1 column 13"),
-    "a control character": (
-        b'{"prompt": "\n"}',
-        "control character (\\u0000-\\u001F) found while parsing a string at line 2 column 0",
-    ),
+    "empty body": b"",
+    "not a number": b'{"prompt": "x", "x": [NaN]}',
+    "infinity": b'{"prompt": "x", "x": [Infinity]}',
+    "minus infinity": b'{"prompt": "x", "x": [-Infinity]}',
+    "unfinished": b'{"prompt": "x"',
+    "two values": b'{"prompt": "x"} 1',
+    "deep nesting": b'{"prompt": ' + b"[" * 60_000,
+    "a number of 5,000 digits": b'{"n": ' + b"9" * 5000 + b"}",
+    "a lone high surrogate": b'{"prompt": "\\ud800"}',
+    "a lone high surrogate before text": b'{"prompt": "\\ud83dabc"}',
+    "a lone low surrogate": b'{"prompt": "\\udc00"}',
+    "a surrogate in UTF-8": b'{"prompt": "\xed\xa0\x80"}',
+    "bytes that are not UTF-8": b'{"prompt": "\xff"}',
+    "a control character": b'{"prompt": "\n"}',
 }
 
 
-@pytest.mark.parametrize(("content", "reason"), INVALID_JSON.values(), ids=INVALID_JSON)
-def test_invalid_json(bystander: Bystander, content: bytes, reason: str) -> None:
-    check(bystander, content, 400, "invalid_json", None, f"the body is not valid JSON: {reason}")
+@pytest.mark.parametrize("content", INVALID_JSON.values(), ids=INVALID_JSON)
+def test_invalid_json(bystander: Bystander, content: bytes) -> None:
+    """The parser's own words follow."""
+    assert refusal(bystander, content, 400, "invalid_json", None).startswith("the body is not valid JSON: ")
 
 
 @pytest.mark.parametrize(("content", "shown"), [(b"[]", "[]"), (b'"x"', "'x'"), (b"1", "1"), (b"null", "null")])

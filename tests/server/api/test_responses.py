@@ -427,9 +427,9 @@ REFUSED: list[tuple[dict[str, Any], str | None, str, str]] = [
 
 @pytest.mark.parametrize(("body", "param", "code", "message"), REFUSED, ids=[message[:40] for *_, message in REFUSED])
 def test_what_is_not_supported_is_refused_in_words(
-    api: Api, body: dict[str, Any], param: str, code: str, message: str
+    refusing_api: Api, body: dict[str, Any], param: str, code: str, message: str
 ) -> None:
-    refused = respond(api, **body)
+    refused = respond(refusing_api, **body)
 
     assert refused.status_code == 400
     assert refused.json()["error"] == {
@@ -438,7 +438,7 @@ def test_what_is_not_supported_is_refused_in_words(
         "param": param,
         "code": code,
     }
-    assert api.engine.submitted == []
+    assert refusing_api.engine.submitted == []
 
 
 def test_a_template_may_refuse_the_input(make_api: Callable[..., Api]) -> None:

@@ -304,13 +304,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
 @pytest.mark.parametrize("route", ["complete", "chat"])
-def test_what_is_refused(api: Api, route: str, fields: dict[str, Any], param: str, message: str) -> None:
+def test_what_is_refused(refusing_api: Api, route: str, fields: dict[str, Any], param: str, message: str) -> None:
     body = {"max_tokens": 16, **({"prompt": "x"} if route == "complete" else {}), **fields}
-    response = getattr(api, route)(**body)
+    response = getattr(refusing_api, route)(**body)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["message"]) == (400, param, message)
     assert error["code"] == ("invalid_type" if RULE in message or "an array" in message else "invalid_value")
-    assert api.engine.submitted == []
+    assert refusing_api.engine.submitted == []
 
 
 def test_a_limit_that_does_not_fit_is_told_before_a_cut(api: Api) -> None:
