@@ -113,6 +113,7 @@ async def all_events(url: httpx.URL, bodies: list[dict[str, Any]], harm: Harm | 
     return [task.result() for task in tasks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "num_clients"),
     [

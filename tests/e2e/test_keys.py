@@ -25,6 +25,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
     process.kill()
 
 
+@pytest.mark.slow
 def test_keys_open_under_their_names_and_the_file_is_followed(process: Process, tmp_path: Path) -> None:
     url = json.loads(process.wait_for_line(" ready on "))["message"].split()[-1]
 

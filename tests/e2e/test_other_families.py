@@ -61,6 +61,7 @@ def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "Llama 3" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )

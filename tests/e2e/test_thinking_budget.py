@@ -52,7 +52,9 @@ def read(answer: Any) -> tuple[list[int], str, str]:
     return ids, reasoning, text
 
 
-@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize(
+    "wanted", [pytest.param(wanted, marks=pytest.mark.slow if i > 1 else ()) for i, wanted in enumerate(WANTED)]
+)
 def test_reasoning_ends_at_its_limit_and_the_answer_follows(folder: Path, wanted: str) -> None:
     tokenizer = Tokenizer.open(folder)
     [end] = tokenizer.encode_with_special("</think>")

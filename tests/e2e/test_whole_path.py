@@ -277,6 +277,7 @@ def test_the_openai_client_streams_cancels_and_gets_typed_errors(client: httpx.C
             api.completions.create(model="gpt-5", prompt="Once")
 
 
+@pytest.mark.slow
 def test_the_metrics_under_load_are_those_of_what_was_sent(client: httpx.Client) -> None:
     before = samples(client)
     bodies = [any_body(i) | {"stop": None, "ignore_eos": True} for i in range(NUM_ANSWERS)]

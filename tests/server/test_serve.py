@@ -354,6 +354,7 @@ def test_a_load_that_hangs_ends_the_start(launch: Any) -> None:
     assert_one_sentence(status, log, "gptserve: the engine did not load within 0.01 s")
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_replaced_ends_streams_with_an_error_and_the_process_with_status_1(
     launch_held: Any,
 ) -> None:
@@ -406,6 +407,7 @@ def test_a_signal_while_loading_ends_with_status_0(launch: Any) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_metrics_are_not_shared_by_files(launch: Any, tmp_path: Path) -> None:
     process = launch(PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "missing"))
     process.wait_for_line("ignoring PROMETHEUS_MULTIPROC_DIR: this server is one process")
@@ -429,6 +431,7 @@ def test_the_engine_may_run_in_a_thread(launch: Any) -> None:
     assert process.wait()[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="runs a line with curl")
 @pytest.mark.parametrize(
     ("flags", "environment"),
@@ -504,6 +507,7 @@ def test_a_model_without_a_chat_template_takes_the_one_chosen(launch: Any, tmp_p
     assert mine_answer["choices"][0]["message"]["content"] == expected["choices"][0]["text"]
 
 
+@pytest.mark.slow
 def test_a_model_has_names_sampling_defaults_and_a_tokenizer(launch: Any) -> None:
     process = launch("--served-model-name", "teller", "--served-model-name", "gpt-4o")
     process.wait_for_line("sampling defaults of the model: temperature=0.8 (--generation-config none turns them off)")
@@ -542,6 +546,7 @@ def test_sampling_defaults_that_are_not_valid_end_the_start(launch: Any, tmp_pat
         assert client.get("/v1/models").json()["data"][0]["sampling_defaults"] == {}
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_is_not_valid_ends_the_start(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
     status, log = launch("--chat-template", str(tmp_path / "broken.jinja")).wait()
@@ -591,6 +596,7 @@ def test_what_is_not_started_in_time_gets_status_503(launch_held: Any, gate: Eng
     assert process.wait()[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with the openssl command")
 def test_tls_is_served_and_the_probe_of_the_container_follows(launch: Any, tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")

@@ -336,6 +336,7 @@ def test_a_header_of_many_numbers_is_refused_before_anything_is_built_of_it(
     refused(tiny, InvalidCheckpointError, "its header must have at most 4194304 commas, got more")
 
 
+@pytest.mark.slow
 def test_a_quantized_mixture_of_experts_is_not_too_many_tensors(tiny: Path) -> None:
     """What it is refused for here are its names."""
     kinds = [f"{linear}.{kind}" for linear in ("gate_proj", "up_proj", "down_proj") for kind in ("a", "b", "c", "d")]

@@ -124,7 +124,11 @@ def test_one_of_both_is_tested_on_linux() -> None:
     assert sys.platform != "linux" or HAS.landlock or HAS.filters_calls
 
 
-@pytest.mark.parametrize("code", [*FILES.values(), *CHANGES.values(), *CALLS.values()])
+# The filter by itself denies changes and calls, below.
+@pytest.mark.parametrize(
+    "code",
+    [*FILES.values(), *(pytest.param(c, marks=pytest.mark.slow) for c in (*CHANGES.values(), *CALLS.values()))],
+)
 def test_both_deny_what_a_process_could_do_without(folder: Path, code: str) -> None:
     assert tried(folder, "both", code) == "denied"
     assert (folder / "readable/file").read_text() == "text"

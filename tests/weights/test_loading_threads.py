@@ -93,6 +93,7 @@ print(before, resident_mib())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps memory for each thread")
 def test_what_threads_held_is_given_back() -> None:

@@ -52,9 +52,9 @@ def write(folder: Path, untied: Path, tensors: dict[str, Tensor]) -> Path:
     "settings",
     [
         pytest.param({"dtype": "float32"}, id="fp32"),
-        pytest.param({"dtype": "bfloat16"}, id="bf16"),
+        pytest.param({"dtype": "bfloat16"}, id="bf16", marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16", "quantization": "int8"}, id="int8"),
-        pytest.param({"dtype": "float32", "tensor_parallel_size": 2}, id="two ranks"),
+        pytest.param({"dtype": "float32", "tensor_parallel_size": 2}, id="two ranks", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_computes_what_it_does_if_config_json_says_so(

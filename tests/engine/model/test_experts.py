@@ -14,7 +14,7 @@ from tests.engine.backends.cpu import onednn
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_active", [1, pytest.param(2, marks=pytest.mark.slow), 4, 8])
+@pytest.mark.parametrize("num_active", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 @pytest.mark.parametrize("product", [NativeLinear, PackedLinear])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     product: type[NativeLinear | PackedLinear], num_active: int, dtype: torch.dtype, num_threads: int

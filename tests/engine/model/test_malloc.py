@@ -29,6 +29,7 @@ print(mallinfo().free - mallinfo().top)
 LARGEST_BYTES = 4 * 256 * 1024  # a feed-forward's weight in fp32
 
 
+@pytest.mark.slow
 def test_vectors_that_stay_do_not_split_what_matrices_leave(make_gpt2: Callable[..., Path]) -> None:
     folder = make_gpt2(n_layer=24, n_embd=256, n_head=4, vocab_size=300)
     found = subprocess.run([sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True, check=False)

@@ -30,6 +30,7 @@ def run_warning_rank(*arguments: Any) -> None:
     worker.run_rank(*arguments)
 
 
+@pytest.mark.slow
 def test_a_rank_warns_of_what_the_first_one_has_not(
     tiny_gpt2: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -96,6 +96,7 @@ def test_overlapping_steps_of_ranks_have_the_bits_of_steps_one_after_the_other(p
     assert {i: tokens for i, (tokens, *_) in found.items()} != {i: tokens for i, (tokens, *_) in expected.items()}
 
 
+@pytest.mark.slow
 def test_tokens_that_are_not_taken_from_the_step_before_would_be_seen(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

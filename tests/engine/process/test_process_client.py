@@ -278,6 +278,7 @@ asyncio.run(main())
     assert result.stdout == "96 False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has no libgomp")
 @pytest.mark.parametrize(
     ("variables", "told"),

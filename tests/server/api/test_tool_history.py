@@ -76,7 +76,9 @@ def streamed(response: Any) -> Json:
     return message
 
 
-@pytest.mark.parametrize("answer", [ANSWERS, ODD], ids=["two calls", "odd arguments"])
+@pytest.mark.parametrize(
+    "answer", [ANSWERS, pytest.param(ODD, marks=pytest.mark.slow)], ids=["two calls", "odd arguments"]
+)
 @pytest.mark.parametrize("kind", STRICT)
 def test_any_answer_can_be_sent_back(make_api: MakeApi, kind: str, answer: dict[str, str]) -> None:
     api = api_of(make_api, kind, answer[kind])

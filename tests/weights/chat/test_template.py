@@ -331,6 +331,7 @@ def test_a_template_that_passes_a_limit_refuses_the_conversation(source: str, ca
     assert str(caught.value) == f"the chat template refuses this conversation: {cause}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize(
     ("source", "cause"),
