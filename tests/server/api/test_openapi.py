@@ -123,13 +123,12 @@ def test_every_operation_has_a_short_name_of_its_own(document: dict[str, Any]) -
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_links_lead_from_a_background_completion_to_all_that_can_follow(
-    serve: Callable[..., LiveServer], path: str
+    document: dict[str, Any], serve: Callable[..., LiveServer], path: str
 ) -> None:
     server = serve(FakeEngineClient())
     body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    document = httpx.get(server.url + "/openapi.json").json()
     named = {operation["operationId"]: (method, way) for method, way, operation in operations(document)}
-    begun = httpx.post(server.url + path, json={**body, "background": True})
+    begun = httpx.post(server.url + path, json={**body, "background": True}, timeout=20)
     links = document["paths"][path]["post"]["responses"][str(begun.status_code)]["links"]
     assert set(links) == {"retrieve_completion", "stream_completion", "cancel_completion"}
     for link in links.values():
