@@ -10,16 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gptserve.engine.config import MAX_NGRAM, MIN_NGRAM
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
 MAX_DRAFTING_STEP_TOKENS = 12
 """Up to this many tokens a step takes only as long as reading its weights, so verifying a draft is nearly free
 (bench/speculation.py). With more, drafts would delay the step for all sequences."""
 
-MIN_NGRAM = 2
-"""A single token recurs too often to predict what follows."""
-MAX_NGRAM = 8
-"""Longer n-grams find no better place, and each n costs one index entry for each token."""
 
 INDEXED_A_STEP = 1024
 """Tokens. Indexing them takes 1 to 4 milliseconds, by which the step of all sequences is delayed."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptserve.engine.backends.cpu.decoder import NativeDecoder
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.layers import layer_specs
@@ -90,8 +91,9 @@ def test_numbers_of_another_type_would_be_seen() -> None:
 
 def test_equal_logits_are_all_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 equals are common: the rule counts each of them, argmax only the one with the lowest id."""
-    logits = Decoder.logits
-    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: logits(self, hidden).bfloat16().float())
+    for kind in (Decoder, NativeDecoder):
+        logits = kind.logits
+        monkeypatch.setattr(kind, "logits", lambda self, rows, of=logits: of(self, rows).bfloat16().float())
     ties = []
     pairs = zip(texts(), raw_logits.__wrapped__("bfloat16"), echoed.__wrapped__("bfloat16", 5, 1), strict=True)
     for ids, rows, found in pairs:
