@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from gptserve.engine.errors import InvalidConfigurationError
+from gptserve.engine.scheduling.ngram import MAX_NGRAM, MIN_NGRAM
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -18,11 +19,6 @@ Quantization = Literal["int8"]
 WeightType = Literal["int8", "int10"]
 """What becomes of a weight that is quantized: in int8, the first layers may have two more bits."""
 AttentionBackendName = Literal["auto", "reference", "cpu", "triton"]
-
-MIN_NGRAM = 2
-"""A single token recurs too often to predict what follows."""
-MAX_NGRAM = 8
-"""Longer n-grams find no better place, and each n costs one index entry for each token."""
 
 
 @dataclass(frozen=True, slots=True)

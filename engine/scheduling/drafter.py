@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gptserve.engine.config import MAX_NGRAM, MIN_NGRAM
+from gptserve.engine.scheduling.ngram import MAX_NGRAM, MIN_NGRAM
 from gptserve.engine.scheduling.sequence import ScheduledBatch, SequenceState
 
 MAX_DRAFTING_STEP_TOKENS = 12
 """Up to this many tokens a step takes only as long as reading its weights, so verifying a draft is nearly free
 (bench/speculation.py). With more, drafts would delay the step for all sequences."""
-
-
 INDEXED_A_STEP = 1024
 """Tokens. Indexing them takes 1 to 4 milliseconds, by which the step of all sequences is delayed."""
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptserve.engine.config import MAX_NGRAM, MIN_NGRAM
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.engine.scheduling.drafter import INDEXED_A_STEP, PromptLookup
+from gptserve.engine.scheduling.ngram import MAX_NGRAM, MIN_NGRAM
 from gptserve.engine.scheduling.sequence import SequenceState
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
