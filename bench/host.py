@@ -97,6 +97,7 @@ class HostRunner(ModelRunner):
         model: Any = NoModel()
         cache: Any = None
         self.device, self._decoder, self._cache, self._ranks = DEVICE, model, cache, None
+        self._programs = None
         self._chosen = partial(torch.empty, 0, dtype=torch.int64, device=DEVICE)
         self.graphs = DecodeGraphs(model, cache, config, max_model_len, DEVICE, choose)
         self.graphs.record(_record)
