@@ -1,4 +1,4 @@
-"""The shape of a decoder, as data.
+"""The shape of a decoder, as data: what all layers have in common, and the shape of each layer.
 
 A family file makes a `ModelConfig` from config.json; the engine builds its only decoder from it. It knows nothing of
 files, devices or dtypes of computation.
@@ -6,7 +6,8 @@ files, devices or dtypes of computation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -37,28 +38,53 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A decoder-only transformer: embedding -> num_layers blocks -> final norm -> head.
+class LayerConfig:
+    """The shape of one layer. num_heads is a multiple of num_kv_heads."""
 
-    Per-layer tuples have num_layers entries. Invariants: num_heads is a multiple of num_kv_heads; every
-    end-of-text id is in [0, vocab_size).
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    attention_scale: float
+    """The factor of q.k."""
+    ffn_size: int
+    """The width of the feed-forward, or of each expert's."""
+    window: int | None = None
+    """How many of the latest tokens a token sees, itself included; None: all."""
+    rotary: Rotary | None = None
+    alibi_slopes: tuple[float, ...] = ()
+    """Per head: a key d tokens back has its score lowered by slope * d (Press et al. 2022); empty: no ALiBi."""
+    experts: Experts | None = None
+    """None: the layer has a single feed-forward."""
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query-key-value projection."""
+        return self.q_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer: embedding -> a block for each of `layers` -> final norm -> head.
+
+    Invariants: there is a layer, and equal layers are one object; every end-of-text id is in [0, vocab_size).
     """
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
     max_position: int
     """Longest sequence in tokens, prompt and completion together."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    attention_scales: tuple[float, ...]
-    """Per layer: the factor of q.k."""
-    attention_windows: tuple[int | None, ...]
-    """Per layer: how many of the latest tokens a token sees, itself included; None: all."""
-    ffn_size: int
+    layers: tuple[LayerConfig, ...]
 
     qkv_bias: bool = True
     attn_out_bias: bool = True
@@ -75,10 +101,6 @@ class ModelConfig:
     """The kind of position embedding that is added to the token's; None: none."""
     position_offset: int = 0
     """Position p takes row p + offset of the sinusoids, or of the table in the file, whose first rows are unused."""
-    rotaries: tuple[Rotary | None, ...] = ()
-    """Per layer; empty: no layer has one."""
-    alibi_slopes: tuple[float, ...] = ()
-    """Per head: a key d tokens back has its score lowered by slope * d (Press et al. 2022); empty: no ALiBi."""
 
     activation: Activation = "gelu_tanh"
     gated_ffn: bool = False
@@ -86,7 +108,6 @@ class ModelConfig:
     ffn_limit: float | None = None
     """Clamps the gate to at most this, and the other half to [-limit, limit] before adding 1 (gpt-oss); None: off."""
     ffn_bias: bool = True
-    experts: Experts | None = None
 
     norm: Norm = "layernorm"
     norm_placement: NormPlacement = "input"
@@ -114,7 +135,27 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    def __post_init__(self) -> None:
+        one_of_each: dict[LayerConfig, LayerConfig] = {}
+        layers = tuple(one_of_each.setdefault(layer, layer) for layer in self.layers)
+        object.__setattr__(self, "layers", layers)
+
     @property
-    def qkv_size(self) -> int:
-        """Rows of the fused query-key-value projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def distinct_layers(self) -> tuple[LayerConfig, ...]:
+        """One of each shape, in the order in which they first occur."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        return any(layer.experts is not None for layer in self.distinct_layers)
+
+    def change_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
+        """Return the configuration with each layer changed; `change` is called once for each shape."""
+        changed = {layer: change(layer) for layer in self.distinct_layers}
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families.family import Source
 
 Span = tuple[int, int]
 """Start and end."""
+_Rules = tuple[Mapping[str, tuple[int, ...]], Mapping[str, Span]]
+_NO_RULES: _Rules = {}, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +32,31 @@ class Share:
     def of_config(self, config: ModelConfig) -> ModelConfig:
         """Return the rank's model: `config` with its heads and its width. Raises UnsupportedModelError."""
         _check(config, self.size)
-        start, end = self._span(config.num_heads)
-        first_kv, last_kv = self._kv_span(config)
+        return config.change_layers(self._of_layer)
+
+    def _of_layer(self, layer: LayerConfig) -> LayerConfig:
+        start, end = self._span(layer.num_heads)
+        first_kv, last_kv = self._kv_span(layer)
         return replace(
-            config,
+            layer,
             num_heads=end - start,
             num_kv_heads=last_kv - first_kv,
-            ffn_size=config.ffn_size // self.size,
-            alibi_slopes=config.alibi_slopes[start:end],
+            ffn_size=layer.ffn_size // self.size,
+            alibi_slopes=layer.alibi_slopes[start:end],
         )
 
     def of_sources(self, config: ModelConfig, sources: Mapping[str, Source]) -> dict[str, Source]:
         """Return the sources of the rank's tensors, given those of the whole model `config`."""
         if self.size == 1:
             return dict(sources)
-        rows, columns = self._rules(config)
+        rules = {layer: self._rules(config, layer) for layer in config.distinct_layers}
         found: dict[str, Source] = {}
         for name, source in sources.items():
             tensor, _, kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
             if self.rank > 0 and not tensor.startswith("blocks."):
                 continue
+            number = tensor.split(".")[1] if tensor.startswith("blocks.") else None
+            rows, columns = _NO_RULES if number is None else rules[config.layers[int(number)]]
             if kind in rows:
                 order = source.row_order
                 source = replace(source, row_order=rows[kind] if order is None else tuple(order[i] for i in rows[kind]))
@@ -59,14 +66,14 @@ class Share:
             found[name] = source
         return found
 
-    def _rules(self, config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, Span]]:
-        """Return the rows and the columns that the rank has, by kind of tensor; it has all of any other kind.
+    def _rules(self, config: ModelConfig, layer: LayerConfig) -> _Rules:
+        """Return the rows and the columns of a layer that the rank has, by kind of tensor; it has all of any other.
 
         The rows are also those of the bias. A bias of a tensor split by columns is the first rank's.
         """
-        size, ffn = config.head_size, config.ffn_size
-        heads, width, kv_heads = self._span(config.num_heads), self._span(ffn), self._kv_span(config)
-        first_key, first_value = config.num_heads, config.num_heads + config.num_kv_heads
+        size, ffn = layer.head_size, layer.ffn_size
+        heads, width, kv_heads = self._span(layer.num_heads), self._span(ffn), self._kv_span(layer)
+        first_key, first_value = layer.num_heads, layer.num_heads + layer.num_kv_heads
         qkv = (_moved(heads, 0, size), _moved(kv_heads, first_key, size), _moved(kv_heads, first_value, size))
         halves = [_moved(width, ffn * half) for half in range(1 + config.gated_ffn)]
         rows = {"qkv": _indices(*qkv), "sinks": _indices(heads), "ffn_up": _indices(*halves)}
@@ -75,10 +82,10 @@ class Share:
     def _span(self, number: int) -> Span:
         return self.rank * number // self.size, (self.rank + 1) * number // self.size
 
-    def _kv_span(self, config: ModelConfig) -> Span:
+    def _kv_span(self, layer: LayerConfig) -> Span:
         """Return the key-value heads of the rank's heads; with more ranks than these, several ranks have the same."""
-        first = self.rank * config.num_kv_heads // self.size
-        return first, first + max(1, config.num_kv_heads // self.size)
+        first = self.rank * layer.num_kv_heads // self.size
+        return first, first + max(1, layer.num_kv_heads // self.size)
 
 
 WHOLE = Share()
@@ -86,18 +93,20 @@ WHOLE = Share()
 
 def _check(config: ModelConfig, size: int) -> None:
     """Raise UnsupportedModelError if the model cannot be split evenly."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    why = None
-    if heads % size:
-        why = f"its {heads} heads are no multiple of {size}"
-    elif kv_heads % size and size % kv_heads:
-        why = f"{size} is neither a divisor nor a multiple of its {kv_heads} key-value heads"
-    elif config.ffn_size % size:
-        why = f"its feed-forward's width of {config.ffn_size} is no multiple of {size}"
-    elif size > 1 and config.qk_norm == "projection":
-        why = "its norm of queries and keys (qk_norm) is over all heads"
-    if why is not None:
-        raise UnsupportedModelError(f"a {config.model_type} of this shape cannot be split among {size} ranks: {why}")
+    for layer in config.distinct_layers:
+        heads, kv_heads = layer.num_heads, layer.num_kv_heads
+        why = None
+        if heads % size:
+            why = f"its {heads} heads are no multiple of {size}"
+        elif kv_heads % size and size % kv_heads:
+            why = f"{size} is neither a divisor nor a multiple of its {kv_heads} key-value heads"
+        elif layer.ffn_size % size:
+            why = f"its feed-forward's width of {layer.ffn_size} is no multiple of {size}"
+        elif size > 1 and config.qk_norm == "projection":
+            why = "its norm of queries and keys (qk_norm) is over all heads"
+        if why is not None:
+            what = f"a {config.model_type} of this shape"
+            raise UnsupportedModelError(f"{what} cannot be split among {size} ranks: {why}")
 
 
 def _moved(span: Span, offset: int, size: int = 1) -> Span:

@@ -60,8 +60,8 @@ class Layers:
         self, config: ModelConfig, source: StreamedTensors, backend: AttentionBackend, device: torch.device
     ) -> None:
         self._blocks = [Block(config, layer, source, backend, device) for layer in range(config.num_layers)]
-        rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in config.rotaries if rotary))
-        of_layers = config.rotaries or (None,) * config.num_layers
+        of_layers = [layer.rotary for layer in config.layers]
+        rotaries = self._distinct_rotaries = list(dict.fromkeys(rotary for rotary in of_layers if rotary))
         self._table_of = [rotaries.index(rotary) if rotary else None for rotary in of_layers]
         self._tables: list[Tensor] = []
 

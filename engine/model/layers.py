@@ -19,18 +19,20 @@ from gptserve.engine.model.loading import StreamedTensors, take_linear, take_nor
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import BlockWriter, Operations, WritePart
 from gptserve.engine.model.rotary import Rotation, rotate_
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import Experts, LayerConfig, ModelConfig
 
 
-def attention_spec(config: ModelConfig, layer: int, device: torch.device, sinks: Tensor | None) -> AttentionSpec:
+def attention_spec(
+    config: ModelConfig, layer: LayerConfig, device: torch.device, sinks: Tensor | None
+) -> AttentionSpec:
     """Return the attention of this layer."""
     return AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        scale=config.attention_scales[layer],
-        window=config.attention_windows[layer],
-        alibi_slopes=torch.tensor(config.alibi_slopes, device=device) if config.alibi_slopes else None,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        scale=layer.attention_scale,
+        window=layer.window,
+        alibi_slopes=torch.tensor(layer.alibi_slopes, device=device) if layer.alibi_slopes else None,
         sinks=sinks,
         softcap=config.attention_softcap,
     )
@@ -38,8 +40,12 @@ def attention_spec(config: ModelConfig, layer: int, device: torch.device, sinks:
 
 def layer_specs(config: ModelConfig, device: torch.device) -> list[AttentionSpec]:
     """Return the attention of all layers, with sinks of 0 where the model has any."""
-    sinks = torch.zeros(config.num_heads, device=device) if config.attention_sinks else None
-    return [attention_spec(config, layer, device, sinks) for layer in range(config.num_layers)]
+    return [
+        attention_spec(
+            config, layer, device, torch.zeros(layer.num_heads, device=device) if config.attention_sinks else None
+        )
+        for layer in config.layers
+    ]
 
 
 class Attention:
@@ -57,7 +63,7 @@ class Attention:
             self._q_norm = take_norm(config, source, f"{name}.q_norm")
             self._k_norm = take_norm(config, source, f"{name}.k_norm")
         sinks = source.take(f"{name}.sinks").float() if config.attention_sinks else None
-        self._spec = attention_spec(config, layer, device, sinks)
+        self._spec = attention_spec(config, config.layers[layer], device, sinks)
         source.attentions.append(self._spec)
 
     def __call__(
@@ -185,7 +191,7 @@ class Block:
         self._attention = Attention(config, layer, source, backend, device)
         shared = self._attn_residual.norm if config.shared_norm else None
         self._ffn_residual = Residual(config, source, f"{name}.ffn", shared)
-        self._ffn = take_feed_forward(config, source, name)
+        self._ffn = take_feed_forward(config, config.layers[layer].experts, source, name)
 
     def __call__(
         self,
@@ -230,16 +236,16 @@ def _activation(config: ModelConfig, operations: Operations) -> Callable[[Tensor
 
 
 def take_feed_forward(
-    config: ModelConfig, source: StreamedTensors, name: str
+    config: ModelConfig, experts: Experts | None, source: StreamedTensors, name: str
 ) -> FeedForward | MixtureOfExperts | GroupedExperts:
-    """Return the feed-forward of the block of this name."""
-    if config.experts is None:
+    """Return the feed-forward of the block of this name, a mixture if it has experts."""
+    if experts is None:
         return FeedForward(config, source, name)
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
     bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
     router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", weight, bias)
-    num, num_active, operations = config.experts.num, config.experts.num_active, source.operations
+    num, num_active, operations = experts.num, experts.num_active, source.operations
     if operations.experts is not None:
         weights = stack(source.take, name, num, config.ffn_bias)
         return GroupedExperts(router, weights, num_active, _activation(config, operations), operations.experts)

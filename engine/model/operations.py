@@ -44,7 +44,7 @@ class Operations:
 
     def host_starts_experts(self, model: ModelConfig) -> bool:
         """Whether the host must know which experts are chosen, before it can start them."""
-        return model.experts is not None and self.experts is None
+        return model.has_experts and self.experts is None
 
 
 TORCH = Operations()

@@ -39,7 +39,7 @@ def choose_backend(
     if name not in ("auto", fast):
         raise InvalidConfigurationError(f"attention_backend '{name}' cannot be used: the device is {device}")
     if fast == "cpu":
-        found = _on_cpu(dtype, specs[0].head_size)
+        found = _on_cpu(dtype, {spec.head_size for spec in specs})
     else:
         max_model_len = config.max_model_len or max_position
         found = _on_gpu(device, dtype, specs, config.block_size, max_model_len, exact=config.batch_invariant)
@@ -51,12 +51,13 @@ def choose_backend(
     return ReferenceAttention()
 
 
-def _on_cpu(dtype: torch.dtype, head_size: int) -> AttentionBackend | str:
+def _on_cpu(dtype: torch.dtype, head_sizes: set[int]) -> AttentionBackend | str:
     """Return the compiled kernel, or why it cannot be used."""
     from gptserve.engine.backends.cpu.attention import SUPPORTED_DTYPES, CpuAttention
 
-    if dtype not in SUPPORTED_DTYPES or head_size % 8:
-        return f"it computes fp32 and bf16 with head sizes divisible by 8, this is {dtype} with {head_size}"
+    if dtype not in SUPPORTED_DTYPES or any(size % 8 for size in head_sizes):
+        sizes = ", ".join(map(str, sorted(head_sizes)))
+        return f"it computes fp32 and bf16 with head sizes divisible by 8, this is {dtype} with {sizes}"
     if not CpuAttention.is_available():
         return "its library is missing or stale: the installation compiles it where there is a C++ compiler"
     return CpuAttention()

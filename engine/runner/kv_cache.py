@@ -1,11 +1,14 @@
 """The tensors that hold keys and values: one a layer, [2, num_blocks or more, kv_heads, block_size, head_size].
 
+Layers may differ in kv_heads and head_size; a block has the same number in all of them.
+
 BlockPool knows which sequence owns which block; memory.py computes how many there are. ModelRunner builds the KVCache.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -29,11 +32,13 @@ class KVCache:
     def __init__(
         self, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        block_shape = (model.num_kv_heads, block_size, model.head_size)
-        self.num_bytes = 2 * model.num_layers * num_blocks * math.prod(block_shape) * dtype.itemsize
+        shapes = [(layer.num_kv_heads, block_size, layer.head_size) for layer in model.layers]
+        self.num_bytes = 2 * num_blocks * sum(map(math.prod, shapes)) * dtype.itemsize
         """Of the blocks; between those of two layers some more addresses may lie."""
         try:
-            self.layers = list(_allocate(model.num_layers, num_blocks, block_shape, dtype, device))
+            counts = Counter(shapes)  # layers of one shape lie side by side
+            tensors = {shape: iter(_allocate(num, num_blocks, shape, dtype, device)) for shape, num in counts.items()}
+            self.layers = [next(tensors[shape]) for shape in shapes]
         except (RuntimeError, MemoryError) as error:
             raise InvalidConfigurationError(
                 f"num_blocks is {num_blocks}, but memory for that many could not be allocated"

@@ -17,7 +17,7 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.runner.control_groups import group_memory_bytes
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import find_family
 from gptserve.weights.mxfp4_shapes import held_shapes
 from gptserve.weights.sharding import WHOLE, Share
@@ -67,6 +67,15 @@ def parameter_counts(model: ModelConfig, share: Share = WHOLE) -> dict[str, int]
         counts[part] += math.prod(shape)
     if counts["position"]:
         counts["position"] += model.position_offset * model.hidden_size
+    return counts
+
+
+def feed_forward_counts(model: ModelConfig) -> dict[Experts | None, int]:
+    """Return the number of parameters of all layers' feed-forwards, by the experts that they have."""
+    counts = dict.fromkeys((layer.experts for layer in model.layers), 0)
+    for part, name, shape in _tensors(model):
+        if part == "feed-forward":
+            counts[model.layers[int(name.split(".")[1])].experts] += math.prod(shape)
     return counts
 
 
@@ -143,21 +152,18 @@ def _quantized_bytes(linear: str, shape: tuple[int, ...], weight_type: WeightTyp
 
 def linear_shapes(model: ModelConfig) -> set[tuple[int, int]]:
     """Return the shapes (in, out) of the model's matrix products."""
-    outer = model.embed_size or model.hidden_size
-    return {
-        (model.hidden_size, model.qkv_size),
-        (model.num_heads * model.head_size, model.hidden_size),
-        (model.hidden_size, model.ffn_size * (2 if model.gated_ffn else 1)),
-        (model.ffn_size, model.hidden_size),
-        (outer, model.vocab_size),
-        *([(model.hidden_size, model.experts.num)] if model.experts else []),
-        *([(outer, model.hidden_size), (model.hidden_size, outer)] if model.embed_size else []),
-    }
+    hidden, outer = model.hidden_size, model.embed_size or model.hidden_size
+    shapes = {(outer, model.vocab_size), *([(outer, hidden), (hidden, outer)] if model.embed_size else [])}
+    for layer in model.distinct_layers:
+        shapes |= {(hidden, layer.qkv_size), (layer.q_size, hidden)}
+        shapes |= {(hidden, layer.ffn_size * (2 if model.gated_ffn else 1)), (layer.ffn_size, hidden)}
+        shapes |= {(hidden, layer.experts.num)} if layer.experts else set()
+    return shapes
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype_bytes: int) -> int:
     """Return the bytes the keys and values of one token take, over all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_size * dtype_bytes
+    return 2 * sum(layer.kv_size for layer in model.layers) * dtype_bytes
 
 
 def cache_capacity(

@@ -107,7 +107,7 @@ def make_cache(
     Raises InvalidConfigurationError if there is too little memory.
     """
     longest = config.max_model_len or model.max_position
-    reserved = backend.scratch_bytes(longest, model.head_size, num_threads)
+    reserved = max(backend.scratch_bytes(longest, layer.head_size, num_threads) for layer in model.distinct_layers)
     memory, measured = memory_of(device), None
 
     def capture(cache: KVCache, max_model_len: int, ranks: OtherRanks | None = None) -> DecodeGraphs | None:

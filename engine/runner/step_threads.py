@@ -7,7 +7,7 @@ nothing. ModelRunner asks it before every step.
 
 from __future__ import annotations
 
-from gptserve.engine.runner.memory import parameter_counts
+from gptserve.engine.runner.memory import feed_forward_counts, parameter_counts
 from gptserve.engine.runner.step_input import StepInput
 from gptserve.weights.config import Experts, ModelConfig
 
@@ -33,10 +33,11 @@ class StepWork:
         self._head = counts["head"]
         if model.tied_head:
             self._head += model.vocab_size * (model.embed_size or model.hidden_size)
-        self._experts = model.experts or Experts(1, 1)
         self._attention_weights = counts["attention"]
-        self._expert = counts["feed-forward"] // self._experts.num  # over all layers
-        self._attention = _ATTENTION_COST * 2 * model.num_layers * model.num_heads * model.head_size
+        ffns = ((experts or Experts(1, 1), count) for experts, count in feed_forward_counts(model).items())
+        self._ffns = [(experts.num, experts.num_active, count // experts.num) for experts, count in ffns]
+        """How many experts, how many of them a row chooses, and the parameters of one, over all such layers."""
+        self._attention = _ATTENTION_COST * 2 * sum(layer.q_size for layer in model.layers)
         self._draw = _DRAW_COST * model.vocab_size
 
     def of(self, step: StepInput) -> int:
@@ -51,10 +52,10 @@ class StepWork:
         else:
             num_pairs = sum([(starts[i + 1] - starts[i]) * length for i, length in enumerate(lengths)])
         head = self._head * (_ROWS_OF_A_READ + num_logits) if num_logits else 0
-        num_active = self._experts.num_active
-        num_read = min(self._experts.num, num_active * num_tokens)  # if each row chooses others
         blocks = self._attention_weights * (_ROWS_OF_A_READ + num_tokens)
-        blocks += self._expert * (_ROWS_OF_A_READ * num_read + num_tokens * num_active)
+        for num, num_active, size in self._ffns:
+            num_read = min(num, num_active * num_tokens)  # if each row chooses others
+            blocks += size * (_ROWS_OF_A_READ * num_read + num_tokens * num_active)
         return blocks + head + self._attention * num_pairs + self._draw * num_draws
 
 

@@ -58,8 +58,9 @@ class ModelReport:
     num_parameters: int
     tied_head: bool
     num_layers: int
-    num_kv_heads: int
-    head_size: int
+    num_kv_heads: int | None
+    head_size: int | None
+    """These two are None where layers differ in one of them."""
     max_model_len: int
     block_size: int
     memory_bytes: int
@@ -80,7 +81,7 @@ def inspect_model(
     num_parameters = sum(parameters.values())
     by_dtype = []
     for dtype, (num_bytes, quantization) in TYPES.items():
-        is_stored = whole.experts is not None and whole.experts.stored == quantization
+        is_stored = any(layer.experts and layer.experts.stored == quantization for layer in whole.layers)
         if (num_ranks > 1 and quantization == "int8") or (quantization == "mxfp4" and not is_stored):
             continue  # int8 is not split
         parts = weight_bytes(whole, num_bytes, quantization, share)
@@ -89,6 +90,8 @@ def inspect_model(
         others = sum(weight_bytes(whole, num_bytes, quantization, of_other).values()) if num_ranks > 1 else None
         fits = cache_capacity(model, memory_bytes - total, num_bytes, block_size, model.max_position)
         by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes_per_token(model, num_bytes), *fits))
+    kv_shapes = {(layer.num_kv_heads, layer.head_size) for layer in model.layers}
+    num_kv_heads, head_size = kv_shapes.pop() if len(kv_shapes) == 1 else (None, None)
     return ModelReport(
         model=name,
         model_type=model.model_type,
@@ -97,8 +100,8 @@ def inspect_model(
         num_parameters=num_parameters,
         tied_head=model.tied_head,
         num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_size=model.head_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
         max_model_len=model.max_position,
         block_size=block_size,
         memory_bytes=memory_bytes,
@@ -126,10 +129,12 @@ def render(report: ModelReport) -> str:
         f"sequences of {report.max_model_len:,}": [f"{entry.num_full_sequences:,}" for entry in report.by_dtype],
     }
     lines += [_row(name, "", *values) for name, values in rows.items()]
+    of_layers = f"{report.num_layers} layers x {report.num_kv_heads} KV heads x {report.head_size} head size"
+    if report.head_size is None:
+        of_layers = f"the sum of KV heads x head size over {report.num_layers} layers"
     lines += [
         "",
-        f"bytes a token = 2 (key, value) x {report.num_layers} layers x {report.num_kv_heads} KV heads x "
-        f"{report.head_size} head size x bytes a number",
+        f"bytes a token = 2 (key, value) x {of_layers} x bytes a number",
         f"blocks, tokens, sequences: what {_bytes(report.memory_bytes)} hold beside the weights, without activations",
         f"on a CPU a server reserves at most {CPU_MEMORY_SHARE:.0%} of the memory that loading leaves free, unless "
         "--kv-cache-bytes says more; what is reserved is used only as the cache fills",

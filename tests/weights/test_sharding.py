@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gptserve.engine.runner.memory import weight_bytes
 from gptserve.weights.checkpoint import Checkpoint
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.errors import UnsupportedModelError
 from gptserve.weights.families import FAMILIES, find_family, load_config
 from gptserve.weights.families.family import RawConfig
@@ -18,19 +19,19 @@ from gptserve.weights.families.layout import linear
 from gptserve.weights.sharding import WHOLE, Share
 from tests.weights.families.known import KNOWN
 
-TINY = ModelConfig("gpt2", 96, 64, 1, 128, 4, 2, 16, (0.25,), (None,), 96)
+TINY = ModelConfig("gpt2", 96, 64, 128, (LayerConfig(4, 2, 16, attention_scale=0.25, ffn_size=96),))
 
 
 def read(name: str) -> ModelConfig:
     fields, _ = KNOWN[name]
     config = FAMILIES[fields["model_type"]].read_config(RawConfig(fields))
-    return replace(config, num_layers=1, rotaries=config.rotaries[:1])  # all layers are split alike
+    return replace(config, layers=config.layers[:1])  # all layers are split alike
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_each_number_of_a_published_model_has_one_rank_or_is_shared_by_rule(name: str) -> None:
     config, size = read(name), 2
-    if config.num_heads % size or config.qk_norm == "projection":
+    if config.layers[0].num_heads % size or config.qk_norm == "projection":
         with pytest.raises(UnsupportedModelError):
             Share(0, size).of_config(config)
         return
@@ -50,7 +51,7 @@ def test_each_number_of_a_published_model_has_one_rank_or_is_shared_by_rule(name
         shapes = [source.shape for source in held]
         if tensor.startswith("blocks.") and tensor.split(".")[-2] in ("qkv", "ffn_up"):
             rows = sorted(row for source in held for row in source.row_order or ())
-            replicas = config.head_size * 2 if config.num_kv_heads == 1 and ".qkv." in tensor else 0
+            replicas = config.layers[0].head_size * 2 if config.layers[0].num_kv_heads == 1 and ".qkv." in tensor else 0
             assert len(rows) == whole.shape[0] + replicas
             assert set(rows) == set(range(whole.shape[0]))
         elif tensor.endswith(("attn_out.weight", "ffn_down.weight")):
@@ -66,7 +67,8 @@ def test_each_number_of_a_published_model_has_one_rank_or_is_shared_by_rule(name
 
 def test_the_shares_hold_the_rows_and_columns_of_the_whole_and_the_bytes_that_are_counted(storyteller: Path) -> None:
     config = load_config(storyteller)
-    half = config.num_heads // 2 * config.head_size
+    layer = config.layers[1]
+    half = layer.q_size // 2
 
     def held(share: Share) -> dict[str, torch.Tensor]:
         tensors = dict(Checkpoint(storyteller, config, share).stream(dtype=torch.float32, device="cpu"))
@@ -75,8 +77,8 @@ def test_the_shares_hold_the_rows_and_columns_of_the_whole_and_the_bytes_that_ar
 
     whole, first, second = held(WHOLE), held(Share(0, 2)), held(Share(1, 2))
 
-    kv = config.num_kv_heads * config.head_size
-    q, k, v = whole["blocks.1.qkv.weight"].split((config.num_heads * config.head_size, kv, kv))
+    kv = layer.kv_size
+    q, k, v = whole["blocks.1.qkv.weight"].split((layer.q_size, kv, kv))
     assert torch.equal(second["blocks.1.qkv.weight"], torch.cat((q[half:], k[kv // 2 :], v[kv // 2 :])))
     for name in ("blocks.1.attn_out.weight", "blocks.1.ffn_down.weight"):
         assert torch.equal(torch.cat((first[name], second[name]), dim=1), whole[name])
@@ -86,9 +88,9 @@ def test_the_shares_hold_the_rows_and_columns_of_the_whole_and_the_bytes_that_ar
 def test_ranks_beyond_the_key_value_heads_share_them_as_their_heads_do() -> None:
     shares = [Share(rank, 4) for rank in range(4)]
 
-    assert [share.of_config(TINY).num_kv_heads for share in shares] == [1] * 4
+    assert [share.of_config(TINY).layers[0].num_kv_heads for share in shares] == [1] * 4
     keys = [
-        share.of_sources(TINY, linear("blocks.0.qkv", [("qkv", TINY.qkv_size)], 64, bias=False))[
+        share.of_sources(TINY, linear("blocks.0.qkv", [("qkv", TINY.layers[0].qkv_size)], 64, bias=False))[
             "blocks.0.qkv.weight"
         ].row_order
         or ()
@@ -98,9 +100,15 @@ def test_ranks_beyond_the_key_value_heads_share_them_as_their_heads_do() -> None
 
 
 def test_alibi_slopes_go_with_their_heads() -> None:
-    config = replace(TINY, num_kv_heads=4, alibi_slopes=(0.5, 0.25, 0.125, 0.0625))
+    layer = replace(TINY.layers[0], num_kv_heads=4, alibi_slopes=(0.5, 0.25, 0.125, 0.0625))
 
-    assert Share(1, 2).of_config(config).alibi_slopes == (0.125, 0.0625)
+    assert Share(1, 2).of_config(replace(TINY, layers=(layer,))).layers[0].alibi_slopes == (0.125, 0.0625)
+
+
+def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Return the configuration with other fields, of its own or of all layers."""
+    of_layers = {name: changes.pop(name) for name in LayerConfig.__slots__ if name in changes}
+    return replace(config.change_layers(lambda layer: replace(layer, **of_layers)), **changes)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,6 @@ def test_alibi_slopes_go_with_their_heads() -> None:
 )
 def test_what_does_not_split_is_refused(size: int, changes: dict[str, object], why: str) -> None:
     with pytest.raises(UnsupportedModelError) as refused:
-        Share(0, size).of_config(replace(TINY, **changes))  # type: ignore[arg-type]
+        Share(0, size).of_config(changed(TINY, **changes))
 
     assert str(refused.value) == f"a gpt2 of this shape cannot be split among {size} ranks: {why}"

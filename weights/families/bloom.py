@@ -32,7 +32,8 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     width = "hidden_size" if "hidden_size" in raw else "n_embed"
     heads = "n_head" if "n_head" in raw else "num_attention_heads"
     config = plain_config(raw, width=width, layers="n_layer", heads=heads, context="seq_length", default_context=2048)
-    return replace(config, position=None, alibi_slopes=alibi_slopes(config.num_heads), embed_norm=True)
+    config = config.change_layers(lambda layer: replace(layer, alibi_slopes=alibi_slopes(layer.num_heads)))
+    return replace(config, position=None, embed_norm=True)
 
 
 def alibi_slopes(num_heads: int, steepest: int = 8) -> tuple[float, ...]:

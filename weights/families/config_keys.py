@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.families.family import RawConfig
 
@@ -65,17 +65,31 @@ as `_name_or_path` and `_attn_implementation`."""
 DUPLICATES: Mapping[str, str] = {"sliding_window_size": "sliding_window"}
 """Second names of a key that a family reads: the values must be equal."""
 
+
+def _of_layers(size: Callable[[LayerConfig], object]) -> Callable[[ModelConfig], object]:
+    """Return the function to the size that all layers have; to None if they differ."""
+
+    def of_all(config: ModelConfig) -> object:
+        sizes = {size(layer) for layer in config.layers}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    return of_all
+
+
 SIZES: Mapping[str, Callable[[ModelConfig], object]] = {
     **dict.fromkeys(("d_model", "hidden_size", "n_embd", "n_embed"), lambda config: config.hidden_size),
     **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers", "num_layers"), lambda config: config.num_layers),
     **dict.fromkeys(
-        ("attention_heads", "n_head", "n_heads", "num_attention_heads", "num_heads"), lambda config: config.num_heads
+        ("attention_heads", "n_head", "n_heads", "num_attention_heads", "num_heads"),
+        _of_layers(lambda layer: layer.num_heads),
     ),
-    **dict.fromkeys(("kv_n_heads", "num_key_value_heads"), lambda config: config.num_kv_heads),
-    **dict.fromkeys(("feed_forward_length", "ffn_dim", "intermediate_size", "n_inner"), lambda config: config.ffn_size),
+    **dict.fromkeys(("kv_n_heads", "num_key_value_heads"), _of_layers(lambda layer: layer.num_kv_heads)),
+    **dict.fromkeys(
+        ("feed_forward_length", "ffn_dim", "intermediate_size", "n_inner"), _of_layers(lambda layer: layer.ffn_size)
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), lambda config: config.max_position),
-    "head_dim": lambda config: config.head_size,
-    "experts_per_token": lambda config: config.experts and config.experts.num_active,
+    "head_dim": _of_layers(lambda layer: layer.head_size),
+    "experts_per_token": _of_layers(lambda layer: layer.experts and layer.experts.num_active),
 }
 """Sizes that a file gives again under the name of another family: they must be equal."""
 
@@ -106,7 +120,7 @@ def _changes_nothing(name: str, value: object, config: ModelConfig) -> bool:
         or (
             name == "layer_types"
             and value == ["full_attention"] * config.num_layers
-            and not any(config.attention_windows)
+            and all(layer.window is None for layer in config.layers)
         )
     )
 

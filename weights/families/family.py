@@ -1,7 +1,8 @@
 """A family turns config.json into a ModelConfig, and the tensors of a file into canonical ones.
 
 Torch-free, because the server reads configurations too. layout.py makes the Sources. These are the canonical tensors,
-each present only where ModelConfig has it (H query heads, G key-value heads, D head size; linears are [out, in]):
+each present only where ModelConfig has it (H query heads, G key-value heads, D head size, ffn width: those of the
+layer; linears are [out, in]):
 
     embed.weight         [vocab, embed]
     position.weight      [max_position, hidden]
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard, TypeVar
 
-from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.config import Activation, LayerConfig, ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 
 MAX_SIZE = 2**31 - 1
@@ -120,21 +121,26 @@ def plain_config(
     hidden_size, num_heads = raw.size(width, limit=MAX_WIDTH), raw.size(heads)
     num_layers = raw.size(layers, limit=MAX_LAYERS)
     size = raw.size(head_size, limit=MAX_WIDTH) if head_size and head_size in raw else raw.share(width, heads)
+    layer = LayerConfig(num_heads, num_heads, size, attention_scale=size**-0.5, ffn_size=4 * hidden_size)
     return ModelConfig(
         model_type=raw.text("model_type"),
         vocab_size=raw.size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=num_layers,
         max_position=raw.size(context, default=default_context),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=size,
-        attention_scales=(size**-0.5,) * num_layers,
-        attention_windows=(None,) * num_layers,
-        ffn_size=4 * hidden_size,
+        layers=(layer,) * num_layers,
         norm_eps=raw.positive(norm_eps, default=1e-5) if norm_eps else 1e-5,
         tied_head=raw.boolean("tie_word_embeddings", default=tied_head),
     )
+
+
+def with_ffn(config: ModelConfig, size: int) -> ModelConfig:
+    """Return the configuration with feed-forwards of this width on all layers."""
+    return config.change_layers(lambda layer: replace(layer, ffn_size=size))
+
+
+def with_kv_heads(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with num_key_value_heads on all layers, by default as many as query heads."""
+    return config.change_layers(lambda layer: replace(layer, num_kv_heads=raw.kv_heads(layer.num_heads)))
 
 
 def with_windows(raw: RawConfig, config: ModelConfig, slides: Callable[[int], bool]) -> ModelConfig:
@@ -143,7 +149,8 @@ def with_windows(raw: RawConfig, config: ModelConfig, slides: Callable[[int], bo
     has_window = [slides(i) if kinds is None else kinds[i] == "sliding_attention" for i in range(config.num_layers)]
     window = raw.size("sliding_window") if any(has_window) else None
     raw.skip("sliding_window")  # of no layer
-    return replace(config, attention_windows=tuple(window if has_one else None for has_one in has_window))
+    layers = zip(config.layers, has_window, strict=True)
+    return replace(config, layers=tuple(replace(layer, window=window if its else None) for layer, its in layers))
 
 
 class RawConfig:

@@ -36,15 +36,11 @@ def _read_gemma3(raw: RawConfig) -> ModelConfig:
     everything = by_kind.section("full_attention") if "full_attention" in by_kind else raw.section("rope_scaling")
     local = by_kind.section("sliding_attention")
     near = raw.positive("rope_local_base_freq", default=10_000.0)
-    size, context = config.head_size, raw.size("max_position_embeddings")
+    size, context = config.layers[0].head_size, raw.size("max_position_embeddings")
     wide, max_position = read_rotary(raw, size, context, scaling=everything, theta=1_000_000.0)
     narrow, _ = read_rotary(RawConfig({}), size, context, scaling=local, theta=near)
-    return replace(
-        config,
-        max_position=max_position,
-        qk_norm="head",
-        rotaries=tuple(wide if window is None else narrow for window in config.attention_windows),
-    )
+    config = config.change_layers(lambda layer: replace(layer, rotary=wide if layer.window is None else narrow))
+    return replace(config, max_position=max_position, qk_norm="head")
 
 
 def _read_shared(raw: RawConfig) -> ModelConfig:
@@ -53,8 +49,7 @@ def _read_shared(raw: RawConfig) -> ModelConfig:
     config = read_llama_config(raw)
     scale = raw.positive("query_pre_attn_scalar", default=256.0) ** -0.5
     return replace(
-        config,
-        attention_scales=(scale,) * config.num_layers,
+        config.change_layers(lambda layer: replace(layer, attention_scale=scale)),
         attention_softcap=raw.number("attn_logit_softcapping") or None,
         activation=raw.choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"),
         norm_placement="both",

@@ -29,13 +29,14 @@ def read_gpt2_config(raw: RawConfig) -> ModelConfig:
     """Return the fields; GPTBigCode replaces those in which it differs."""
     raw.forbid("add_cross_attention", False, "there is no second text to attend to")
     config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions")
-    scale = config.head_size**-0.5 if raw.boolean("scale_attn_weights", default=True) else 1.0
+    scale = config.layers[0].attention_scale if raw.boolean("scale_attn_weights", default=True) else 1.0
     by_depth = raw.boolean("scale_attn_by_inverse_layer_idx", default=False)
     # reorder_and_upcast_attn changes rounding in half precision only; softmax and scores are fp32 here in any case.
+    scales = [scale / (depth + 1) if by_depth else scale for depth in range(config.num_layers)]
+    layer = replace(config.layers[0], ffn_size=raw.size("n_inner", default=config.layers[0].ffn_size))
     return replace(
         config,
-        attention_scales=tuple(scale / (layer + 1) if by_depth else scale for layer in range(config.num_layers)),
-        ffn_size=raw.size("n_inner", default=config.ffn_size),
+        layers=tuple(replace(layer, attention_scale=its_scale) for its_scale in scales),
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
     )
 

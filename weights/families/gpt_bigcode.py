@@ -16,7 +16,8 @@ from gptserve.weights.families.gpt2 import IGNORED, NAMES, read_gpt2_config
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("scale_attn_by_inverse_layer_idx", False, "no published GPTBigCode has it")
     config = read_gpt2_config(raw)
-    return replace(config, num_kv_heads=1 if raw.boolean("multi_query", default=True) else config.num_heads)
+    has_one = raw.boolean("multi_query", default=True)
+    return config.change_layers(lambda layer: replace(layer, num_kv_heads=1 if has_one else layer.num_heads))
 
 
 _sources = layout.decoder(NAMES, qkv_order=layout.heads_together)

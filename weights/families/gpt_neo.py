@@ -23,11 +23,12 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     config = plain_config(raw, layers="num_layers", heads="num_heads")
     kinds = _layer_kinds(raw, config.num_layers)
     window = raw.size("window_size", default=256)
+    every = config.layers[0]
+    every = replace(every, attention_scale=1.0, ffn_size=raw.size("intermediate_size", default=every.ffn_size))
+    local = replace(every, window=window)
     return replace(
         config,
-        attention_scales=(1.0,) * config.num_layers,
-        attention_windows=tuple(window if kind == "local" else None for kind in kinds),
-        ffn_size=raw.size("intermediate_size", default=config.ffn_size),
+        layers=tuple(local if kind == "local" else every for kind in kinds),
         qkv_bias=False,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config, with_ffn
 from gptserve.weights.families.rotary import with_rotary
 
 NAMES = {
@@ -30,8 +30,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     has_bias = raw.boolean("attention_bias", default=True)
     theta, fraction = raw.positive("rotary_emb_base", default=10_000.0), raw.positive("rotary_pct", default=0.25)
     return replace(
-        with_rotary(raw, config, theta=theta, fraction=fraction),
-        ffn_size=raw.size("intermediate_size"),
+        with_ffn(with_rotary(raw, config, theta=theta, fraction=fraction), raw.size("intermediate_size")),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
         activation=raw.choice("hidden_act", ACTIVATIONS, default="gelu"),

@@ -28,26 +28,26 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     config = with_windows(raw, read_llama_config(raw, attention_bias=True), lambda layer: layer % 2 == 0)
     num_experts = raw.size("num_local_experts", limit=max(1, MAX_TENSORS // config.num_layers))
     num_active = raw.size("num_experts_per_tok", limit=num_experts)
+    experts = Experts(num_experts, num_active, "mxfp4" if "quantization_config" in raw else None)
     return replace(
-        config,
+        config.change_layers(lambda layer: replace(layer, experts=experts)),
         attention_sinks=True,
         activation="gelu_sigmoid",
         ffn_limit=raw.positive("swiglu_limit", default=7.0),
         ffn_bias=True,
-        experts=Experts(num_experts, num_active, "mxfp4" if "quantization_config" in raw else None),
     )
 
 
 def _sources(config: ModelConfig) -> dict[str, Source]:
     """Return all tensors; those of all experts are stored as one, [experts, in, out], and gates and up in turn."""
-    hidden, ffn, experts = config.hidden_size, config.ffn_size, config.experts
-    assert experts is not None
-    gates_first = (*range(0, 2 * ffn, 2), *range(1, 2 * ffn, 2))
-    linears = (("up", "gate_up_proj", hidden, 2 * ffn, gates_first), ("down", "down_proj", ffn, hidden, None))
     sources = layout.decoder(NAMES)(config)
-    for layer in range(config.num_layers):
-        block, stored = f"blocks.{layer}.", f"layers.{layer}."
-        sources[f"{block}sinks"] = Source(((f"{stored}self_attn.sinks", (config.num_heads,)),))
+    for number, layer in enumerate(config.layers):
+        hidden, ffn, experts = config.hidden_size, layer.ffn_size, layer.experts
+        assert experts is not None
+        gates_first = (*range(0, 2 * ffn, 2), *range(1, 2 * ffn, 2))
+        linears = (("up", "gate_up_proj", hidden, 2 * ffn, gates_first), ("down", "down_proj", ffn, hidden, None))
+        block, stored = f"blocks.{number}.", f"layers.{number}."
+        sources[f"{block}sinks"] = Source(((f"{stored}self_attn.sinks", (layer.num_heads,)),))
         sources |= layout.linear(f"{block}router", [(f"{stored}mlp.router", experts.num)], hidden, bias=True)
         for e, (kind, part, num_in, num_out, order) in product(range(experts.num), linears):
             name, its_name = f"{block}experts.{e}.ffn_{kind}", f"{stored}mlp.experts.{part}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config, with_ffn
 from gptserve.weights.families.rotary import with_rotary
 
 NAMES: layout.Names = {
@@ -28,9 +28,10 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("rotary", True, "no published GPT-J has learned positions")
     raw.forbid("scale_attn_weights", True, "unscaled scores are not supported")
     config = plain_config(raw, width="n_embd", layers="n_layer", heads="n_head", context="n_positions", tied_head=False)
+    layer = config.layers[0]
+    config = with_rotary(raw, config, size=raw.size("rotary_dim", default=64, limit=layer.head_size))
     return replace(
-        with_rotary(raw, config, size=raw.size("rotary_dim", default=64, limit=config.head_size)),
-        ffn_size=raw.size("n_inner", default=config.ffn_size),
+        with_ffn(config, raw.size("n_inner", default=layer.ffn_size)),
         qkv_bias=False,
         attn_out_bias=False,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu_new"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.families.family import Source
 
 Names = Mapping[str, str | tuple[str, ...]]
@@ -25,41 +25,43 @@ RowOrder = tuple[int, ...] | None
 
 
 def decoder(
-    names: Names, *, transpose: bool = False, qkv_order: Callable[[ModelConfig], RowOrder] = lambda config: None
+    names: Names, *, transpose: bool = False, qkv_order: Callable[[LayerConfig], RowOrder] = lambda layer: None
 ) -> Callable[[ModelConfig], dict[str, Source]]:
-    """Return the function that gives all tensors of `names` that a configuration has, in this order.
+    """Return the function that gives all tensors of `names` that a configuration and its layers have, in this order.
 
     transpose: the blocks' linears are stored as [in, out] (Conv1D). qkv_order gives the row order of "qkv".
     """
 
     def sources(config: ModelConfig) -> dict[str, Source]:
-        order, found = qkv_order(config), dict[str, Source]()
+        orders, found = {layer: qkv_order(layer) for layer in config.distinct_layers}, dict[str, Source]()
         for in_blocks, group in groupby(names.items(), lambda entry: "{}" in entry[0]):
             entries = list(group)
-            for layer in range(config.num_layers if in_blocks else 1):
+            for number, layer in enumerate(config.layers if in_blocks else config.layers[:1]):
                 for name, stored in entries:
-                    parts = [part.format(layer) for part in ([stored] if isinstance(stored, str) else stored)]
-                    found |= _named(config, name.format(layer), parts, transpose and in_blocks, order)
+                    parts = [part.format(number) for part in ([stored] if isinstance(stored, str) else stored)]
+                    transposed, order = transpose and in_blocks, orders[layer]
+                    found |= _named(config, layer, name.format(number), parts, transposed, order)
         return found
 
     return sources
 
 
 def _named(
-    config: ModelConfig, name: str, stored: Sequence[str], transpose: bool, qkv_order: RowOrder
+    config: ModelConfig, layer: LayerConfig, name: str, stored: Sequence[str], transpose: bool, qkv_order: RowOrder
 ) -> dict[str, Source]:
-    """Return the weight and bias of one canonical name, as far as the configuration has them, in its sizes."""
-    hidden, ffn, embed = config.hidden_size, config.ffn_size, config.embed_size or config.hidden_size
-    num_q, num_kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    """Return the weight and bias of one canonical name, as far as the layer has them, in its sizes."""
+    hidden, ffn, embed = config.hidden_size, layer.ffn_size, config.embed_size or config.hidden_size
+    num_q, num_kv = layer.q_size, layer.kv_size
     kind = name.rpartition(".")[2]
     is_absent = {"final_norm": config.norm_placement == "sum"}
     is_absent |= dict.fromkeys(("q_norm", "k_norm"), config.qk_norm is None)
+    is_absent |= dict.fromkeys(("ffn_up", "ffn_down"), layer.experts is not None)
     is_absent |= dict.fromkeys(("embed_in", "embed_out"), config.embed_size is None)
     if is_absent.get(kind):
         return {}
     if kind.endswith("_norm"):
         whole = {"q_norm": num_q, "k_norm": num_kv}.get(kind, hidden)
-        size = config.head_size if config.qk_norm == "head" and kind in ("q_norm", "k_norm") else whole
+        size = layer.head_size if config.qk_norm == "head" and kind in ("q_norm", "k_norm") else whole
         has = {"weight": config.norm_weight, "bias": config.norm_bias}
         return {f"{name}.{part}": Source(((f"{stored[0]}.{part}", (size,)),)) for part, there in has.items() if there}
     linears = {  # rows of each part, columns, bias
@@ -97,27 +99,26 @@ def linear(
     return sources
 
 
-def heads_together(config: ModelConfig) -> RowOrder:
+def heads_together(layer: LayerConfig) -> RowOrder:
     """Return the row order of a fused projection stored head by head: each head's query, key and value in turn.
 
     With one key and value head for all queries (StarCoder) the rows are in order: None.
     """
-    heads, size = config.num_heads, config.head_size
-    if config.num_kv_heads != heads:
+    heads, size = layer.num_heads, layer.head_size
+    if layer.num_kv_heads != heads:
         return None
     return tuple((h * 3 + part) * size + d for part in range(3) for h in range(heads) for d in range(size))
 
 
-def halves_apart(config: ModelConfig) -> tuple[int, ...]:
+def halves_apart(layer: LayerConfig) -> tuple[int, ...]:
     """Return the row order of a fused projection whose rotary pairs are neighbours, (x[2i], x[2i + 1]).
 
     The canonical pairs are half of the rotated dimensions apart. Queries and keys are permuted alike, so their products
     stay the same.
     """
-    rotary = config.rotaries[0]
-    assert rotary is not None
-    rotated = 2 * len(rotary.inv_freqs)
-    turned = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_size)]
-    num_turned = config.num_heads + config.num_kv_heads
-    order = [h * config.head_size + d for h in range(num_turned) for d in turned]
-    return (*order, *range(num_turned * config.head_size, config.qkv_size))
+    assert layer.rotary is not None
+    rotated = 2 * len(layer.rotary.inv_freqs)
+    turned = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, layer.head_size)]
+    num_turned = layer.num_heads + layer.num_kv_heads
+    order = [h * layer.head_size + d for h in range(num_turned) for d in turned]
+    return (*order, *range(num_turned * layer.head_size, layer.qkv_size))

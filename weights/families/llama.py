@@ -10,7 +10,15 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, plain_config
+from gptserve.weights.families.family import (
+    ACTIVATIONS,
+    MAX_WIDTH,
+    Family,
+    RawConfig,
+    plain_config,
+    with_ffn,
+    with_kv_heads,
+)
 from gptserve.weights.families.rotary import with_rotary
 
 EMBED = {"embed": "embed_tokens"}
@@ -43,10 +51,9 @@ def read_llama_config(raw: RawConfig, *, attention_bias: bool = False) -> ModelC
     context = "max_sequence_length" if has_older_name else "max_position_embeddings"
     config = plain_config(raw, head_size="head_dim", context=context, norm_eps=None, tied_head=False)
     has_bias = raw.boolean("attention_bias", default=attention_bias)
+    config = with_kv_heads(raw, with_rotary(raw, config))
     return replace(
-        with_rotary(raw, config),
-        num_kv_heads=raw.kv_heads(config.num_heads),
-        ffn_size=raw.size("intermediate_size", limit=MAX_WIDTH),
+        with_ffn(config, raw.size("intermediate_size", limit=MAX_WIDTH)),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
         activation=raw.choice("hidden_act", ACTIVATIONS, default="silu"),

@@ -39,14 +39,19 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     config = plain_config(
         raw, width="d_model", layers="n_layers", heads="n_heads", context="max_seq_len", default_context=2048
     )
+    layer = config.layers[0]
+    layer = replace(
+        layer,
+        attention_scale=attention.positive("softmax_scale", default=layer.attention_scale),
+        alibi_slopes=alibi_slopes(layer.num_heads, attention.size("alibi_bias_max", default=8)),
+    )
     return replace(
         config,
-        attention_scales=(attention.positive("softmax_scale", default=config.head_size**-0.5),) * config.num_layers,
+        layers=(layer,) * config.num_layers,
         qkv_bias=False,
         attn_out_bias=False,
         qkv_clip=attention.number("clip_qkv"),
         position=None,
-        alibi_slopes=alibi_slopes(config.num_heads, attention.size("alibi_bias_max", default=8)),
         activation="gelu",
         ffn_bias=False,
         norm_bias=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.families import layout
 from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig
 from gptserve.weights.families.llama import ATTENTION, EMBED, END, IGNORED, NORMS, read_llama_config
@@ -19,13 +19,8 @@ NAMES: layout.Names = {**EMBED, **NORMS, **ATTENTION, **END, **FFN}
 
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.default(final_logit_softcapping=15.0)
-    config = read_llama_config(raw)
-    turned_back = tuple(
-        replace(rotary, inv_freqs=tuple(-f for f in rotary.inv_freqs)) for rotary in config.rotaries if rotary
-    )
     return replace(
-        config,
-        rotaries=turned_back,
+        read_llama_config(raw).change_layers(_turned_back),
         qk_norm="head",
         activation=raw.choice("hidden_act", ACTIVATIONS, default="relu2"),
         gated_ffn=False,
@@ -33,6 +28,11 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         embed_norm=True,
         logit_softcap=raw.number("final_logit_softcapping"),
     )
+
+
+def _turned_back(layer: LayerConfig) -> LayerConfig:
+    assert layer.rotary is not None
+    return replace(layer, rotary=replace(layer.rotary, inv_freqs=tuple(-f for f in layer.rotary.inv_freqs)))
 
 
 NANOCHAT = Family("nanochat", _read_config, layout.decoder(NAMES), ignored=IGNORED)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, MAX_WIDTH, Family, RawConfig, plain_config, with_ffn
 
 BLOCKS: layout.Names = {
     "blocks.{}.attn_norm": "layers.{}.self_attn_layer_norm",
@@ -39,10 +39,9 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     has_bias = raw.boolean("enable_bias", default=True)
     has_affine = raw.boolean("layer_norm_elementwise_affine", default=True)
     return replace(
-        config,
+        with_ffn(config, raw.size("ffn_dim")),
         max_position=raw.size("max_position_embeddings", limit=MAX_WIDTH),
         position_offset=2,  # rows that nothing reads
-        ffn_size=raw.size("ffn_dim"),
         qkv_bias=has_bias,
         attn_out_bias=has_bias,
         ffn_bias=has_bias,

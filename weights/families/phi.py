@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config, with_ffn, with_kv_heads
 from gptserve.weights.families.rotary import with_rotary
 
 NAMES: layout.Names = {
@@ -27,10 +27,9 @@ NAMES: layout.Names = {
 def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("qk_layernorm", False, "no published Phi normalises queries and keys")
     config = plain_config(raw, norm_eps="layer_norm_eps", tied_head=False)
+    config = with_kv_heads(raw, with_rotary(raw, config, fraction=0.5))
     return replace(
-        with_rotary(raw, config, fraction=0.5),
-        num_kv_heads=raw.kv_heads(config.num_heads),
-        ffn_size=raw.size("intermediate_size"),
+        with_ffn(config, raw.size("intermediate_size")),
         activation=raw.choice("hidden_act", ACTIVATIONS, default="gelu_new"),
         parallel_residual=True,
         shared_norm=True,

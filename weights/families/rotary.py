@@ -63,9 +63,10 @@ def with_rotary(
     raw: RawConfig, config: ModelConfig, *, size: int | None = None, theta: float = 10_000.0, fraction: float = 1.0
 ) -> ModelConfig:
     """Return the configuration with the rotary positions of a head's first `size` dimensions on every layer."""
-    head_size = size or config.head_size
+    head_size = size or config.layers[0].head_size
     rotary, context = read_rotary(raw, head_size, config.max_position, theta=theta, fraction=fraction)
-    return replace(config, position=None, rotaries=(rotary,) * config.num_layers, max_position=context)
+    config = config.change_layers(lambda layer: replace(layer, rotary=rotary))
+    return replace(config, position=None, max_position=context)
 
 
 def _scaling(raw: RawConfig) -> RawConfig:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families import layout
-from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config
+from gptserve.weights.families.family import ACTIVATIONS, Family, RawConfig, plain_config, with_ffn
 from gptserve.weights.families.opt import BLOCKS
 
 NAMES: layout.Names = {"embed": "embed_tokens", **BLOCKS, "final_norm": "layer_norm", "head": "lm_head"}
@@ -20,8 +20,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     raw.forbid("add_cross_attention", False, "there is no second text to attend to")
     config = plain_config(raw, width="d_model", layers="num_layers", heads="attention_heads", norm_eps=None)
     return replace(
-        config,
-        ffn_size=raw.size("ffn_dim"),
+        with_ffn(config, raw.size("ffn_dim")),
         position="sinusoidal",
         position_offset=2,
         activation=raw.choice("activation_function", ACTIVATIONS, default="gelu"),

@@ -48,6 +48,7 @@ class CpuAttention:
         self._batch = _Batch()
         self._layers: list[Tensor] = []
         self._caches: list[_Cache] = []
+        self._widest = _Cache()
         self._addresses = (c_void_p * 0)()
 
     @staticmethod
@@ -124,7 +125,7 @@ class CpuAttention:
         nothing of torch but where scratch grows, for program_steps.py.
         """
         addresses = self._addresses_of(layers)
-        num_seqs, max_kv_len, cache = len(lens_S), max(lens_S), self._caches[0]
+        num_seqs, max_kv_len, cache = len(lens_S), max(lens_S), self._widest
         assert len(starts_S1) == num_seqs + 1 and len(tables_SN) % num_seqs == 0
         sizes, num_threads = (len(tables_SN) // num_seqs, num_seqs, len(slots_T)), native.num_threads()
         arrays = [numbers.buffer_info()[0] for numbers in (starts_S1, lens_S, tables_SN, slots_T)]
@@ -135,12 +136,17 @@ class CpuAttention:
         if layers is not self._layers:
             self._layers, self._caches = layers, [_describe(cache_2NGBD) for cache_2NGBD in layers]
             self._addresses = (c_void_p * len(layers))(*map(addressof, self._caches))
+            self._widest = max(self._caches, key=lambda cache: cache.head_size)  # scratch is large enough for all
         return self._addresses
 
     def _pack(self, metadata: AttentionMetadata, cache: _Cache) -> _Batch:
-        """Return the metadata in the kernel's format; packed once a step, as all layers share one metadata."""
+        """Return the metadata in the kernel's format, with scratch for heads of this cache.
+
+        It is packed once a step, as all layers share one metadata, or once more if a later layer's heads are larger.
+        """
         num_threads = native.num_threads()
-        if metadata is self._metadata and num_threads == self._batch.num_threads:
+        is_packed = metadata is self._metadata and num_threads == self._batch.num_threads
+        if is_packed and cache.head_size <= self._reserved[2]:
             return self._batch
         starts_S1, lens_S = metadata.query_starts_S1, metadata.kv_lens_S
         tables_SN, slots_T = metadata.block_tables_SN, metadata.slots_T

@@ -11,8 +11,9 @@ Decoder and program_steps.py call it. Shape letters as in engine/model/attention
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ctypes import Array, Structure, addressof, c_float, c_int32, c_void_p
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from gptserve.engine.model.linear import Rows
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.operations import WritePart
 from gptserve.weights.config import Experts as Mixture
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ def native_decoder(
     assert isinstance(backend, CpuAttention)
     dtype = embedding.dtype
     widths = _widths(config, dtype)
-    wide = _wide(parts)
+    wide_kinds = _wide(parts)
+    wide = tuple(name for name in (*widths, "logits") if name.partition(" ")[0] in wide_kinds)
     step, head = (_Writer(config, parts, {**widths, "logits": config.vocab_size}, dtype, wide) for _ in range(2))
     step.embed(embedding, positions)
     for layer, table in enumerate(tables):
@@ -79,13 +81,15 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBac
     """Return why no program can compute this model; None if one can."""
     if not all(isinstance(linear, NativeLinear) for linear in parts.linears.values()):
         return "its products are not those of engine/backends/cpu"
-    if config.experts is not None and "blocks.0.experts.0.ffn_up" not in parts.linears:
+    mixtures = [number for number, layer in enumerate(config.layers) if layer.experts is not None]
+    if any(f"blocks.{number}.experts.0.ffn_up" not in parts.linears for number in mixtures):
         return "its experts are multiplied by kernels of a GPU"
     if not isinstance(backend, CpuAttention):
         return f"attention is {backend.name!r}"
     if config.parallel_residual and config.norm_placement != "input":
         return f"its residual is parallel, its norms are at {config.norm_placement!r}"
-    widths = (config.hidden_size, config.num_heads * config.head_size, config.ffn_size, config.embed_size or 0)
+    of_layers = [(layer.q_size, layer.ffn_size) for layer in config.distinct_layers]
+    widths = (config.hidden_size, config.embed_size or 0, *chain.from_iterable(of_layers))
     if any(width % native.ROW_MULTIPLE for width in widths):
         return f"a linear's input is not a multiple of {native.ROW_MULTIPLE} wide"
     return None
@@ -93,26 +97,38 @@ def _obstacle(config: ModelConfig, parts: StreamedTensors, backend: AttentionBac
 
 def _widths(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
     """Return the buffers of both programs: by name, the elements of a row."""
-    num_ffns = 1 if config.experts is None else config.experts.num_active
     buffers = {
         **dict.fromkeys(("x", "h", "h2", "taken"), config.hidden_size),
         "embedded": config.embed_size or config.hidden_size,
-        "qkv": config.qkv_size,
-        "heads": config.num_heads * config.head_size,
-        "up": num_ffns * config.ffn_size * (2 if config.gated_ffn else 1),
-        "gated": num_ffns * config.ffn_size,
     }
-    if config.experts is not None:
-        buffers |= {
-            "scores": config.experts.num,
-            "routes": num_ffns * ROUTE_BYTES // dtype.itemsize,
-            "pairs": num_ffns * config.hidden_size,
-        }
+    for layer in config.distinct_layers:
+        buffers |= {_at(kind, width): width for kind, width in _layer_widths(config, layer, dtype).items()}
     return buffers
 
 
+def _layer_widths(config: ModelConfig, layer: LayerConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Return the elements of a row of the buffers of a layer, by their kind."""
+    experts = layer.experts
+    num_ffns = 1 if experts is None else experts.num_active
+    widths = {
+        "qkv": layer.qkv_size,
+        "heads": layer.q_size,
+        "up": num_ffns * layer.ffn_size * (2 if config.gated_ffn else 1),
+        "gated": num_ffns * layer.ffn_size,
+    }
+    if experts is not None:
+        routes = num_ffns * ROUTE_BYTES // dtype.itemsize
+        widths |= {"scores": experts.num, "routes": routes, "pairs": num_ffns * config.hidden_size}
+    return widths
+
+
+def _at(kind: str, width: int) -> str:
+    """Return the name of a layer's buffer of this width: layers of one width share it."""
+    return f"{kind} {width}"
+
+
 def _wide(parts: StreamedTensors) -> tuple[str, ...]:
-    """Return the buffers that are in fp32."""
+    """Return the kinds of buffers that are in fp32."""
     weights = [linear.weight for linear in parts.linears.values() if isinstance(linear, NativeLinear)]
     if any(weight.element_bits >= 16 for weight in weights):  # they read their own type; so does each mixture's router
         return _WIDE
@@ -215,6 +231,9 @@ class _Writer:
     ) -> None:
         self.program = Program(widths, dtype.itemsize, wide=wide)
         self._config, self._parts, self._widths, self._dtype = config, parts, widths, dtype
+        shapes = {layer: _layer_widths(config, layer, dtype).items() for layer in config.distinct_layers}
+        self._buffers = {layer: {kind: _at(kind, width) for kind, width in its} for layer, its in shapes.items()}
+        """The buffers of each layer, by their kind."""
 
     def embed(self, embedding: Rows, positions: Tensor | None) -> None:
         """Write the embedded tokens to x."""
@@ -234,11 +253,14 @@ class _Writer:
         if positions is not None:
             self.program.add("add_position", "x", "x", Table(self._address(positions), 1.0))
 
-    def block(self, layer: int, table: Tensor | None, backend: CpuAttention) -> None:
+    def block(self, number: int, table: Tensor | None, backend: CpuAttention) -> None:
         """Put x through a layer, as `Block` in layers.py defines it."""
-        name = f"blocks.{layer}"
-        attention = self._attention(layer, table, backend)
-        ffn = self._feed_forward(name) if self._config.experts is None else self._mixture(name, self._config.experts)
+        name, layer = f"blocks.{number}", self._config.layers[number]
+        attention, buffers = self._attention(number, table, backend), self._buffers[layer]
+        if layer.experts is None:
+            ffn = self._feed_forward(name, buffers)
+        else:
+            ffn = self._mixture(name, layer.experts, buffers)
         Block.write(self._config, name, self, attention, ffn)
 
     def head(self) -> None:
@@ -265,35 +287,36 @@ class _Writer:
     def _attention(self, layer: int, table: Tensor | None, backend: CpuAttention) -> WritePart:
         name, spec, config = f"blocks.{layer}", self._parts.attentions[layer], self._config
         num_heads, num_kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+        qkv, heads = (self._buffers[config.layers[layer]][kind] for kind in ("qkv", "heads"))
 
         def append(source: str, target: str, residual: str) -> None:
-            self._linear(f"{name}.qkv", source, "qkv")
+            self._linear(f"{name}.qkv", source, qkv)
             if config.qkv_clip is not None:
-                self.program.add("clamp", "qkv", "qkv", c_float(config.qkv_clip))
+                self.program.add("clamp", qkv, qkv, c_float(config.qkv_clip))
             if config.qk_norm is not None:
                 for part, first, count in (("q", 0, num_heads), ("k", num_heads, num_kv_heads)):
                     vectors = (count, size) if config.qk_norm == "head" else (1, count * size)
-                    self._norm(f"{name}.{part}_norm", "qkv", "qkv", (first * size, *vectors))
+                    self._norm(f"{name}.{part}_norm", qkv, qkv, (first * size, *vectors))
             if table is not None:
                 rotation = Rotation(self._address(table), num_heads + num_kv_heads, size, table.shape[-1])
-                self.program.add("rotate", "qkv", "qkv", rotation)
-            self.program.add("attend", "qkv", "heads", backend.operation(spec, layer))
-            self._linear(f"{name}.attn_out", "heads", target, residual)
+                self.program.add("rotate", qkv, qkv, rotation)
+            self.program.add("attend", qkv, heads, backend.operation(spec, layer))
+            self._linear(f"{name}.attn_out", heads, target, residual)
 
         return append
 
-    def _feed_forward(self, name: str) -> WritePart:
+    def _feed_forward(self, name: str, buffers: Mapping[str, str]) -> WritePart:
         def append(source: str, target: str, residual: str) -> None:
-            self._linear(f"{name}.ffn_up", source, "up")
-            hidden = "up"
+            hidden = buffers["up"]
+            self._linear(f"{name}.ffn_up", source, hidden)
             if self._config.gated_ffn:
-                hidden = "gated"
-                self.program.add("gate", "up", hidden, self._gate())
+                hidden = buffers["gated"]
+                self.program.add("gate", buffers["up"], hidden, self._gate())
             self._linear(f"{name}.ffn_down", hidden, target, residual)
 
         return append
 
-    def _mixture(self, name: str, experts: Mixture) -> WritePart:
+    def _mixture(self, name: str, experts: Mixture, buffers: Mapping[str, str]) -> WritePart:
         data = Experts(
             ups=self._addresses(f"{name}.experts.{e}.ffn_up" for e in range(experts.num)),
             downs=self._addresses(f"{name}.experts.{e}.ffn_down" for e in range(experts.num)),
@@ -301,11 +324,11 @@ class _Writer:
             ends=self._kept((c_int32 * experts.num)()),
             num=experts.num,
             num_active=experts.num_active,
-            **{buffer: self.program.number(buffer) for buffer in ("scores", "routes", "pairs", "up", "gated")},
+            **{kind: self.program.number(buffers[kind]) for kind in ("scores", "routes", "pairs", "up", "gated")},
         )
 
         def append(source: str, target: str, residual: str) -> None:
-            self._linear(f"{name}.router", source, "scores")
+            self._linear(f"{name}.router", source, buffers["scores"])
             self.program.add("experts", source, target, data, residual=residual)
 
         return append

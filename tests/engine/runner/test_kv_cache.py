@@ -49,7 +49,8 @@ def test_the_tensors_take_the_bytes_that_were_planned() -> None:
 @pytest.mark.parametrize("num_blocks", [1024, 1000, 700])
 @pytest.mark.parametrize(("num_layers", "num_kv_heads"), [(4, 6), (12, 12), (30, 3), (80, 8)])
 def test_no_block_is_the_first_to_write_to_many_huge_pages(num_blocks: int, num_layers: int, num_kv_heads: int) -> None:
-    model = replace(MODEL, num_layers=num_layers, num_kv_heads=num_kv_heads, head_size=64)
+    layer = replace(MODEL.layers[0], num_kv_heads=num_kv_heads, head_size=64)
+    model = replace(MODEL, layers=(layer,) * num_layers)
     cache = KVCache(model, num_blocks, 16, torch.bfloat16, torch.device("cpu"))
 
     block_bytes = cache.layers[0][0, 0].nbytes

@@ -55,7 +55,7 @@ def test_work_grows_with_all_that_a_step_computes() -> None:
 
 def work_of_experts(folder: Path, num_active: int, num_sequences: int) -> int:
     (folder / "config.json").write_text(json.dumps(GptOssConfig().to_dict(), default=str))
-    model = replace(load_config(folder), experts=Experts(8, num_active))
+    model = load_config(folder).change_layers(lambda layer: replace(layer, experts=Experts(8, num_active)))
     return StepWork(model).of(step_with(num_sequences, 1, 1))
 
 

@@ -176,8 +176,7 @@ def test_any_values_are_a_sound_config_or_one_sentence(fields: dict[str, Any], t
         config = load(tmp_path, **fields)
     except WeightsError:
         return
-    assert config.num_heads * config.head_size == config.hidden_size
-    assert len(config.attention_scales) == len(config.attention_windows) == config.num_layers
+    assert {layer.q_size for layer in config.layers} == {config.hidden_size}
     assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)
 
 
@@ -249,7 +248,7 @@ def test_a_qwen_of_a_million_tokens_ends_where_its_attention_is_no_longer_plain(
 def test_gpt_neos_layers_are_read_in_either_form(
     fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
-    assert load_neo(tmp_path, **fields).attention_windows == windows
+    assert tuple(layer.window for layer in load_neo(tmp_path, **fields).layers) == windows
 
 
 @pytest.mark.parametrize(
@@ -335,9 +334,8 @@ def test_one_odd_value_in_any_familys_config_is_a_sound_config_or_one_sentence(
         config = load_config(tmp_path)
     except WeightsError:
         return
-    assert config.num_heads % config.num_kv_heads == 0
-    assert len(config.attention_scales) == len(config.attention_windows) == config.num_layers
-    assert len(config.rotaries) in (0, config.num_layers)
-    assert len(config.alibi_slopes) in (0, config.num_heads)
+    for layer in config.layers:
+        assert layer.num_heads % layer.num_kv_heads == 0
+        assert len(layer.alibi_slopes) in (0, layer.num_heads)
     assert all(0 <= token_id < config.vocab_size for token_id in config.eos_token_ids)
     assert find_family(config.model_type).sources(config)

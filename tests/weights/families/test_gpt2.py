@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config
 
-from gptserve.weights.config import ModelConfig
+from gptserve.weights.config import LayerConfig, ModelConfig
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError
 from gptserve.weights.families.family import RawConfig
 from gptserve.weights.families.gpt2 import GPT2
@@ -19,25 +19,28 @@ def read(**fields: Any) -> ModelConfig:
     return GPT2.read_config(RawConfig(SMALL | fields))
 
 
+def scales(config: ModelConfig) -> tuple[float, ...]:
+    return tuple(layer.attention_scale for layer in config.layers)
+
+
 def test_published_defaults_are_the_124m_model() -> None:
     config = GPT2.read_config(RawConfig(GPT2Config().to_dict()))
     assert (config.vocab_size, config.max_position, config.hidden_size, config.num_layers) == (50257, 1024, 768, 12)
-    assert (config.num_heads, config.num_kv_heads, config.head_size, config.qkv_size) == (12, 12, 64, 2304)
-    assert (config.ffn_size, config.activation, config.norm_eps, config.tied_head) == (3072, "gelu_tanh", 1e-5, True)
-    assert config.attention_scales == (0.125,) * 12
-    assert config.attention_windows == (None,) * 12
+    assert config.distinct_layers == (LayerConfig(12, 12, 64, attention_scale=0.125, ffn_size=3072),)
+    assert (config.activation, config.norm_eps, config.tied_head) == ("gelu_tanh", 1e-5, True)
+    assert all(layer is config.layers[0] for layer in config.layers)
 
 
 def test_attention_scales_follow_both_switches() -> None:
-    assert read(scale_attn_weights=False).attention_scales == (1.0, 1.0, 1.0)
-    assert read(scale_attn_by_inverse_layer_idx=True).attention_scales == (0.5, 0.25, 0.5 / 3)
+    assert scales(read(scale_attn_weights=False)) == (1.0, 1.0, 1.0)
+    assert scales(read(scale_attn_by_inverse_layer_idx=True)) == (0.5, 0.25, 0.5 / 3)
     both = read(scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
-    assert both.attention_scales == (1.0, 0.5, 1 / 3)
+    assert scales(both) == (1.0, 0.5, 1 / 3)
 
 
 def test_ffn_width_and_activation_are_read() -> None:
-    assert read().ffn_size == read(n_inner=None).ffn_size == 32
-    assert read(n_inner=12).ffn_size == 12
+    assert read().layers[0].ffn_size == read(n_inner=None).layers[0].ffn_size == 32
+    assert read(n_inner=12).layers[0].ffn_size == 12
     names = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu", "swish")
     found = [read(activation_function=name).activation for name in names]
     assert found == ["gelu_tanh", "gelu_tanh", "gelu", "relu", "silu", "silu"]

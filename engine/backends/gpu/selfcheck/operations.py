@@ -82,16 +82,29 @@ def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) 
     yield "normalize", lambda operations: _normalize(model, _Numbers(device, dtype), operations)
     if model.norm_placement == "input" and not model.parallel_residual:
         yield "add_normalize", lambda operations: _add_normalize(model, _Numbers(device, dtype), operations)
-    if any(model.rotaries):
+    if any(layer.rotary for layer in model.layers):
         yield "rotate_and_write", lambda operations: _rotate_and_write(model, _Numbers(device, dtype), operations)
     if model.gated_ffn:
         yield "gate", lambda operations: _gate(model, _Numbers(device, dtype), operations)
-    if model.experts is not None:
-        few = replace(model.experts, num=min(model.experts.num, model.experts.num_active + _IDLE_EXPERTS))
-        plain = replace(few, stored=None)
-        yield "experts", lambda operations: _mix(model, plain, _Numbers(device, dtype), operations)
-        if few.stored is not None:
-            yield "mxfp4_experts", lambda operations: _mix(model, few, _Numbers(device, dtype), operations)
+    few = _few_experts(model)
+    if few:
+        plain = [(replace(experts, stored=None), ffn_size) for experts, ffn_size in few]
+        yield "experts", lambda operations: _mix_all(model, plain, _Numbers(device, dtype), operations)
+        stored = [(experts, ffn_size) for experts, ffn_size in few if experts.stored is not None]
+        if stored:
+            yield "mxfp4_experts", lambda operations: _mix_all(model, stored, _Numbers(device, dtype), operations)
+
+
+def _few_experts(model: ModelConfig) -> list[tuple[Experts, int]]:
+    """Return the mixtures that layers have, with some of the experts that a row leaves idle, and an expert's width."""
+    mixtures = ((layer.experts, layer.ffn_size) for layer in model.distinct_layers)
+    return list(
+        dict.fromkeys(
+            (replace(experts, num=min(experts.num, experts.num_active + _IDLE_EXPERTS)), ffn_size)
+            for experts, ffn_size in mixtures
+            if experts is not None
+        )
+    )
 
 
 class _Numbers:
@@ -121,9 +134,10 @@ def _normalize(model: ModelConfig, numbers: _Numbers, operations: Operations) ->
     x, residual = (numbers(_ROWS[0], model.hidden_size) for _ in range(2))
     found = [norm(x + 1), norm(x, residual)]
     if model.qk_norm is not None:
-        heads = numbers(_ROWS[0], model.num_heads + 1, model.head_size)[:, 1:]
-        x = heads if model.qk_norm == "head" else heads.flatten(1)
-        found.append(_norm(model, x.shape[-1], numbers, operations)(x))
+        for num_heads, size in dict.fromkeys((layer.num_heads, layer.head_size) for layer in model.layers):
+            heads = numbers(_ROWS[0], num_heads + 1, size)[:, 1:]
+            x = heads if model.qk_norm == "head" else heads.flatten(1)
+            found.append(_norm(model, x.shape[-1], numbers, operations)(x))
     return torch.cat([y.flatten() for y in found])
 
 
@@ -136,11 +150,14 @@ def _add_normalize(model: ModelConfig, numbers: _Numbers, operations: Operations
 
 
 def _rotate_and_write(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
-    """Return the queries and the cache of two blocks, for each of the model's rotaries; one row is padding."""
-    num_kv_heads, head_size, position, block_size = model.num_kv_heads, model.head_size, 100, 16
+    """Return the queries and the cache of two blocks, for each rotary and its heads; one row is padding."""
+    position, block_size = 100, 16
     found = []
-    for rotary in dict.fromkeys(rotary for rotary in model.rotaries if rotary):
-        heads = numbers(3, model.num_heads + 2 * num_kv_heads, head_size)
+    shapes = dict.fromkeys(
+        (layer.rotary, layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in model.layers if layer.rotary
+    )
+    for rotary, num_heads, num_kv_heads, head_size in shapes:
+        heads = numbers(3, num_heads + 2 * num_kv_heads, head_size)
         cache = torch.zeros(2, 2, num_kv_heads, block_size, head_size, dtype=numbers.dtype, device=heads.device)
         slots = torch.tensor([block_size + 1, 3, -1], device=heads.device)
         rotation = rotary_table(rotary, position + 3, heads.device)[position:].unbind(1)
@@ -148,10 +165,10 @@ def _rotate_and_write(model: ModelConfig, numbers: _Numbers, operations: Operati
             operations.rotate_and_write(heads, rotation, cache, slots)
         else:
             rotate_(heads[:, :-num_kv_heads], rotation)
-            pair = heads[:, model.num_heads :].split_with_sizes((num_kv_heads, num_kv_heads), 1)
+            pair = heads[:, num_heads:].split_with_sizes((num_kv_heads, num_kv_heads), 1)
             for x_NGBD, x_TGD in zip(cache, pair, strict=True):
                 x_NGBD[slots[:2] // block_size, :, slots[:2] % block_size] = x_TGD[:2]
-        found += [heads[:, : model.num_heads].flatten(), cache.flatten()]
+        found += [heads[:, :num_heads].flatten(), cache.flatten()]
     return torch.cat(found)
 
 
@@ -161,15 +178,23 @@ def _norm(model: ModelConfig, width: int, numbers: _Numbers, operations: Operati
 
 
 def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tensor:
-    return operations.gate(numbers(_ROWS[0], 2 * model.ffn_size, scale=3), model.activation, model.ffn_limit)
+    widths = dict.fromkeys(layer.ffn_size for layer in model.layers)
+    inputs = [numbers(_ROWS[0], 2 * width, scale=3) for width in widths]
+    return torch.cat([operations.gate(x, model.activation, model.ffn_limit).flatten() for x in inputs])
 
 
-def _mix(model: ModelConfig, experts: Experts, numbers: _Numbers, operations: Operations) -> Tensor:
+def _mix_all(
+    model: ModelConfig, mixtures: list[tuple[Experts, int]], numbers: _Numbers, operations: Operations
+) -> Tensor:
+    return torch.cat([_mix(model, experts, ffn_size, numbers, operations) for experts, ffn_size in mixtures])
+
+
+def _mix(model: ModelConfig, experts: Experts, ffn: int, numbers: _Numbers, operations: Operations) -> Tensor:
     """Return the output of a mixture of random experts, each as large as the model's."""
     products = operations.mxfp4_experts
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        hidden, ffn = model.hidden_size, model.ffn_size
+        hidden = model.hidden_size
         linears = {"router": (experts.num, hidden)}
         for e in range(experts.num):
             linears[f"experts.{e}.ffn_up"] = (ffn * (1 + model.gated_ffn), hidden)
@@ -191,7 +216,7 @@ def _mix(model: ModelConfig, experts: Experts, numbers: _Numbers, operations: Op
     if products is not None:
         operations = replace(operations, experts=products)
     source = StreamedTensors(tensors(), operations=operations)
-    mixture = take_feed_forward(replace(model, experts=experts), source, "block")
+    mixture = take_feed_forward(model, experts, source, "block")
     rows = [(numbers(num, model.hidden_size), numbers(num, model.hidden_size)) for num in _ROWS]
     alone = mixture(rows[0][0])  # as where the next norm adds the residual
     return torch.cat([alone, *(mixture(x, residual) for x, residual in rows)])
