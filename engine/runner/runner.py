@@ -3,8 +3,8 @@
 `launch` has the device begin; what it returns waits for the results. So the host may plan the next step in between.
 
 It owns everything with tensors (weights, KV cache, attention backend). hardware.py and memory.py choose what
-EngineConfig left open: device, dtype, threads, context and cache size. It knows no
-sequences and does not know why they were scheduled. Steps calls it.
+EngineConfig left open: device, dtype, threads, context and cache size. It knows no sequences, nor why they were
+scheduled. Steps calls it.
 """
 
 from __future__ import annotations
