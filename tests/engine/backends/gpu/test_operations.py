@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +28,7 @@ from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH
 from gptserve.engine.model.rotary import Rotation, rotary_table, rotate_
 from gptserve.engine.runner import runner
-from gptserve.weights.config import Activation, Experts, Rotary
+from gptserve.weights.config import Activation, Experts, ModelConfig, Rotary
 from gptserve.weights.config import Norm as Kind
 from gptserve.weights.families import load_config
 from gptserve.weights.mxfp4 import unpack
@@ -44,8 +45,11 @@ OTHERS = ("GPT-2", "Qwen3", "OLMo 2", "Gemma 3, past its window")
 WITH_EXPERTS = [name for name, (model_type, _) in SHAPES.items() if model_type == "gpt_oss"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NUM_IN, NUM_OUT, NUM_EXPERTS = 40, 67, 5
-CHANGES: list[dict[str, Any]] = [{}, {"ffn_bias": False, "ffn_limit": None}, {"gated_ffn": False}]
-PACKED: dict[str, Any] = {"experts": Experts(4, 2, "mxfp4")}
+CHANGES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    "no limit": lambda config: replace(config, ffn_bias=False, ffn_limit=None),
+    "not gated": lambda config: replace(config, gated_ffn=False),
+    "mxfp4": lambda config: config.change_layers(lambda layer: replace(layer, experts=Experts(4, 2, "mxfp4"))),
+}
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
@@ -254,18 +258,17 @@ def test_a_model_has_the_logits_that_it_has_with_torch(name: str, tmp_path: Path
 
 @interpreted
 @by_dtype
-@pytest.mark.parametrize(
-    "change", [CHANGES[0], *(pytest.param(change, marks=slow) for change in (*CHANGES[1:], PACKED))], ids=str
-)
+@pytest.mark.parametrize("change", ["as published", *(pytest.param(change, marks=slow) for change in CHANGES)])
 def test_all_kernels_agree_with_torch(
-    change: dict[str, Any], dtype: torch.dtype, folder: Path, caplog: pytest.LogCaptureFixture
+    change: str, dtype: torch.dtype, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = agreeing_kernels(replace(load_config(folder), **change), DEVICE, dtype)
+    config = load_config(folder)
+    found = agreeing_kernels(CHANGES[change](config) if change in CHANGES else config, DEVICE, dtype)
     assert found.build.startswith("triton 3")
     assert not caplog.records
     is_of_torch = {name for name in NAMES if getattr(found, name) == getattr(TORCH, name)}
-    assert is_of_torch == ({"gate"} if change.get("gated_ffn") is False else set())
-    assert found.keeps_mxfp4 == (change is PACKED)
+    assert is_of_torch == ({"gate"} if change == "not gated" else set())
+    assert found.keeps_mxfp4 == (change == "mxfp4")
 
 
 @interpreted
