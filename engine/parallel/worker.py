@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.gpu.recorded_steps import RecordedSteps, capture_of, obstacle
-from gptserve.engine.backends.gpu.selfcheck.operations import choose_operations
 from gptserve.engine.child import end_with_parent
 from gptserve.engine.config import EngineConfig
 from gptserve.engine.errors import explain
@@ -25,17 +24,13 @@ from gptserve.engine.model.attention import AttentionMetadata
 from gptserve.engine.model.batch import model_input
 from gptserve.engine.model.decoder import Layers
 from gptserve.engine.model.group import Group, RankLostError, choose_order
-from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
 from gptserve.engine.parallel.messages import Cache, Failed, Finding, Loaded, Memory, Step
-from gptserve.engine.runner.attention_choice import choose_backend
-from gptserve.engine.runner.batch_invariance import choose_products, set_up_device
-from gptserve.engine.runner.hardware import choose_device, choose_dtype, set_num_threads
+from gptserve.engine.runner.hardware import set_num_threads
 from gptserve.engine.runner.kv_cache import KVCache, cache_memory_bytes
 from gptserve.engine.runner.products import Linears
-from gptserve.weights.checkpoint import Checkpoint
-from gptserve.weights.families import load_config
+from gptserve.engine.runner.setup import set_up
 from gptserve.weights.loading_threads import loading_threads
 from gptserve.weights.sharding import Share
 
@@ -61,30 +56,14 @@ def run_rank(parent_pid: int, config: EngineConfig, share: Share, path: str, con
 def _serve(config: EngineConfig, share: Share, path: str, connection: Connection, warnings: Sequence[str]) -> None:
     num_threads = set_num_threads(config)
     torch.set_num_threads(1)  # until a step says how many
-    device = choose_device(config)
-    if device.type == "cuda":
-        torch.cuda.set_device(share.rank)  # which "cuda" means from here on
-    set_up_device(config, device)
-    dtype, whole = choose_dtype(config, device), load_config(config.model_dir)
-    model = share.of_config(whole)
-    backend = choose_backend(config, device, dtype, layer_specs(model, device), whole.max_position)
-    operations = choose_operations(model, device, dtype)
-    call_rows: Mapping[tuple[int, int], int] = {}
-    if device.type != "cpu":  # each GPU has its products; on a CPU those of the first rank are those of all
-        products = choose_products(config, model, device, dtype, backend, num_threads)
-        call_rows = products.call_rows
-    checkpoint = Checkpoint(config.model_dir, whole, share)
+    setup = set_up(config, share, num_threads)
+    device, dtype, model, backend, operations = setup.device, setup.dtype, setup.model, setup.backend, setup.operations
     group = Group(share, path, device, choose_order(config, device))
     with loading_threads(num_threads):
-        layers = Layers(  # nothing else may hold the stream, as it holds its last tensor
-            model,
-            StreamedTensors(
-                checkpoint.stream(dtype=dtype, device=device, keeps_mxfp4=operations.keeps_mxfp4),
-                Linears(num_layers=model.num_layers, call_rows=call_rows),
-                group=group,
-                operations=operations,
-            ),
-            *(backend, device),
+        linears = Linears(num_layers=model.num_layers, call_rows=setup.products.call_rows)
+        # Nothing else may hold the stream, as it holds its last tensor.
+        layers = Layers(
+            model, StreamedTensors(setup.stream(), linears, group=group, operations=operations), backend, device
         )
     connection.send(Loaded(tuple(warnings)))
     group.meet()

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.decoder import native_decoder
-from gptserve.engine.backends.gpu.selfcheck.operations import choose_operations
 from gptserve.engine.backends.gpu.selfcheck.sampler import choose_sampler
 from gptserve.engine.backends.reference.draw import Choose
 from gptserve.engine.config import EngineConfig
@@ -28,25 +27,21 @@ from gptserve.engine.info import EngineInfo
 from gptserve.engine.model.batch import known_token_ids, model_input
 from gptserve.engine.model.decoder import Decoder
 from gptserve.engine.model.group import OtherRanks, StartRanks
-from gptserve.engine.model.layers import layer_specs
 from gptserve.engine.model.layout import StepArrays
 from gptserve.engine.request import TokenLogprobs
-from gptserve.engine.runner.attention_choice import choose_backend
-from gptserve.engine.runner.batch_invariance import check_model, choose_products, set_up_device
+from gptserve.engine.runner.batch_invariance import check_model
 from gptserve.engine.runner.fingerprint import fingerprint, numeric_causes, sample_numbers
-from gptserve.engine.runner.hardware import choose_device, choose_dtype, set_num_threads
-from gptserve.engine.runner.memory import check_max_model_len
+from gptserve.engine.runner.hardware import set_num_threads
 from gptserve.engine.runner.memory_ahead import take_populated
-from gptserve.engine.runner.products import Linears, check_quantization, product_of
+from gptserve.engine.runner.products import Linears, product_of
 from gptserve.engine.runner.program_steps import program_steps
 from gptserve.engine.runner.prompt_logprobs import prompt_logprobs
 from gptserve.engine.runner.sampler import SampledTokens, begin_sampling
+from gptserve.engine.runner.setup import set_up
 from gptserve.engine.runner.step_input import StepInput
 from gptserve.engine.runner.step_memory import make_cache, max_sampled_rows
 from gptserve.engine.runner.step_threads import StepWork, num_step_threads
 from gptserve.engine.staging import begin_wait
-from gptserve.weights.checkpoint import Checkpoint
-from gptserve.weights.families import load_config
 from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.loading_threads import loading_threads
 from gptserve.weights.sharding import Share
@@ -97,36 +92,26 @@ class ModelRunner:
         _log_model(self.info)
 
     def _load(self, config: EngineConfig, num_threads: int, progress: Progress | None, start: _Start | None) -> None:
-        self.device = choose_device(config)
-        set_up_device(config, self.device)
-        dtype, quantization = choose_dtype(config, self.device), config.quantization
-        whole = load_config(config.model_dir)
-        check_max_model_len(config, whole.max_position)
-        check_quantization(config, whole, self.device)
         share = Share(0, config.tensor_parallel_size)
-        self._model = share.of_config(whole)
-        backend = choose_backend(config, self.device, dtype, layer_specs(self._model, self.device), whole.max_position)
-        checkpoint = Checkpoint(config.model_dir, whole, share)
-        whole = checkpoint.config
-        self._model = share.of_config(whole)
-        # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
-        operations = choose_operations(self._model, self.device, dtype)
-        products = choose_products(config, self._model, self.device, dtype, backend, num_threads)
+        setup = set_up(config, share, num_threads)
+        self.device, self._model, whole = setup.device, setup.model, setup.checkpoint.config
+        backend, operations, products = setup.backend, setup.operations, setup.products
         sampler = choose_sampler(whole.vocab_size, max_sampled_rows(config), self.device)
         self._ranks = None if start is None else start(self.device)
         with torch.inference_mode():
-            group, takes = None if self._ranks is None else self._ranks.group, operations.keeps_mxfp4
-            stream = partial(checkpoint.stream, dtype=dtype, device=self.device, progress=progress, keeps_mxfp4=takes)
-            # Nothing else may hold the tensors that come, or it holds the last one.
-            linears = Linears(quantization, whole.num_layers, HugePages(take_populated()), products.call_rows)
-            self._decoder = Decoder(self._model, stream(), backend, linears, group, operations, native_decoder)
+            group = None if self._ranks is None else self._ranks.group
+            linears = Linears(config.quantization, whole.num_layers, HugePages(take_populated()), products.call_rows)
+            self._decoder = Decoder(
+                self._model, setup.stream(progress), backend, linears, group, operations, native_decoder
+            )
             self._cache, self.graphs, num_blocks, max_model_len = make_cache(
-                config, self._model, self._decoder, backend, dtype, self.device, num_threads, self._ranks, sampler
+                config, self._model, self._decoder, backend, setup.dtype, self.device, num_threads, self._ranks, sampler
             )
         self._programs = program_steps(self._decoder, self._cache)
         none_R = torch.empty(0, dtype=torch.int64, device=self.device)
         self._chosen: Callable[[], Tensor] = lambda: none_R  # by the latest step
         self._step_work = StepWork(self._model)
+        dtype, quantization = setup.dtype, config.quantization
         product = product_of(self.device, dtype, quantization)
         self._in_team = product.startswith("native")
         self.choose_threads: Callable[[int], int] = partial(num_step_threads, max_threads=num_threads)
@@ -139,7 +124,7 @@ class ModelRunner:
                 check_model(logits_of, config, whole.vocab_size, num_blocks, max_model_len)
             sample = sample_numbers(logits_of, whole.vocab_size, max_model_len, config.block_size)
         numbers = (self.device, dtype, quantization, backend, operations, products, share.size, self.graphs is not None)
-        causes = numeric_causes(checkpoint.digest, whole, *numbers, "torch" if sampler is None else sampler.build)
+        causes = numeric_causes(setup.checkpoint.digest, whole, *numbers, "torch" if sampler is None else sampler.build)
         self.info = EngineInfo(
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,

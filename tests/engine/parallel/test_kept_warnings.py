@@ -11,7 +11,7 @@ import pytest
 
 from gptserve.engine.parallel import ranks, worker
 from gptserve.engine.parallel.kept_warnings import KeptWarnings
-from gptserve.engine.runner import runner
+from gptserve.engine.runner import setup
 from tests.engine.runs import make_engine
 
 logger = logging.getLogger("gptserve.engine.somewhere")
@@ -26,7 +26,7 @@ def warn_first(choose: Any, warnings: tuple[str, ...], *arguments: Any) -> Any:
 
 def run_warning_rank(*arguments: Any) -> None:
     """Run a rank of which two kernels fail."""
-    worker.choose_operations = partial(warn_first, worker.choose_operations, ("gate", "normalize"))
+    setup.choose_operations = partial(warn_first, setup.choose_operations, ("gate", "normalize"))
     worker.run_rank(*arguments)
 
 
@@ -38,7 +38,7 @@ def test_a_rank_warns_of_what_the_first_one_has_not(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(ranks, "run_rank", run_warning_rank)
-    monkeypatch.setattr(runner, "choose_operations", partial(warn_first, runner.choose_operations, ("gate",)))
+    monkeypatch.setattr(setup, "choose_operations", partial(warn_first, setup.choose_operations, ("gate",)))
     make_engine(tiny_gpt2, tensor_parallel_size=2)
     messages = [message for message in caplog.messages if not message.startswith("decoder: ")]  # ranks run no programs
     assert messages == ["gate: slower", "rank 1: normalize: slower"]

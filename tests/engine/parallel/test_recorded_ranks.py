@@ -146,7 +146,7 @@ def test_a_rank_may_have_an_obstacle_of_its_own(
     tiny_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes = record(monkeypatch, tmp_path)
-    monkeypatch.setattr("gptserve.engine.runner.runner.choose_backend", lambda *_: CpuAttention())
+    monkeypatch.setattr("gptserve.engine.runner.setup.choose_backend", lambda *_: CpuAttention())
     found = Recorded(make_engine(tiny_gpt2, attention_backend="reference", **OPTIONS), notes)
     reason = "of rank 1: attention is 'reference', which the host steers by the lengths of the sequences"
     assert INSTEAD + reason in caplog.messages

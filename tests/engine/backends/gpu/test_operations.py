@@ -27,7 +27,7 @@ from gptserve.engine.model.loading import StreamedTensors
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.operations import TORCH
 from gptserve.engine.model.rotary import Rotation, rotary_table, rotate_
-from gptserve.engine.runner import runner
+from gptserve.engine.runner import setup
 from gptserve.weights.config import Activation, Experts, ModelConfig, Rotary
 from gptserve.weights.config import Norm as Kind
 from gptserve.weights.families import load_config
@@ -294,7 +294,7 @@ def test_an_engine_with_experts_in_mxfp4_generates_the_tokens_of_one_that_unpack
         kernels = TritonOperations()
         chosen = replace(TORCH, experts=kernels, mxfp4_experts=kernels if is_packed else None)
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "choose_operations", lambda *_, chosen=chosen: chosen)
+            patch.setattr(setup, "choose_operations", lambda *_, chosen=chosen: chosen)
             patch.setattr(TritonOperations, "multiply", multiply_noting)
             outputs = run(make_engine(folder), requests)
         assert dtypes == {torch.uint8 if is_packed else torch.float32}
