@@ -89,7 +89,6 @@ WITH_TORCH = {
     "gptserve.weights.checkpoint",
     "gptserve.weights.huge_pages",
     "gptserve.weights.loading_threads",
-    "gptserve.weights.mxfp4",
     "gptserve.weights.pinned_ring",
     "gptserve.weights.storyteller.recipe.evaluate",
     "gptserve.weights.storyteller.recipe.evaluate_chat",

@@ -33,8 +33,6 @@ class Experts:
 
     num: int
     num_active: int
-    stored: Literal["mxfp4"] | None = None
-    """What config.json says their weights are; None: floats of 16 or 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)

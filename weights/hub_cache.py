@@ -13,8 +13,8 @@ from typing import Any
 
 from gptserve.weights.chat.files import MORE_TEMPLATES
 from gptserve.weights.errors import InvalidCheckpointError, WeightsError, shown
-from gptserve.weights.families import QUANTIZATION_FILES
 from gptserve.weights.json_file import read_json_object
+from gptserve.weights.quantized import FILES as QUANTIZATION_FILES
 
 NAMES_SHOWN = 3
 CONFIG_FILES = ("config.json", "generation_config.json")

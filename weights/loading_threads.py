@@ -2,7 +2,7 @@
 
 torch's own threads meet after each operation, and wait by spinning: beside other busy processes a thread that waits
 takes the CPU from the one that it waits for, and loading takes ten times as long. ModelRunner and the ranks beyond the
-first load within `loading_threads`; checkpoint.py, pinned_ring.py, mxfp4.py and engine/model/ compute pieces.
+first load within `loading_threads`; checkpoint.py, pinned_ring.py and engine/model/ compute pieces.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from gptserve.weights.errors import InvalidCheckpointError
 
 CHUNK_BYTES = 2**20  # compared at once
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -17,7 +19,7 @@ class StoredTensor:
     path: Path
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     end: int
 

@@ -11,18 +11,20 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families.family import Family, Source
+from gptserve.weights.parts import shape_of, type_of
+from gptserve.weights.quantized.stored_type import StoredType, UnfitError
 from gptserve.weights.stored_tensor import StoredTensor
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_head(
-    family: Family, config: ModelConfig, stored: dict[str, tuple[StoredTensor, ...]]
+    family: Family, config: ModelConfig, files: dict[str, StoredTensor], quantized: StoredType | None
 ) -> tuple[ModelConfig, dict[str, Source]]:
     """Return the configuration and the sources of the model in these files.
 
     The configuration is `config`, unless that ties a head which the files have and which differs from the embedding: a
-    warning says so. A copy of the embedding is taken out of `stored`. Raises InvalidCheckpointError if a tensor cannot
+    warning says so. A copy of the embedding is taken out of `files`. Raises InvalidCheckpointError if a tensor cannot
     be read.
     """
     sources = family.sources(config)
@@ -30,17 +32,30 @@ def resolve_head(
         return config, sources
     untied = replace(config, tied_head=False)
     own_head = family.sources(untied)["head.weight"]
-    embed, head = sources["embed.weight"].parts[0][0], own_head.parts[0][0]
-    if head not in stored:
+    embed, head = (_tensors_of(source, files, quantized) for source in (sources["embed.weight"], own_head))
+    if not head:
         return config, sources
-    if embed not in stored:
+    if not embed:
         return config, sources | {"embed.weight": own_head}
-    are_alike = len(stored[embed]) == len(stored[head])
-    if are_alike and all(map(StoredTensor.equals, stored[embed], stored[head])):
-        del stored[head]
+    if len(embed) == len(head) and all(map(StoredTensor.equals, embed.values(), head.values())):
+        for name in head:
+            del files[name]
         return config, sources
     logger.warning(
         "config.json ties the head to the embedding, but the files have %s, which differs from %s; using both",
-        *(stored[head][0].name, stored[embed][0].name),
+        *(next(iter(tensors.values())).name for tensors in (head, embed)),
     )
     return untied, family.sources(untied)
+
+
+def _tensors_of(
+    source: Source, files: dict[str, StoredTensor], quantized: StoredType | None
+) -> dict[str, StoredTensor]:
+    """Return the tensors of the files that hold a source of one part."""
+    ((weight, shape),) = source.parts
+    stored = type_of(weight, files, quantized)
+    try:
+        names = stored.tensors(weight, shape_of(source, shape, stored), files)
+    except UnfitError:  # which find_parts says
+        return {}
+    return {name: files[name] for name in names if name in files}

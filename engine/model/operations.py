@@ -16,6 +16,8 @@ from gptserve.engine.model.experts import ExpertProducts
 from gptserve.engine.model.norm import Norm, normalize_by_torch
 from gptserve.engine.model.rotary import Rotation
 from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.quantized.mxfp4 import MXFP4
+from gptserve.weights.quantized.stored_type import StoredType
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,9 @@ class Operations:
     """What decides the bits where it is not torch: Triton's version, and the names of its kernels."""
 
     @property
-    def keeps_mxfp4(self) -> bool:
-        """Whether `experts` multiplies with weights in MXFP4 as they are stored."""
-        return self.experts is not None and self.mxfp4_experts is not None
+    def keeps(self) -> frozenset[StoredType]:
+        """The stored types with which `experts` multiplies as they are."""
+        return frozenset([MXFP4] if self.experts is not None and self.mxfp4_experts is not None else [])
 
     def host_starts_experts(self, model: ModelConfig) -> bool:
         """Whether the host must know which experts are chosen, before it can start them."""

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
@@ -19,7 +18,8 @@ from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.runner.control_groups import group_memory_bytes
 from gptserve.weights.config import Experts, ModelConfig
 from gptserve.weights.families import find_family
-from gptserve.weights.mxfp4_shapes import held_shapes
+from gptserve.weights.quantized import held_shapes
+from gptserve.weights.quantized.stored_type import StoredType
 from gptserve.weights.sharding import WHOLE, Share
 
 _CONTEXTS_PER_SEQUENCE = 2
@@ -101,20 +101,20 @@ def weight_types(quantization: Quantization | None) -> tuple[WeightType | None, 
 def weight_bytes(
     model: ModelConfig,
     dtype_bytes: int,
-    quantization: Quantization | Literal["mxfp4"] | None = None,
+    quantization: Quantization | None = None,
     share: Share = WHOLE,
+    kept: StoredType | None = None,
 ) -> dict[str, int]:
     """Return the bytes of a rank's parameters by part.
 
-    In MXFP4 experts are held as they are stored. A tied head is the embedding, and in int8 a copy beside it. On a CPU
-    without the compiled library it is always a copy, which is not counted. In int8 this is the most that the weights
-    may take: how many outputs and channels are not quantized depends on their values.
+    `kept` is the stored type that a device keeps, if any. A tied head is the embedding, and in int8 a copy beside it.
+    On a CPU without the compiled library it is always a copy, which is not counted. In int8 this is the most that the
+    weights may take: how many outputs and channels are not quantized depends on their values.
     """
     sizes = dict.fromkeys(_PARTS, 0)
     for part, name, shape in _tensors(model, share):
-        is_packed = quantization == "mxfp4" and ".experts." in name and name.endswith(".weight")
-        held = held_shapes(shape) if is_packed else None
-        sizes[part] += math.prod(shape) * dtype_bytes if held is None else sum(map(math.prod, held))
+        held = None if kept is None else held_shapes(name, shape, kept)
+        sizes[part] += math.prod(shape) * dtype_bytes if held is None else sum(map(math.prod, held.values()))
     if quantization != "int8":
         return sizes
     for part, name, shape in _tensors(model):

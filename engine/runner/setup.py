@@ -43,8 +43,8 @@ class Setup:
 
     def stream(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Read the rank's weights, as Checkpoint.stream does. Nothing else may hold the tensors that come."""
-        keeps_mxfp4 = self.operations.keeps_mxfp4
-        return self.checkpoint.stream(dtype=self.dtype, device=self.device, progress=progress, keeps_mxfp4=keeps_mxfp4)
+        keeps = self.operations.keeps
+        return self.checkpoint.stream(dtype=self.dtype, device=self.device, progress=progress, keeps=keeps)
 
 
 def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
@@ -64,7 +64,7 @@ def set_up(config: EngineConfig, share: Share, num_threads: int) -> Setup:
     checkpoint = Checkpoint(config.model_dir, whole, share)
     model = share.of_config(checkpoint.config)
     # After the checkpoint has shown the sizes to be true: these two multiply matrices of them.
-    operations = choose_operations(model, device, dtype)
+    operations = choose_operations(model, device, dtype, checkpoint.stored_types)
     if share.rank == 0 or device.type != "cpu":
         products = choose_products(config, model, device, dtype, backend, num_threads)
     else:

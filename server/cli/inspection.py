@@ -6,7 +6,6 @@ engine/runner/memory.py does the arithmetic. Reads no weights and does not impor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from gptserve.engine.config import Quantization
 from gptserve.engine.runner.memory import (
@@ -18,16 +17,15 @@ from gptserve.engine.runner.memory import (
     weight_bytes,
 )
 from gptserve.weights.config import ModelConfig
+from gptserve.weights.quantized.stored_type import PackedType, StoredType
 from gptserve.weights.sharding import Share
 
-TYPES: dict[str, tuple[int, Quantization | Literal["mxfp4"] | None]] = {
+TYPES: dict[str, tuple[int, Quantization | None]] = {
     "float32": (4, None),
     "bfloat16": (2, None),
     "int8": (2, "int8"),
-    "mxfp4": (2, "mxfp4"),
 }
-"""The columns: bytes of a number, and the quantization of weights. int8 is bfloat16 with `--quantization int8`; mxfp4
-is bfloat16 on a GPU that holds experts as they are stored."""
+"""The columns: bytes of a number, and the quantization of weights. int8 is bfloat16 with `--quantization int8`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,17 @@ class ModelReport:
 
 
 def inspect_model(
-    name: str, whole: ModelConfig, memory_bytes: int | None, block_size: int, num_ranks: int = 1
+    name: str,
+    whole: ModelConfig,
+    memory_bytes: int | None,
+    block_size: int,
+    num_ranks: int = 1,
+    stored: StoredType | None = None,
 ) -> ModelReport:
     """Make the report; memory_bytes, of each rank, is by default its share of this machine's free memory.
+
+    `stored` is the type of the quantized weights in the files, if any. Where a GPU keeps it, it has a column of its
+    own, whose other weights are in bfloat16.
 
     Raises UnsupportedModelError if the model cannot be split among so many ranks.
     """
@@ -80,14 +86,16 @@ def inspect_model(
     parameters = parameter_counts(whole, share)
     num_parameters = sum(parameters.values())
     by_dtype = []
-    for dtype, (num_bytes, quantization) in TYPES.items():
-        is_stored = any(layer.experts and layer.experts.stored == quantization for layer in whole.layers)
-        if (num_ranks > 1 and quantization == "int8") or (quantization == "mxfp4" and not is_stored):
-            continue  # int8 is not split
-        parts = weight_bytes(whole, num_bytes, quantization, share)
+    columns: list[tuple[str, int, Quantization | None, StoredType | None]] = [
+        (dtype, *column, None) for dtype, column in TYPES.items() if num_ranks == 1 or column[1] is None
+    ]  # int8 is not split
+    if whole.has_experts and isinstance(stored, PackedType):
+        columns.append((stored.name.lower(), 2, None, stored))
+    for dtype, num_bytes, quantization, kept in columns:
+        parts = weight_bytes(whole, num_bytes, quantization, share, kept)
         total = sum(parts.values())
         of_other = Share(1, num_ranks)
-        others = sum(weight_bytes(whole, num_bytes, quantization, of_other).values()) if num_ranks > 1 else None
+        others = sum(weight_bytes(whole, num_bytes, quantization, of_other, kept).values()) if num_ranks > 1 else None
         fits = cache_capacity(model, memory_bytes - total, num_bytes, block_size, model.max_position)
         by_dtype.append(DTypeReport(dtype, parts, total, others, kv_bytes_per_token(model, num_bytes), *fits))
     kv_shapes = {(layer.num_kv_heads, layer.head_size) for layer in model.layers}

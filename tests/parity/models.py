@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptserve.weights.mxfp4_shapes import packed_shapes
+from gptserve.weights.quantized.mxfp4 import packed_shapes
 
 
 def write_model(folder: Path, model_type: str, fields: dict[str, Any], **saving: Any) -> None:

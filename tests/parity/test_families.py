@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,7 @@ def paged_logits(
     checkpoint = Checkpoint(folder, load_config(folder))
     config, tensors = (
         checkpoint.config,
-        checkpoint.stream(dtype=dtype, device="cpu", keeps_mxfp4=operations.keeps_mxfp4),
+        checkpoint.stream(dtype=dtype, device="cpu", keeps=operations.keeps),
     )
     longest, block_size = max(map(len, prompts)), 4
     decoder = Decoder(config, tensors, backend, Linears(), operations=operations, compile_program=native_decoder)
@@ -234,6 +235,7 @@ def test_shards_and_bf16_give_the_same_tensors(model_type: str, written: Written
         save_file(shard, tmp_path / f"{i}.safetensors")
     weight_map = {name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    shutil.copy(folder / "config.json", tmp_path)
 
     halves = dict(Checkpoint(tmp_path, config).stream(dtype=torch.bfloat16, device="cpu"))
 

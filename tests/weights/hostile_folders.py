@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gptserve.weights.chat.template
-from gptserve.weights.checkpoint import MAX_HEADER_COMMAS, MAX_TENSORS
+from gptserve.weights.safetensors_files import MAX_HEADER_COMMAS, MAX_TENSORS
 from gptserve.weights.workers import Limits, Workers
 
 ROOT = Path(__file__).parents[2]

@@ -21,13 +21,14 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from gptserve.engine.runner.memory import weight_bytes
-from gptserve.weights import checkpoint, mxfp4
+from gptserve.weights import safetensors_files
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.errors import InvalidCheckpointError, ModelNotFoundError, UnsafeCheckpointError, WeightsError
 from gptserve.weights.families import FAMILIES, load_config
 from gptserve.weights.families.family import Family, Source
-from gptserve.weights.mxfp4_shapes import packed_shapes
+from gptserve.weights.quantized import mxfp4
+from gptserve.weights.quantized.mxfp4 import MXFP4, packed_shapes
 from gptserve.weights.sharding import WHOLE, Share
 from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
@@ -322,7 +323,7 @@ def test_hostile_header_is_one_sentence(
 def test_enormous_header_is_refused_before_anything_is_built_of_it(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, num_tensors: int, padding: int, message: str
 ) -> None:
-    monkeypatch.delattr(checkpoint, "safe_open")
+    monkeypatch.delattr(safetensors_files, "safe_open")
     header = b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}' % n for n in range(num_tensors))
     write_safetensors(tiny, header + b" " * padding + b"}", b"\0")
     refused(tiny, InvalidCheckpointError, message)
@@ -331,7 +332,7 @@ def test_enormous_header_is_refused_before_anything_is_built_of_it(
 def test_a_header_of_many_numbers_is_refused_before_anything_is_built_of_it(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(checkpoint, "safe_open")
+    monkeypatch.delattr(safetensors_files, "safe_open")
     write_safetensors(tiny, {"a": entry("U8", [1] * (2**22 - 1), 0, 1)}, b"\0")
     refused(tiny, InvalidCheckpointError, "its header must have at most 4194304 commas, got more")
 
@@ -355,7 +356,7 @@ def test_a_quantized_mixture_of_experts_is_not_too_many_tensors(tiny: Path) -> N
 
 
 def test_many_tensors_in_many_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_TENSORS", 3)
+    monkeypatch.setattr(safetensors_files, "MAX_TENSORS", 3)
     refused(tiny, InvalidCheckpointError, "its header must list at most 3 tensors, got more")
     (tiny / "model.safetensors").unlink()
     for number in range(3):
@@ -414,7 +415,6 @@ import re, sys, torch
 from pathlib import Path
 from safetensors.torch import load_file
 from tests.parity.models import write_model
-from gptserve.weights import checkpoint, mxfp4
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 
@@ -466,6 +466,8 @@ def test_experts_stored_as_mxfp4_equal_those_stored_plain(tmp_path: Path) -> Non
         tensors[name] = mxfp4.unpack(blocks, scales, torch.float32).contiguous()
     save_file(tensors, folder / "model.safetensors")
     shutil.copytree(folder, packed)
+    config = json.loads((packed / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (packed / "config.json").write_text(json.dumps(config))
     kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in replaced}
     save_file(kept | replaced, packed / "model.safetensors")
 
@@ -488,14 +490,13 @@ def test_experts_stored_as_mxfp4_equal_those_stored_plain(tmp_path: Path) -> Non
     save_file(others | replaced | {f"{norm}_blocks": byte, f"{norm}_scales": byte + 1}, packed / "model.safetensors")
     takes = "is in MXFP4, which takes a multiple of 32 inputs, expected"
     refused(packed, InvalidCheckpointError, rf"1 misshapen \(norm\.weight {takes} \[64\]\)")
-    config = json.loads((packed / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
     save_file(kept | replaced, packed / "model.safetensors")
     refused(packed, InvalidCheckpointError, "8 misshapen")  # three tensors of gate_up_proj and down_proj, twice
     (packed / "config.json").write_text(json.dumps(config))
     del replaced[f"{name}_scales"]
     save_file(kept | replaced, packed / "model.safetensors")
-    refused(packed, InvalidCheckpointError, r"1 missing .*1 unexpected \('.*down_proj_blocks'\)")
+    refused(packed, InvalidCheckpointError, rf"config\.json: 1 missing \({name.removeprefix('model.')}_scales\)$")
 
 
 @pytest.mark.parametrize("share", [WHOLE, Share(0, 2), Share(1, 2), Share(3, 4)], ids=str)
@@ -506,10 +507,12 @@ def test_experts_in_mxfp4_are_given_out_as_they_are_stored_and_counted(share: Sh
     opened, config = Checkpoint(tmp_path, load_config(tmp_path), share), load_config(tmp_path)
     plain = dict(opened.stream(dtype=torch.bfloat16, device="cpu"))
     seen: list[tuple[int, int]] = []
-    options: dict[str, Any] = {"progress": lambda *done: seen.append(done), "keeps_mxfp4": True}
+    options: dict[str, Any] = {"progress": lambda *done: seen.append(done), "keeps": [MXFP4]}
     held = dict(opened.stream(dtype=torch.bfloat16, device="cpu", **options))
 
-    assert sum(tensor.nbytes for tensor in held.values()) == sum(weight_bytes(config, 2, "mxfp4", share).values())
+    assert sum(tensor.nbytes for tensor in held.values()) == sum(
+        weight_bytes(config, 2, share=share, kept=MXFP4).values()
+    )
     assert seen[-1] == (opened.num_bytes, opened.num_bytes)
     scales = {name: held.pop(name) for name in list(held) if name.endswith(".scales")}
     assert list(held) == list(plain)
@@ -525,9 +528,11 @@ def test_an_expert_whose_inputs_would_be_cut_within_a_byte_is_unpacked(tmp_path:
     write_model(tmp_path, model_type, {**fields, "num_attention_heads": 32, "num_key_value_heads": 32})
     pack_experts(tmp_path)
     config, share = load_config(tmp_path), Share(31, 32)
-    tensors = dict(Checkpoint(tmp_path, config, share).stream(dtype=torch.bfloat16, device="cpu", keeps_mxfp4=True))
+    tensors = dict(Checkpoint(tmp_path, config, share).stream(dtype=torch.bfloat16, device="cpu", keeps=[MXFP4]))
 
     down = "blocks.0.experts.0.ffn_down"
     assert (tensors[f"{down}.weight"].dtype, tensors[f"{down}.weight"].shape) == (torch.bfloat16, (64, 3))
     assert f"{down}.scales" not in tensors
-    assert sum(tensor.nbytes for tensor in tensors.values()) == sum(weight_bytes(config, 2, "mxfp4", share).values())
+    assert sum(tensor.nbytes for tensor in tensors.values()) == sum(
+        weight_bytes(config, 2, share=share, kept=MXFP4).values()
+    )

@@ -17,6 +17,7 @@ from gptserve.weights import checkpoint
 from gptserve.weights.checkpoint import Checkpoint
 from gptserve.weights.families import load_config
 from gptserve.weights.pinned_ring import CudaLane, DirectCopy, PinnedRing
+from gptserve.weights.quantized.mxfp4 import MXFP4
 from gptserve.weights.sharding import WHOLE, Share
 from tests.parity.models import pack_experts, write_model
 from tests.parity.shapes import SHAPES
@@ -61,11 +62,11 @@ class ForgetfulLane(LateLane):
 
 
 def loaded(
-    folder: Path, dtype: torch.dtype, share: Share = WHOLE, lane: LateLane | None = None, keeps_mxfp4: bool = False
+    folder: Path, dtype: torch.dtype, share: Share = WHOLE, lane: LateLane | None = None, in_mxfp4: bool = False
 ) -> dict[str, Tensor]:
     tensors = {}
     opened = Checkpoint(folder, load_config(folder), share)
-    for name, tensor in opened.stream(dtype=dtype, device="cpu", keeps_mxfp4=keeps_mxfp4):
+    for name, tensor in opened.stream(dtype=dtype, device="cpu", keeps=[MXFP4] if in_mxfp4 else []):
         tensors[name] = tensor
         if lane is not None:
             assert lane.num_joined == lane.num_sent, f"{name} is given out before the device waits for it"
@@ -88,7 +89,7 @@ def test_weights_arrive_whole_however_late_the_device_fetches_them(
     write_model(tmp_path, *SHAPES[shape])
     if in_mxfp4:
         pack_experts(tmp_path)
-    expected = loaded(tmp_path, torch.bfloat16, share, keeps_mxfp4=in_mxfp4)
+    expected = loaded(tmp_path, torch.bfloat16, share, in_mxfp4=in_mxfp4)
     for make_lane in (LateLane, ForgetfulLane):
         lane = make_lane()
         monkeypatch.setattr(checkpoint, "copier", lambda device, lane=lane: PinnedRing(lane, 1000, num_buffers=3))

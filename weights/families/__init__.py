@@ -33,6 +33,7 @@ from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
+from gptserve.weights.quantized import stored_type
 from gptserve.weights.special_tokens import eos_token_id
 
 FAMILIES: dict[str, Family] = {
@@ -65,10 +66,6 @@ WHY_REFUSED = {
     ),
 }
 
-QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files by which some tools mark quantized weights, instead of a key of config.json."""
-
 
 def find_family(model_type: str) -> Family:
     """Return the family of a model_type; raise UnsupportedModelError with the reason if there is none."""
@@ -81,12 +78,17 @@ def find_family(model_type: str) -> Family:
     raise UnsupportedModelError(f"config.json: model_type {shown(model_type)} is not supported; {supported}")
 
 
+def read_raw_config(folder: Path) -> RawConfig:
+    """Return the fields of config.json. Raises InvalidConfigError."""
+    return RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
+
+
 def open_config(folder: Path) -> tuple[RawConfig, Family]:
     """Return config.json and its family, without reading its other fields.
 
     Raises InvalidConfigError, or UnsupportedModelError for a kind of model or weights that is not supported.
     """
-    raw = RawConfig(read_json_object(folder / "config.json", InvalidConfigError))
+    raw = read_raw_config(folder)
     model_type = _model_type(raw)
     if "auto_map" in raw and model_type not in FAMILIES:
         raise UnsupportedModelError(
@@ -94,7 +96,7 @@ def open_config(folder: Path) -> tuple[RawConfig, Family]:
             "the format of transformers' own models, if there is one"
         )
     family = find_family(model_type)
-    _refuse_quantized(raw, family, folder)
+    stored_type(raw, folder)  # or why the weights cannot be read
     return raw, family
 
 
@@ -131,20 +133,3 @@ def load_config(folder: Path) -> ModelConfig:
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
     )
-
-
-def _refuse_quantized(raw: RawConfig, family: Family, folder: Path) -> None:
-    """Raise UnsupportedModelError if the weights are quantized in a way that the family cannot read."""
-    methods: dict[str, str | None] = {name: None for name in QUANTIZATION_FILES if (folder / name).is_file()}
-    for key in (key for key in QUANTIZATION_KEYS if key in raw):
-        section = raw.value(key)
-        method = section.get("quant_method") if isinstance(section, dict) else None
-        methods[f"config.json: {key}"] = method if isinstance(method, str) else None
-    for source, method in methods.items():
-        if method not in family.quantizations:
-            how = f"by the method {shown(method)}, which" if method else "in a way that"
-            also = f" or in {', '.join(family.quantizations)}" if family.quantizations else ""
-            raise UnsupportedModelError(
-                f"the weights are quantized {how} gptserve cannot read ({source}); use a checkpoint of this model in "
-                f"fp32, fp16 or bf16{also}"
-            )

@@ -28,7 +28,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     config = with_windows(raw, read_llama_config(raw, attention_bias=True), lambda layer: layer % 2 == 0)
     num_experts = raw.size("num_local_experts", limit=max(1, MAX_TENSORS // config.num_layers))
     num_active = raw.size("num_experts_per_tok", limit=num_experts)
-    experts = Experts(num_experts, num_active, "mxfp4" if "quantization_config" in raw else None)
+    experts = Experts(num_experts, num_active)
     return replace(
         config.change_layers(lambda layer: replace(layer, experts=experts)),
         attention_sinks=True,
@@ -57,4 +57,4 @@ def _sources(config: ModelConfig) -> dict[str, Source]:
     return sources
 
 
-GPT_OSS = Family("gpt_oss", _read_config, _sources, ignored=IGNORED, quantizations=frozenset(("mxfp4",)))
+GPT_OSS = Family("gpt_oss", _read_config, _sources, ignored=IGNORED)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig, Rotary
 from gptserve.weights.errors import UnsupportedModelError, shown
-from gptserve.weights.families.family import MAX_SIZE, RawConfig
+from gptserve.weights.raw_config import MAX_SIZE, RawConfig
 
 Frequencies = tuple[float, ...]
 Scaled = tuple[Rotary, int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -23,8 +23,9 @@ from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.engine.model.rotary import rotary_table, rotate_
 from gptserve.weights.config import Experts, ModelConfig
-from gptserve.weights.mxfp4 import unpack
-from gptserve.weights.mxfp4_shapes import Shape, held_shapes
+from gptserve.weights.quantized.mxfp4 import MXFP4, held_shapes, unpack
+from gptserve.weights.quantized.stored_type import StoredType
+from gptserve.weights.stored_tensor import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +45,22 @@ _SLOWER = "torch, which is slower, is used"
 Compute = Callable[[Operations], Tensor]
 
 
-def choose_operations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Operations:
-    """Return the fastest operations for this model; warn of each kernel that fails, differs or is missing."""
-    return TORCH if device.type != "cuda" else agreeing_kernels(model, device, dtype)
+def choose_operations(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, stored_types: Collection[StoredType]
+) -> Operations:
+    """Return the fastest operations for this model; warn of each kernel that fails, differs or is missing.
+
+    `stored_types` are those of its weights in the files.
+    """
+    return TORCH if device.type != "cuda" else agreeing_kernels(model, device, dtype, stored_types)
 
 
-def agreeing_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Operations:
+def agreeing_kernels(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, stored_types: Collection[StoredType] = ()
+) -> Operations:
     """Return the kernels that compute this model as torch does; with a warning, torch's operations for others."""
     chosen = TORCH
-    for name, compute in _computations(model, device, dtype):
+    for name, compute in _computations(model, device, dtype, MXFP4 in stored_types):
         try:
             kernels = TritonOperations()
             kernel = getattr(kernels.operations(), name)
@@ -77,7 +85,9 @@ def _disagreement(out: Tensor, expected: Tensor) -> str | None:
     return None
 
 
-def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Compute]]:
+def _computations(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, in_mxfp4: bool
+) -> Iterator[tuple[str, Compute]]:
     """Yield the operations that the model has, by the name of their field, and what they make of random numbers."""
     yield "normalize", lambda operations: _normalize(model, _Numbers(device, dtype), operations)
     if model.norm_placement == "input" and not model.parallel_residual:
@@ -88,11 +98,9 @@ def _computations(model: ModelConfig, device: torch.device, dtype: torch.dtype) 
         yield "gate", lambda operations: _gate(model, _Numbers(device, dtype), operations)
     few = _few_experts(model)
     if few:
-        plain = [(replace(experts, stored=None), ffn_size) for experts, ffn_size in few]
-        yield "experts", lambda operations: _mix_all(model, plain, _Numbers(device, dtype), operations)
-        stored = [(experts, ffn_size) for experts, ffn_size in few if experts.stored is not None]
-        if stored:
-            yield "mxfp4_experts", lambda operations: _mix_all(model, stored, _Numbers(device, dtype), operations)
+        yield "experts", lambda operations: _mix_all(model, few, _Numbers(device, dtype), operations, False)
+        if in_mxfp4:
+            yield "mxfp4_experts", lambda operations: _mix_all(model, few, _Numbers(device, dtype), operations, True)
 
 
 def _few_experts(model: ModelConfig) -> list[tuple[Experts, int]]:
@@ -184,12 +192,14 @@ def _gate(model: ModelConfig, numbers: _Numbers, operations: Operations) -> Tens
 
 
 def _mix_all(
-    model: ModelConfig, mixtures: list[tuple[Experts, int]], numbers: _Numbers, operations: Operations
+    model: ModelConfig, mixtures: list[tuple[Experts, int]], numbers: _Numbers, operations: Operations, in_mxfp4: bool
 ) -> Tensor:
-    return torch.cat([_mix(model, experts, ffn_size, numbers, operations) for experts, ffn_size in mixtures])
+    return torch.cat([_mix(model, *mixture, numbers, operations, in_mxfp4) for mixture in mixtures])
 
 
-def _mix(model: ModelConfig, experts: Experts, ffn: int, numbers: _Numbers, operations: Operations) -> Tensor:
+def _mix(
+    model: ModelConfig, experts: Experts, ffn: int, numbers: _Numbers, operations: Operations, in_mxfp4: bool
+) -> Tensor:
     """Return the output of a mixture of random experts, each as large as the model's."""
     products = operations.mxfp4_experts
 
@@ -200,7 +210,7 @@ def _mix(model: ModelConfig, experts: Experts, ffn: int, numbers: _Numbers, oper
             linears[f"experts.{e}.ffn_up"] = (ffn * (1 + model.gated_ffn), hidden)
             linears[f"experts.{e}.ffn_down"] = (hidden, ffn)
         for name, (num_out, num_in) in linears.items():
-            shapes = None if experts.stored is None or name == "router" else held_shapes((num_out, num_in))
+            shapes = held_shapes((num_out, num_in)) if in_mxfp4 and name != "router" else None
             if shapes is None:
                 yield f"block.{name}.weight", numbers(num_out, num_in, scale=num_in**-0.5)
             else:

@@ -31,7 +31,7 @@ from gptserve.engine.runner import setup
 from gptserve.weights.config import Activation, Experts, ModelConfig, Rotary
 from gptserve.weights.config import Norm as Kind
 from gptserve.weights.families import load_config
-from gptserve.weights.mxfp4 import unpack
+from gptserve.weights.quantized.mxfp4 import MXFP4, unpack
 from tests.engine.backends.gpu.test_attention import DEVICE, by_dtype, interpreted, slow
 from tests.engine.runs import make_engine, make_request, ragged_prompts, run
 from tests.engine.steps import make_metadata
@@ -48,7 +48,7 @@ NUM_IN, NUM_OUT, NUM_EXPERTS = 40, 67, 5
 CHANGES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "no limit": lambda config: replace(config, ffn_bias=False, ffn_limit=None),
     "not gated": lambda config: replace(config, gated_ffn=False),
-    "mxfp4": lambda config: config.change_layers(lambda layer: replace(layer, experts=Experts(4, 2, "mxfp4"))),
+    "mxfp4": lambda config: config.change_layers(lambda layer: replace(layer, experts=Experts(4, 2))),
 }
 CPU = torch.device("cpu")
 
@@ -263,12 +263,13 @@ def test_all_kernels_agree_with_torch(
     change: str, dtype: torch.dtype, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(folder)
-    found = agreeing_kernels(CHANGES[change](config) if change in CHANGES else config, DEVICE, dtype)
+    stored_types = [MXFP4] if change == "mxfp4" else []
+    found = agreeing_kernels(CHANGES[change](config) if change in CHANGES else config, DEVICE, dtype, stored_types)
     assert found.build.startswith("triton 3")
     assert not caplog.records
     is_of_torch = {name for name in NAMES if getattr(found, name) == getattr(TORCH, name)}
     assert is_of_torch == ({"gate"} if change == "not gated" else set())
-    assert found.keeps_mxfp4 == (change == "mxfp4")
+    assert found.keeps == frozenset(stored_types)
 
 
 @interpreted
@@ -304,7 +305,7 @@ def test_an_engine_with_experts_in_mxfp4_generates_the_tokens_of_one_that_unpack
 
 
 def test_on_a_cpu_all_operations_are_those_of_torch(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_operations(load_config(folder), CPU, torch.float32) == TORCH
+    assert choose_operations(load_config(folder), CPU, torch.float32, [MXFP4]) == TORCH
     assert not caplog.records
 
 
@@ -369,7 +370,7 @@ def test_a_model_whose_experts_stay_in_mxfp4_computes_the_same(folder: Path) -> 
     prompts = ragged_prompts(3, 30, vocab_size=90)
     expected = torch.cat(paged_logits(folder, prompts, ReferenceAttention()))
     operations = Kernels().operations()
-    assert operations.keeps_mxfp4
+    assert operations.keeps == {MXFP4}
     logits = torch.cat(paged_logits(folder, prompts, ReferenceAttention(), operations=operations))
     assert (logits - expected).abs().max() < 1e-4 < 1e-2 < (logits - expected.roll(1, 0)).abs().max()
 
@@ -416,8 +417,8 @@ def test_experts_in_mxfp4_are_unpacked_unless_their_kernel_agrees(
 ) -> None:
     pack_experts(folder)
     monkeypatch.setattr(operations_choice, "TritonOperations", type("", (Kernels,), {"wrong": wrong}))
-    found = agreeing_kernels(load_config(folder), CPU, torch.float32)
-    assert found.keeps_mxfp4 == (not failing)
+    found = agreeing_kernels(load_config(folder), CPU, torch.float32, [MXFP4])
+    assert (MXFP4 in found.keeps) == (not failing)
     assert (found.experts is None) == ("experts" in failing)
     kept = [name for name in (*NAMES, "mxfp4_experts") if name not in failing]
     assert found.build == " ".join(["triton 0", *kept])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptserve.weights.mxfp4 import cut, unpack
-from gptserve.weights.mxfp4_shapes import held_shapes, packed_shapes
+from gptserve.weights.quantized.mxfp4 import cut, held_shapes, packed_shapes, unpack
 
 
 def test_every_value_times_every_power_of_two() -> None:

@@ -1,0 +1,61 @@
+"""The stored types of quantized weights, by the quant_method of config.json.
+
+A new one is a file that makes a StoredType, and a line in METHODS. Importing them does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gptserve.weights.errors import UnsupportedModelError, shown
+from gptserve.weights.quantized.mxfp4 import read_mxfp4
+from gptserve.weights.quantized.stored_type import PackedType, StoredType
+from gptserve.weights.raw_config import RawConfig
+from gptserve.weights.stored_tensor import Shape
+
+METHODS: Mapping[str, Callable[[RawConfig], StoredType]] = {
+    "mxfp4": read_mxfp4,
+}
+"""What reads the section of config.json; it raises a WeightsError for settings that are not supported."""
+
+KEYS = ("quantization_config", "compression_config", "quantization")
+FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files by which some tools mark quantized weights, beside a key of config.json or instead of it."""
+
+
+def stored_type(raw: RawConfig, folder: Path) -> StoredType | None:
+    """Return the stored type of the quantized weights that config.json names; None if they are all floats.
+
+    Which weights have it, the names of their tensors show. Raises UnsupportedModelError for a type that is not known.
+    """
+    methods: dict[str, str | None] = {}
+    found: StoredType | None = None
+    for key in (key for key in KEYS if key in raw):
+        section = raw.value(key)
+        method = section.get("quant_method") if isinstance(section, dict) else None
+        methods[f"config.json: {key}"] = method if isinstance(method, str) else None
+        if isinstance(section, dict) and isinstance(method, str) and method in METHODS:
+            found = METHODS[method](RawConfig(section, f"config.json: {key}"))
+    if not methods:
+        methods = {name: None for name in FILES if (folder / name).is_file()}
+    for source, method in methods.items():
+        if method not in METHODS:
+            how = f"by the method {shown(method)}, which" if method else "in a way that"
+            raise UnsupportedModelError(
+                f"the weights are quantized {how} gptserve cannot read ({source}); use a checkpoint of this model in "
+                f"fp32, fp16 or bf16, or one that is quantized by {', '.join(METHODS)}"
+            )
+    return found
+
+
+def held_shapes(name: str, shape: Shape, stored: StoredType) -> dict[str, Shape] | None:
+    """Return the canonical names and shapes of what a backend that keeps this type holds; None: it is unpacked.
+
+    Backends keep experts alone, whose kernels read packed weights. `name` and `shape` are canonical.
+    """
+    if not isinstance(stored, PackedType) or ".experts." not in name or not name.endswith(".weight"):
+        return None
+    shapes = stored.held_shapes(shape)
+    linear = name.removesuffix("weight")
+    return None if shapes is None else {f"{linear}{kind}": its_shape for kind, its_shape in shapes.items()}
