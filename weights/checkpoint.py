@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from gptserve.weights.huge_pages import HugePages, mapped
 from gptserve.weights.loading_threads import PIECE_ELEMENTS, map_pieces
 from gptserve.weights.parts import Part, find_parts
 from gptserve.weights.pinned_ring import copier
-from gptserve.weights.quantized import held_shapes, stored_type
-from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType
+from gptserve.weights.quantized import held_shapes, stored_types
+from gptserve.weights.quantized.stored_type import PLAIN, UNPACKED_ROWS, PackedType, StoredType, UnfitError
 from gptserve.weights.safetensors_files import find_tensors, opened
 from gptserve.weights.sharding import WHOLE, Share
 from gptserve.weights.tied_head import resolve_head
@@ -45,10 +45,10 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, config: ModelConfig, share: Share = WHOLE) -> None:
-        family, quantized = find_family(config.model_type), stored_type(read_raw_config(folder), folder)
+        family, types = find_family(config.model_type), stored_types(read_raw_config(folder), folder)
         files = find_tensors(folder, family.prefixes)
-        self.config, sources = resolve_head(family, config, files, quantized)
-        self._parts = find_parts(folder, family, sources, files, quantized)
+        self.config, sources = resolve_head(family, config, files, types)
+        self._parts = find_parts(folder, family, sources, files, types)
         self._sources = share.of_sources(config, sources)
         self.num_bytes = sum(map(self._num_bytes, self._sources.values()))
 
@@ -114,9 +114,13 @@ class Checkpoint:
             assert isinstance(part.type, PackedType)
             return part.type.cut(tensors, start, end)
         if part.type is PLAIN:
-            values = tensors[0].t() if source.transpose else tensors[0]
+            (values,) = tensors.values()
+            values = values.t() if source.transpose else values
         else:
-            values = _unpack(part, tensors, dtype)
+            try:
+                values = _unpack(part, tensors, dtype)
+            except UnfitError as fault:
+                raise InvalidCheckpointError(f"{name} is in {part.type.name}, which {fault}") from fault
         return (values if source.columns is None else values[:, start:end],)
 
     @cached_property
@@ -127,7 +131,9 @@ class Checkpoint:
         samples, but training changes nearly every byte.
         """
         digest = hashlib.sha256()
-        parts = {part: self._parts[part].tensors for source in self._sources.values() for part, _ in source.parts}
+        parts = {
+            part: self._parts[part].tensors.values() for source in self._sources.values() for part, _ in source.parts
+        }
         for name, stored in ((name, stored) for name, files in parts.items() for stored in files):
             digest.update(repr((name, stored.dtype, stored.shape)).encode())
             last = max(stored.start, stored.end - SAMPLE_BYTES)
@@ -141,25 +147,25 @@ class Checkpoint:
                 raise InvalidCheckpointError(f"{stored.path} could not be read: {fault.strerror}") from fault
         return digest.hexdigest()
 
-    def _read(self, part: str, entry: int | None) -> list[Tensor]:
-        """Return the stored tensors of a part, or one entry of each."""
-        tensors: list[Tensor] = []
-        for stored in self._parts[part].tensors:
+    def _read(self, part: str, entry: int | None) -> dict[str, Tensor]:
+        """Return the stored tensors of a part, or one entry of each, by the endings of their names."""
+        tensors: dict[str, Tensor] = {}
+        for ending, stored in self._parts[part].tensors.items():
             # Opened for this tensor alone and unmapped with its values: pages never add up to whole files.
             with opened(stored.path) as file:
                 if entry is None:
-                    tensors.append(file.get_tensor(stored.name))  # type: ignore[no-untyped-call]
+                    tensors[ending] = file.get_tensor(stored.name)  # type: ignore[no-untyped-call]
                 else:
-                    tensors.append(file.get_slice(stored.name)[entry])  # type: ignore[no-untyped-call]
+                    tensors[ending] = file.get_slice(stored.name)[entry]  # type: ignore[no-untyped-call]
         return tensors
 
     def _num_bytes(self, source: Source) -> int:
         """Return how many stored bytes make this tensor."""
-        sizes = [stored.end - stored.start for part, _ in source.parts for stored in self._parts[part].tensors]
+        sizes = [stored.end - stored.start for part, _ in source.parts for stored in self._parts[part].tensors.values()]
         return sum(sizes) if source.entry is None else sum(sizes) // source.parts[0][1][0]
 
 
-def _unpack(part: Part, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _unpack(part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in] of a quantized part, made in pieces of rows."""
     num_out, num_in = part.shape[-2:]
     values = torch.empty(num_out, num_in, dtype=dtype)

@@ -6,13 +6,14 @@ Checks every name, shape and dtype. Torch-free. checkpoint.py reads what is foun
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptserve.weights.errors import InvalidCheckpointError, shown
 from gptserve.weights.families.family import Family, Source
-from gptserve.weights.quantized.stored_type import PLAIN, StoredType, UnfitError
+from gptserve.weights.quantized import type_of
+from gptserve.weights.quantized.stored_type import PLAIN, Expected, Found, StoredType, UnfitError
 from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 NAMES_SHOWN = 3  # of each kind of fault: one wrong setting misshapes every layer alike
@@ -27,17 +28,8 @@ class Part:
 
     type: StoredType
     shape: Shape
-    tensors: tuple[StoredTensor, ...]
-
-
-def type_of(weight: str, files: Mapping[str, StoredTensor], quantized: StoredType | None) -> StoredType:
-    """Return the type in which the files hold the weight; `quantized` is that of those that are quantized."""
-    return quantized if quantized is not None and quantized.holds(weight, files) else PLAIN
-
-
-def shape_of(source: Source, shape: Shape, stored: StoredType) -> Shape:
-    """Return the shape of a source's part, given that in a file of plain floats."""
-    return shape if stored is PLAIN or not source.transpose else (*shape[:-2], shape[-1], shape[-2])
+    tensors: dict[str, StoredTensor]
+    """By the endings of their names, as the type has them."""
 
 
 def find_parts(
@@ -45,46 +37,75 @@ def find_parts(
     family: Family,
     sources: Mapping[str, Source],
     files: Mapping[str, StoredTensor],
-    quantized: StoredType | None,
+    types: Sequence[StoredType],
 ) -> dict[str, Part]:
-    """Return the parts of all sources by their names.
+    """Return the parts of all sources by their names; `types` are those that they may have beside plain floats.
 
     Raises InvalidCheckpointError unless the files hold exactly these, in readable shapes and dtypes.
     """
     parts: dict[str, Part] = {}
-    expected: set[str] = set()
-    missing, misshapen, mistyped = list[str](), list[str](), list[str]()
+    faults = _Faults()
     for source in sources.values():
-        for weight, file_shape in source.parts:
+        for weight, shape in source.parts:
             if weight in parts:
                 continue
-            stored = type_of(weight, files, quantized)
-            shape = shape_of(source, file_shape, stored)
+            found, (stored, its_shape) = Found.of(weight, files), stored_as(source, weight, shape, files, types)
+            expected: dict[str, Expected] = {}
             try:
-                tensors = stored.tensors(weight, shape, files)
+                expected = stored.tensors(its_shape, found)
             except UnfitError as fault:
-                tensors = {}
-                expected.update(name for name in files if name.startswith(weight.removesuffix("weight")))
-                misshapen.append(f"{weight} is in {stored.name}, which {fault}, expected {list(file_shape)}")
-            expected.update(tensors)
-            for name, its in tensors.items():
-                if name not in files:
-                    missing.append(name)
-                    continue
-                found, shown_name = files[name], name if stored is PLAIN else files[name].name
-                if found.shape != its.shape:
-                    misshapen.append(f"{shown_name} is {shown(list(found.shape))}, expected {list(its.shape)}")
-                if found.dtype not in its.dtypes:
-                    mistyped.append(f"{shown_name} is {found.dtype}, expected one of {', '.join(its.dtypes)}")
-            parts[weight] = Part(stored, shape, tuple(files[name] for name in tensors if name in files))
-    is_ignored = re.compile(family.ignored).fullmatch
-    unexpected = [shown(found.name) for name, found in files.items() if not (name in expected or is_ignored(name))]
-    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen, "mistyped": mistyped}
-    faults = [
-        f"{len(names)} {kind} ({'; '.join(names[:NAMES_SHOWN])}{'; ...' if len(names) > NAMES_SHOWN else ''})"
-        for kind, names in kinds.items()
-        if names
-    ]
-    if faults:
-        raise InvalidCheckpointError(f"the tensors in {folder} do not fit its config.json: {', '.join(faults)}")
+                faults.unfit.append(f"{weight} is in {stored.name}, which {fault}, expected {list(shape)}")
+            faults.compare(expected, found, stored)
+            tensors = {ending: found[ending] for ending in expected if ending in found}
+            parts[weight] = Part(stored, its_shape, tensors)
+    if what := faults.describe(family, files):
+        raise InvalidCheckpointError(f"the tensors in {folder} do not fit its config.json: {what}")
     return parts
+
+
+def stored_as(
+    source: Source, weight: str, shape: Shape, files: Mapping[str, StoredTensor], types: Sequence[StoredType]
+) -> tuple[StoredType, Shape]:
+    """Return the type of a source's part, and its shape as Part has it; `shape` is that of plain floats."""
+    its_shape = (*shape[:-2], shape[-1], shape[-2]) if source.transpose else shape
+    stored = type_of(weight, its_shape, files, types)
+    return stored, shape if stored is PLAIN else its_shape
+
+
+@dataclass
+class _Faults:
+    """What differs in the files from what is expected."""
+
+    names: set[str] = field(default_factory=set)
+    """That are expected, and there."""
+    missing: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
+
+    def compare(self, expected: Mapping[str, Expected], found: Found, stored: StoredType) -> None:
+        """Note what is wrong with the tensors of one weight."""
+        for ending, its in expected.items():
+            name = found.base + ending
+            if ending not in found:
+                self.missing.append(name)
+                continue
+            self.names.add(name)
+            tensor, shown_name = found[ending], name if stored is PLAIN else found[ending].name
+            if tensor.shape != its.shape:
+                self.misshapen.append(f"{shown_name} is {shown(list(tensor.shape))}, expected {list(its.shape)}")
+            if tensor.dtype not in its.dtypes:
+                self.mistyped.append(f"{shown_name} is {tensor.dtype}, expected one of {', '.join(its.dtypes)}")
+
+    def describe(self, family: Family, files: Mapping[str, StoredTensor]) -> str:
+        """Return all faults in one line; nothing if there is none."""
+        is_ignored = re.compile(family.ignored).fullmatch
+        others = [shown(files[name].name) for name in files if not (name in self.names or is_ignored(name))]
+        unexpected = [] if self.unfit else others  # those may be of an unfit one
+        misshapen = self.misshapen + self.unfit
+        kinds = {"missing": self.missing, "unexpected": unexpected, "misshapen": misshapen, "mistyped": self.mistyped}
+        return ", ".join(
+            f"{len(names)} {kind} ({'; '.join(names[:NAMES_SHOWN])}{'; ...' if len(names) > NAMES_SHOWN else ''})"
+            for kind, names in kinds.items()
+            if names
+        )

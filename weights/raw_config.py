@@ -27,7 +27,7 @@ class RawConfig:
 
     def __init__(self, values: Mapping[str, object], file_name: str = "config.json") -> None:
         self._values = dict(values)
-        self._file_name = file_name
+        self.file_name = file_name
         self._read: set[str] = set()
         self._sections: dict[str, RawConfig] = {}
 
@@ -37,6 +37,10 @@ class RawConfig:
         for section_name, section in self._sections.items():
             fields |= {f"{section_name}: {name}": value for name, value in section.unread().items()}
         return fields
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all fields that are not null."""
+        return tuple(name for name in self._values if name in self)
 
     def default(self, *, replaces_null: bool = False, **values: object) -> None:
         """Take these values for fields that the file does not name, as transformers' class does.
@@ -96,7 +100,7 @@ class RawConfig:
         value = self.value(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")
-        return self._sections.setdefault(name, RawConfig(value, f"{self._file_name}: {name}"))
+        return self._sections.setdefault(name, RawConfig(value, f"{self.file_name}: {name}"))
 
     def strings(self, name: str, choices: Iterable[str], *, length: int) -> tuple[str, ...] | None:
         """Return a list of `length` strings out of `choices`, or None where it is absent."""
@@ -119,7 +123,7 @@ class RawConfig:
         value = self.value(name)
         if value is not None and value != default:
             raise UnsupportedModelError(
-                f"{self._file_name}: {name} must be {json.dumps(default)}, got {shown(value)}: {why}"
+                f"{self.file_name}: {name} must be {json.dumps(default)}, got {shown(value)}: {why}"
             )
 
     def __contains__(self, name: str) -> bool:
@@ -158,7 +162,7 @@ class RawConfig:
     def error(self, name: str, rule: str) -> InvalidConfigError:
         """Return the error for a field that must be `rule`."""
         found = f"got {shown(self._values[name])}" if name in self._values else "but is missing"
-        return InvalidConfigError(f"{self._file_name}: {name} must be {rule}, {found}")
+        return InvalidConfigError(f"{self.file_name}: {name} must be {rule}, {found}")
 
 
 def _is_positive(value: object) -> TypeGuard[float]:

@@ -7,19 +7,20 @@ is missing, the head in the files is both. Torch-free. Called by checkpoint.py.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gptserve.weights.config import ModelConfig
 from gptserve.weights.families.family import Family, Source
-from gptserve.weights.parts import shape_of, type_of
-from gptserve.weights.quantized.stored_type import StoredType, UnfitError
+from gptserve.weights.parts import stored_as
+from gptserve.weights.quantized.stored_type import Found, StoredType, UnfitError
 from gptserve.weights.stored_tensor import StoredTensor
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_head(
-    family: Family, config: ModelConfig, files: dict[str, StoredTensor], quantized: StoredType | None
+    family: Family, config: ModelConfig, files: dict[str, StoredTensor], types: Sequence[StoredType]
 ) -> tuple[ModelConfig, dict[str, Source]]:
     """Return the configuration and the sources of the model in these files.
 
@@ -32,7 +33,7 @@ def resolve_head(
         return config, sources
     untied = replace(config, tied_head=False)
     own_head = family.sources(untied)["head.weight"]
-    embed, head = (_tensors_of(source, files, quantized) for source in (sources["embed.weight"], own_head))
+    embed, head = (_tensors_of(source, files, types) for source in (sources["embed.weight"], own_head))
     if not head:
         return config, sources
     if not embed:
@@ -48,14 +49,13 @@ def resolve_head(
     return untied, family.sources(untied)
 
 
-def _tensors_of(
-    source: Source, files: dict[str, StoredTensor], quantized: StoredType | None
-) -> dict[str, StoredTensor]:
-    """Return the tensors of the files that hold a source of one part."""
+def _tensors_of(source: Source, files: dict[str, StoredTensor], types: Sequence[StoredType]) -> dict[str, StoredTensor]:
+    """Return the tensors of the files that hold a source of one part, by their names."""
     ((weight, shape),) = source.parts
-    stored = type_of(weight, files, quantized)
+    stored, its_shape = stored_as(source, weight, shape, files, types)
+    found = Found.of(weight, files)
     try:
-        names = stored.tensors(weight, shape_of(source, shape, stored), files)
+        expected = stored.tensors(its_shape, found)
     except UnfitError:  # which find_parts says
         return {}
-    return {name: files[name] for name in names if name in files}
+    return {found.base + ending: found[ending] for ending in expected if ending in found}

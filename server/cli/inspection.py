@@ -5,6 +5,7 @@ engine/runner/memory.py does the arithmetic. Reads no weights and does not impor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptserve.engine.config import Quantization
@@ -71,12 +72,12 @@ def inspect_model(
     memory_bytes: int | None,
     block_size: int,
     num_ranks: int = 1,
-    stored: StoredType | None = None,
+    types: Sequence[StoredType] = (),
 ) -> ModelReport:
     """Make the report; memory_bytes, of each rank, is by default its share of this machine's free memory.
 
-    `stored` is the type of the quantized weights in the files, if any. Where a GPU keeps it, it has a column of its
-    own, whose other weights are in bfloat16.
+    `types` are those of the quantized weights in the files. One that a GPU keeps has a column of its own, whose other
+    weights are in bfloat16.
 
     Raises UnsupportedModelError if the model cannot be split among so many ranks.
     """
@@ -89,8 +90,8 @@ def inspect_model(
     columns: list[tuple[str, int, Quantization | None, StoredType | None]] = [
         (dtype, *column, None) for dtype, column in TYPES.items() if num_ranks == 1 or column[1] is None
     ]  # int8 is not split
-    if whole.has_experts and isinstance(stored, PackedType):
-        columns.append((stored.name.lower(), 2, None, stored))
+    if whole.has_experts:
+        columns += [(kept.name.lower(), 2, None, kept) for kept in types if isinstance(kept, PackedType)]
     for dtype, num_bytes, quantization, kept in columns:
         parts = weight_bytes(whole, num_bytes, quantization, share, kept)
         total = sum(parts.values())

@@ -327,12 +327,12 @@ def _inspect(options: argparse.Namespace) -> int:
 
     from gptserve.server.cli.inspection import inspect_model, render
     from gptserve.weights.families import load_config, read_raw_config
-    from gptserve.weights.quantized import stored_type
+    from gptserve.weights.quantized import stored_types
     from gptserve.weights.source import model_name, resolve_config
 
     folder = resolve_config(options.MODEL, options.revision)
-    config, stored = load_config(folder), stored_type(read_raw_config(folder), folder)
+    config, types = load_config(folder), stored_types(read_raw_config(folder), folder)
     name, num_ranks = model_name(options.MODEL), options.tensor_parallel_size
-    report = inspect_model(name, config, options.memory, options.block_size, num_ranks, stored)
+    report = inspect_model(name, config, options.memory, options.block_size, num_ranks, types)
     print_text([json.dumps(asdict(report), indent=2) if options.json else render(report)])
     return 0

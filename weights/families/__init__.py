@@ -33,7 +33,7 @@ from gptserve.weights.families.phi3 import PHI3
 from gptserve.weights.families.qwen import QWEN2, QWEN3
 from gptserve.weights.families.xglm import XGLM
 from gptserve.weights.json_file import read_json_object
-from gptserve.weights.quantized import stored_type
+from gptserve.weights.quantized import stored_types
 from gptserve.weights.special_tokens import eos_token_id
 
 FAMILIES: dict[str, Family] = {
@@ -96,7 +96,7 @@ def open_config(folder: Path) -> tuple[RawConfig, Family]:
             "the format of transformers' own models, if there is one"
         )
     family = find_family(model_type)
-    stored_type(raw, folder)  # or why the weights cannot be read
+    stored_types(raw, folder)  # or why the weights cannot be read
     return raw, family
 
 

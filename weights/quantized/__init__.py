@@ -5,32 +5,35 @@ A new one is a file that makes a StoredType, and a line in METHODS. Importing th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from gptserve.weights.errors import UnsupportedModelError, shown
 from gptserve.weights.quantized.mxfp4 import read_mxfp4
-from gptserve.weights.quantized.stored_type import PackedType, StoredType
+from gptserve.weights.quantized.stored_type import PLAIN, Found, PackedType, StoredType, UnfitError
 from gptserve.weights.raw_config import RawConfig
-from gptserve.weights.stored_tensor import Shape
+from gptserve.weights.stored_tensor import Shape, StoredTensor
 
-METHODS: Mapping[str, Callable[[RawConfig], StoredType]] = {
+METHODS: Mapping[str, Callable[[RawConfig], tuple[StoredType, ...]]] = {
     "mxfp4": read_mxfp4,
 }
-"""What reads the section of config.json; it raises a WeightsError for settings that are not supported."""
+"""What reads the section of config.json: the types that weights may have, that of most first. It raises a WeightsError
+for settings that are not supported."""
 
 KEYS = ("quantization_config", "compression_config", "quantization")
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files by which some tools mark quantized weights, beside a key of config.json or instead of it."""
 
 
-def stored_type(raw: RawConfig, folder: Path) -> StoredType | None:
-    """Return the stored type of the quantized weights that config.json names; None if they are all floats.
+def stored_types(raw: RawConfig, folder: Path) -> tuple[StoredType, ...]:
+    """Return the stored types of the quantized weights that config.json names; none if they are all floats.
 
-    Which weights have it, the names of their tensors show. Raises UnsupportedModelError for a type that is not known.
+    Which weights have which, the names, shapes and dtypes of their tensors show: see `type_of`. Raises
+    UnsupportedModelError for what cannot be read.
     """
     methods: dict[str, str | None] = {}
-    found: StoredType | None = None
+    found: tuple[StoredType, ...] = ()
     for key in (key for key in KEYS if key in raw):
         section = raw.value(key)
         method = section.get("quant_method") if isinstance(section, dict) else None
@@ -47,6 +50,20 @@ def stored_type(raw: RawConfig, folder: Path) -> StoredType | None:
                 f"fp32, fp16 or bf16, or one that is quantized by {', '.join(METHODS)}"
             )
     return found
+
+
+def type_of(weight: str, shape: Shape, files: Mapping[str, StoredTensor], types: Sequence[StoredType]) -> StoredType:
+    """Return which of these types the files hold the weight in: plain floats, unless they show another.
+
+    Of several that it may be by the names, it is the one of which all tensors fit. The shape is [out, in].
+    """
+    found = Found.of(weight, files)
+    candidates = [stored for stored in types if stored.holds(found)]
+    for stored in candidates if len(candidates) > 1 else ():
+        with suppress(UnfitError):
+            if found.fits(stored.tensors(shape, found)):
+                return stored
+    return candidates[0] if candidates else PLAIN
 
 
 def held_shapes(name: str, shape: Shape, stored: StoredType) -> dict[str, Shape] | None:

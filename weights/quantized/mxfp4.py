@@ -8,13 +8,13 @@ them as they are; selfcheck/operations.py compares that kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gptserve.weights.quantized.stored_type import Expected, UnfitError
+from gptserve.weights.quantized.stored_type import Expected, Found, UnfitError
 from gptserve.weights.raw_config import RawConfig
-from gptserve.weights.stored_tensor import Shape, StoredTensor
+from gptserve.weights.stored_tensor import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -33,36 +33,36 @@ class Mxfp4:
 
     name: str = "MXFP4"
 
-    def holds(self, weight: str, files: Collection[str]) -> bool:
-        return weight not in files and weight + SUFFIXES[0] in files
+    def holds(self, found: Found) -> bool:
+        return found.own not in found and found.own + SUFFIXES[0] in found
 
-    def tensors(self, weight: str, shape: Shape, files: Mapping[str, StoredTensor]) -> dict[str, Expected]:
+    def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
         if len(shape) < 2 or shape[-1] % GROUP:
             raise UnfitError(f"takes a multiple of {GROUP} inputs")
         *outer, num_out, num_in = shape
         shapes = packed_shapes((*outer, num_in, num_out))
-        names = (weight + suffix for suffix in SUFFIXES)
-        return {name: Expected(its_shape, ("U8",)) for name, its_shape in zip(names, shapes, strict=True)}
+        endings = (found.own + suffix for suffix in SUFFIXES)
+        return {ending: Expected(its_shape, ("U8",)) for ending, its_shape in zip(endings, shapes, strict=True)}
 
-    def unpack(self, shape: Shape, tensors: Sequence[Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
-        blocks, scales = tensors
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
+        blocks, scales = tensors.values()
         return unpack(blocks[rows], scales[rows], dtype).mT
 
     def held_shapes(self, shape: Shape) -> dict[str, Shape] | None:
         shapes = held_shapes(shape)
         return None if shapes is None else dict(zip(("weight", "scales"), shapes, strict=True))
 
-    def cut(self, tensors: Sequence[Tensor], start: int, end: int) -> tuple[Tensor, ...]:
-        blocks, scales = tensors
+    def cut(self, tensors: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, ...]:
+        blocks, scales = tensors.values()
         return cut(blocks, scales, start, end)
 
 
 MXFP4 = Mxfp4()
 
 
-def read_mxfp4(section: RawConfig) -> Mxfp4:
+def read_mxfp4(section: RawConfig) -> tuple[Mxfp4]:
     """Return the type; nothing of it is left to choose."""
-    return MXFP4
+    return (MXFP4,)
 
 
 def packed_shapes(shape: Shape, group: int = GROUP) -> tuple[Shape, Shape]:

@@ -6,7 +6,7 @@ Importing these files does not import torch, as the server reads configurations,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -31,29 +31,61 @@ class Expected:
 
 
 class UnfitError(ValueError):
-    """A weight of this shape cannot have this type. The message goes on after "the type, which"."""
+    """A weight cannot have this type. The message goes on after "X is stored as TYPE, which"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The tensors of the files for one weight, by what their names have after `base`, as "qweight" and "scales".
+
+    `own` is the ending of the weight itself: "weight", or nothing for gpt-oss's experts and for vectors.
+    """
+
+    base: str
+    own: str
+    files: Mapping[str, StoredTensor]
+
+    @classmethod
+    def of(cls, weight: str, files: Mapping[str, StoredTensor]) -> Found:
+        """Return those of a weight; all names are without a family's prefix."""
+        base = weight.removesuffix("weight")
+        return cls(base, weight[len(base) :], files)
+
+    def __contains__(self, ending: str) -> bool:
+        return self.base + ending in self.files
+
+    def __getitem__(self, ending: str) -> StoredTensor:
+        return self.files[self.base + ending]
+
+    def fits(self, expected: Mapping[str, Expected]) -> bool:
+        """Return whether all of these tensors are there, in their shapes and dtypes."""
+        return all(
+            ending in self and self[ending].shape == its.shape and self[ending].dtype in its.dtypes
+            for ending, its in expected.items()
+        )
 
 
 class StoredType(Protocol):
-    """How the files hold a weight. `weight` is its name in them without a family's prefix; files are named alike."""
+    """How the files hold a weight. Equal objects are one type."""
 
     @property
     def name(self) -> str:
         """What a message calls it."""
 
-    def holds(self, weight: str, files: Collection[str]) -> bool:
+    def holds(self, found: Found) -> bool:
         """Return whether the files have this weight in this type, as far as the names show."""
 
-    def tensors(self, weight: str, shape: Shape, files: Mapping[str, StoredTensor]) -> dict[str, Expected]:
-        """Return the tensors that hold a weight of this shape, [out, in] or [entries, out, in], by name.
+    def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
+        """Return the tensors that hold a weight of this shape, by the endings of their names.
 
-        Where the type leaves a choice, such as the number of bits, what the files have decides. Raises UnfitError.
+        The shape is [out, in], or [entries, out, in]. Raises UnfitError.
         """
 
-    def unpack(self, shape: Shape, tensors: Sequence[Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
         """Return these rows [rows, in] of a weight [out, in], in fp32 or in the dtype, which fp32 is then rounded to.
 
-        The tensors are those of `tensors`, of one entry; rows start at a multiple of UNPACKED_ROWS.
+        The tensors are those of `tensors`, of one entry; rows start at a multiple of UNPACKED_ROWS. Raises UnfitError
+        for numbers that have no meaning.
         """
 
 
@@ -67,7 +99,7 @@ class PackedType(StoredType, Protocol):
         They are named by the last part of a canonical name, "weight" first. Some of the inputs may be a rank's.
         """
 
-    def cut(self, tensors: Sequence[Tensor], start: int, end: int) -> tuple[Tensor, ...]:
+    def cut(self, tensors: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, ...]:
         """Return the inputs [start, end) of all outputs, still packed, in the shapes of `held_shapes`."""
 
 
@@ -77,14 +109,15 @@ class Plain:
 
     name: str = "plain floats"
 
-    def holds(self, weight: str, files: Collection[str]) -> bool:
-        return weight in files
+    def holds(self, found: Found) -> bool:
+        return found.own in found
 
-    def tensors(self, weight: str, shape: Shape, files: Mapping[str, StoredTensor]) -> dict[str, Expected]:
-        return {weight: Expected(shape, FLOATS)}
+    def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
+        return {found.own: Expected(shape, FLOATS)}
 
-    def unpack(self, shape: Shape, tensors: Sequence[Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
-        return tensors[0][rows]
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
+        (tensor,) = tensors.values()
+        return tensor[rows]
 
 
 PLAIN = Plain()

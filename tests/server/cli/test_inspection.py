@@ -47,7 +47,7 @@ def test_the_weights_are_counted_in_either_type() -> None:
 def test_a_model_in_mxfp4_takes_as_much_as_its_published_files(name: str, published: float) -> None:
     """In GiB, by OpenAI's model card."""
     model = GPT_OSS.read_config(RawConfig(KNOWN[name][0]))
-    report = inspect_model(name, model, 2**36, 16, stored=MXFP4)
+    report = inspect_model(name, model, 2**36, 16, types=(MXFP4,))
 
     assert [entry.dtype for entry in report.by_dtype] == ["float32", "bfloat16", "int8", "mxfp4"]
     assert round(report.by_dtype[-1].weights_bytes / 2**30, 1) == published
@@ -55,7 +55,7 @@ def test_a_model_in_mxfp4_takes_as_much_as_its_published_files(name: str, publis
 
 def test_each_rank_of_a_model_in_mxfp4_has_its_share_in_smaller_groups() -> None:
     model = GPT_OSS.read_config(RawConfig(KNOWN["gpt-oss-20b"][0]))
-    whole, first = (inspect_model("20b", model, 2**36, 16, num_ranks, MXFP4).by_dtype[-1] for num_ranks in (1, 8))
+    whole, first = (inspect_model("20b", model, 2**36, 16, num_ranks, (MXFP4,)).by_dtype[-1] for num_ranks in (1, 8))
     experts, vocabulary = 24 * 32 * 3 * 2880 * 2880, 2 * 2 * 201088 * 2880
 
     assert (whole.dtype, first.dtype) == ("mxfp4", "mxfp4")
