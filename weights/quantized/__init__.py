@@ -10,12 +10,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptserve.weights.errors import UnsupportedModelError, shown
+from gptserve.weights.quantized.awq import read_awq
+from gptserve.weights.quantized.compressed_tensors import read_compressed
+from gptserve.weights.quantized.fp8 import read_fp8
+from gptserve.weights.quantized.gptq import read_gptq
 from gptserve.weights.quantized.mxfp4 import read_mxfp4
 from gptserve.weights.quantized.stored_type import PLAIN, Found, PackedType, StoredType, UnfitError
 from gptserve.weights.raw_config import RawConfig
 from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 METHODS: Mapping[str, Callable[[RawConfig], tuple[StoredType, ...]]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
     "mxfp4": read_mxfp4,
 }
 """What reads the section of config.json: the types that weights may have, that of most first. It raises a WeightsError
@@ -39,7 +47,7 @@ def stored_types(raw: RawConfig, folder: Path) -> tuple[StoredType, ...]:
         method = section.get("quant_method") if isinstance(section, dict) else None
         methods[f"config.json: {key}"] = method if isinstance(method, str) else None
         if isinstance(section, dict) and isinstance(method, str) and method in METHODS:
-            found = METHODS[method](RawConfig(section, f"config.json: {key}"))
+            found += METHODS[method](RawConfig(section, f"config.json: {key}"))
     if not methods:
         methods = {name: None for name in FILES if (folder / name).is_file()}
     for source, method in methods.items():

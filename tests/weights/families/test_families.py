@@ -62,7 +62,7 @@ def test_a_model_with_code_of_its_own_is_refused_and_one_that_is_known_is_served
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("quantization_config", {"quant_method": "awq", "bits": 4}, "by the method 'awq', which gptserve cannot read"),
+        ("quantization_config", {"quant_method": "hqq", "bits": 4}, "by the method 'hqq', which gptserve cannot read"),
         (
             "quantization_config",
             {"load_in_8bit": True},
@@ -73,7 +73,7 @@ def test_a_model_with_code_of_its_own_is_refused_and_one_that_is_known_is_served
             {"group_size": 64, "bits": 4},
             "in a way that gptserve cannot read (config.json: quantization)",
         ),
-        ("compression_config", {"quant_method": "compressed-tensors"}, "by the method 'compressed-tensors'"),
+        ("compression_config", {"quant_method": "modelopt"}, "by the method 'modelopt'"),
         ("quantization_config", 3, "in a way that gptserve cannot read"),
         ("quantization_config", {"quant_method": ["x"]}, "in a way that gptserve cannot read"),
     ],
