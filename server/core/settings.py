@@ -54,8 +54,6 @@ _RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 # The rule in words and the converter of a text, by the type of a field.
-ToolFormatName = Literal["hermes", "llama", "mistral", "mistral-v11"]
-"""The keys of FORMATS in tools/formats.py."""
 
 _FORMATS: dict[type, tuple[str, Callable[[Any], object]]] = {
     str: ("text", str),
@@ -89,7 +87,7 @@ class ServerSettings:
         "Jinja file to use instead of the model's own chat template, or 'plain' for lines of \"User: ...\" and "
         '"Assistant: ..."',
     ] = None
-    tool_call_format: Annotated[ToolFormatName | None, "format of tool calls (default: by the chat template)"] = None
+    tool_call_format: Annotated[str | None, "name of the format of tool calls (default: by the chat template)"] = None
     unnamed_properties: Annotated[
         UnnamedProperties, "whether a JSON Schema that names properties and says nothing of others allows others"
     ] = "refuse"

@@ -22,13 +22,14 @@ from gptserve.server.schemas.grammar import asked_grammar
 from gptserve.server.text.calls import call_id
 from gptserve.server.text.output import Delta
 from gptserve.server.tools.format import ToolFormat
-from gptserve.server.tools.formats import FORMATS, format_of
+from gptserve.server.tools.formats import format_named, format_of, formats
 from gptserve.server.tools.grammar import FREE, at_most, harmony_grammar, spelling, text_grammar, thinking_grammar
 from gptserve.server.tools.harmony import HarmonyChannels, Mark, find_marks
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.reasoning import ThinkMarks, marks_of, read_reasoning, state_after
-from gptserve.server.tools.request import asked_tools
+from gptserve.server.tools.request import AskedTools, asked_tools
 from gptserve.server.tools.tape import Steps, Tape, drop
+from gptserve.server.tools.values import Tools, kinds_of
 from gptserve.weights.chat.template import ChatTemplate
 
 _Text = Literal["before", "apart", "none"]
@@ -59,7 +60,7 @@ class Dialect:
 
     def to_record(self) -> dict[str, object]:
         """Return what the journal keeps, so that an answer is read again as it was; the tokenizer has the rest."""
-        name = next((name for name, form in FORMATS.items() if form is self.form), None)
+        name = next((name for name, form in formats().items() if form is self.form), None)
         return {"format": name, "think": self.think, "unnamed_properties": self.unnamed_properties}
 
     def of_record(self, kept: Mapping[str, Any] | None) -> Dialect:
@@ -67,7 +68,7 @@ class Dialect:
         if kept is None:
             return self
         name, marks = kept["format"], kept["think"]
-        form, think = None if name is None else FORMATS[name], None if marks is None else ThinkMarks(*marks)
+        form, think = None if name is None else formats()[name], None if marks is None else ThinkMarks(*marks)
         unnamed = kept.get("unnamed_properties", self.unnamed_properties)  # which older records lack
         return replace(self, form=form, think=think, unnamed_properties=unnamed)
 
@@ -131,9 +132,9 @@ class Dialect:
             )
         elif has_grammar and think is not None:
             grammar = thinking_grammar(wanted, spell, think, is_open=is_open, thinking=thinking)
-        names = frozenset(function.name for function in asked.functions) if asked is not None else frozenset[str]()
+        tools = _tools(form, asked)
         text: _Text = "apart" if wanted is not None else "none" if asked is not None and asked.must_call else "before"
-        steps = partial(_read, form=form, names=names, think=think, is_open=is_open, text=text)
+        steps = partial(_read, form=form, tools=tools, think=think, is_open=is_open, text=text)
         return Reading(grammar, special_ids - self._mark_ids(form, think), steps=steps)
 
     def _marks_are_tokens(self) -> bool:
@@ -198,12 +199,23 @@ class AnswerReader:
 
 
 def dialect_of(tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings) -> Dialect:
-    """Return the dialect of the model that has this tokenizer and this template; the settings may name its format."""
+    """Return the dialect of the model that has this tokenizer and this template; the settings may name its format.
+
+    Raises ChatTemplateError.
+    """
     source, tool_source = ("", "") if template is None else (template.source, template.tool_source)
-    form = format_of(tool_source) if settings.tool_call_format is None else FORMATS[settings.tool_call_format]
+    named = settings.tool_call_format
+    form = format_of(tool_source) if named is None else format_named(named)
     knows_tools = re.search(r"\btools\b", tool_source) is not None
     marks, think = find_marks(tokenizer), marks_of(source + tool_source)
     return Dialect(tokenizer, marks, form, knows_tools, think, settings.unnamed_properties)
+
+
+def _tools(form: ToolFormat | None, asked: AskedTools | None) -> Tools:
+    """Return the tools that may be called, with the kinds of their arguments if the format needs those."""
+    has_kinds = form is not None and form.arguments is not None
+    functions = () if asked is None else asked.functions
+    return {function.name: kinds_of(function.parameters or {}) if has_kinds else {} for function in functions}
 
 
 def _read(
@@ -211,7 +223,7 @@ def _read(
     parts: Parts,
     *,
     form: ToolFormat | None,
-    names: frozenset[str],
+    tools: Tools,
     think: ThinkMarks | None,
     is_open: bool,
     text: _Text,
@@ -227,4 +239,4 @@ def _read(
     if form is None or (text == "apart" and not (yield from tape.sees(form.begin))):
         yield from tape.pass_until((), parts.add_text)
     else:
-        yield from form.read(tape, parts, names)
+        yield from form.read(tape, parts, tools)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gptserve.engine.grammar.schema.document import Node
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Steps, Tape
+from gptserve.server.tools.values import Kinds, Tools
 
 Spell = Callable[[str], str]
 """From a mark to its symbol in Lark: a special token, or a text."""
@@ -39,20 +41,37 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one tool, for a format that does not write them as JSON.
+
+    `rule` is the name of their rule in Lark; names of other rules begin with it. What follows `schema`, a JSON Schema
+    that `rewrite` has made, is allowed. `kinds` tell how `read` takes the values. `options` are the x-guidance of JSON.
+    """
+
+    rule: str
+    schema: Node
+    kinds: Kinds
+    options: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How models write calls.
 
-    A chat template that has all `signs` makes them do so. `begin` is the mark before the calls, "" if they begin with
-    "{" at the beginning of the answer. `marks` are texts that `read` needs, also where they are special tokens. `read`
-    reads an answer, given the names of the tools. `rules` returns rules of Lark; of these `calls` is what follows
-    `begin`.
+    A chat template that has all `signs` makes them do so. `begin` is the mark before the calls, "" if they begin the
+    answer, with `opening`, a regex. `marks` are texts that `read` needs, also where they are special tokens. `read`
+    reads an answer, given the tools. `rules` returns rules of Lark; of these `calls` is what follows `begin`.
+    `arguments` returns the rules of arguments that are no JSON, a rule a line, or raises SchemaError; None if they are
+    JSON.
     """
 
     signs: tuple[str, ...]
     begin: str
     marks: tuple[str, ...]
-    read: Callable[[Tape, Parts, frozenset[str]], Steps[None]]
+    read: Callable[[Tape, Parts, Tools], Steps[None]]
     rules: Callable[[Calls, Spell], str]
+    arguments: Callable[[Arguments, Spell], Sequence[str]] | None = None
+    opening: str = r"\{"
 
 
 def literal(text: str) -> str:

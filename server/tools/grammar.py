@@ -18,14 +18,16 @@ from gptserve.engine.grammar.schema.document import SchemaError
 from gptserve.engine.grammar.schema.effort import Effort
 from gptserve.engine.grammar.schema.rewrite import rewrite
 from gptserve.server.core.tokenizer import Tokenizer
-from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
+from gptserve.server.tools.format import Arguments, Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.reasoning import ThinkMarks
 from gptserve.server.tools.request import AskedTools
+from gptserve.server.tools.values import kinds_of
 
 # Models are trained on JSON with a space after a comma and a colon, and on JSON without.
 _WHITESPACE = " ?"
 MAX_LIMIT = 2**20
 """No reasoning is longer."""
+_ARGUMENTS = re.compile(r"arguments_(\d+)", re.IGNORECASE)
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
 
 
@@ -84,7 +86,7 @@ def text_grammar(
     """
     calls = f"{spell(form.begin)} calls" if form.begin else "calls"
     thought = [rf"\s*{re.escape(think.begin)}"] if think is not None and not is_open else []
-    excluded = [*([] if form.begin else [r"\s*\{"]), *thought]
+    excluded = [*([] if form.begin else [rf"\s*{form.opening}"]), *thought]
     # In a format without a begin both are JSON, which is told apart token by token: they need the same white space.
     whitespace = None if wanted is None or form.begin else wanted.whitespace
     names = [function.name for function in asked.functions]
@@ -101,7 +103,7 @@ def text_grammar(
         _free_calls(form, spell),
         "TEXT: ANY" + "".join(f" & ~/{begin}(?s:.*)/" for begin in excluded),
         form.rules(Calls(names, asked.is_single, whitespace), spell),
-        _arguments(asked, unnamed, _WHITESPACE if whitespace is None else whitespace),
+        _arguments(asked, unnamed, _WHITESPACE if whitespace is None else whitespace, form, spell),
     ]
     return _join(rules, wanted)
 
@@ -148,9 +150,9 @@ def fault_of_function(message: str, grammar: Grammar, asked: AskedTools) -> str 
     if found is None:
         return None
     rules = [rule.partition(":")[0] for rule in (grammar.frame or grammar.text).splitlines()]
-    names = {f"arguments_{i}": function.name for i, function in enumerate(asked.functions)}
     rule = rules[line] if (line := int(found[1]) - 1) < len(rules) else ""  # after the frame comes the client's grammar
-    return _fault(names[rule], found[2]) if rule in names else None
+    place = _ARGUMENTS.match(rule)
+    return None if place is None else _fault(asked.functions[int(place[1])].name, found[2])
 
 
 def _free_calls(form: ToolFormat, spell: Spell) -> str:
@@ -180,18 +182,30 @@ def _start(spell: Spell, think: ThinkMarks | None, *, is_open: bool, thinking: T
     )
 
 
-def _arguments(asked: AskedTools, unnamed: UnnamedProperties, whitespace: str) -> str:
+def _arguments(
+    asked: AskedTools,
+    unnamed: UnnamedProperties,
+    whitespace: str,
+    form: ToolFormat | None = None,
+    spell: Spell = literal,
+) -> str:
     """Return the rules of the arguments of each function. Raises InvalidRequestError."""
-    options = {"whitespace_flexible": False, **({"whitespace_pattern": whitespace} if whitespace else {})}
+    options: dict[str, object] = {"whitespace_flexible": False}
+    if whitespace:
+        options["whitespace_pattern"] = whitespace
     # Before they are rewritten, which takes some tenths of a second for so many characters at worst.
     _check_length(sum(len(json.dumps(asked.schema_of(function))) for function in asked.functions))
-    rules, effort = [], Effort()
+    rules, effort = list[str](), Effort()
     for i, function in enumerate(asked.functions):
+        rule = f"arguments_{i}"
         try:
             schema = rewrite(asked.schema_of(function), unnamed, effort)
+            if form is not None and form.arguments is not None:
+                rules += form.arguments(Arguments(rule, schema, kinds_of(function.parameters or {}), options), spell)
+                continue
         except SchemaError as error:
             raise InvalidRequestError(_fault(function.name, str(error)), param="tools") from None
-        rules.append(f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': options} if schema else schema)}")
+        rules.append(f"{rule}: %json {json.dumps({**schema, 'x-guidance': options} if schema else schema)}")
     return "\n".join(rules)
 
 

@@ -6,11 +6,12 @@ from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.json_call import read_call
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Steps, Tape, drop
+from gptserve.server.tools.values import Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-def _read(tape: Tape, parts: Parts, _names: frozenset[str]) -> Steps[None]:
+def _read(tape: Tape, parts: Parts, _tools: Tools) -> Steps[None]:
     mark = yield from tape.pass_until((BEGIN,), parts.add_text)
     while mark:
         tape.keep()

@@ -1,7 +1,7 @@
 """Reads one call that is a JSON object with a name and arguments, as its text arrives.
 
 The arguments are passed on as the model writes them; their JSON is not checked. But what a weak model writes is read,
-too: control characters within strings are escaped, and arguments that are no object stay the JSON that they are. Three
+too: control characters within strings are escaped, and arguments that are no object stay the JSON that they are. Most
 formats call it.
 """
 
@@ -17,7 +17,7 @@ from gptserve.weights.chat.arguments import ESCAPES
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS = ("arguments", "parameters")
-_OTHERS = ("id", "type")
+_OTHERS = ("id", "tool_call_id", "type")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
 _CHARS = re.compile(r'[^"\\]+')
 _WORD = re.compile(r"[^\s,:\"{}\[\]]+")
@@ -25,7 +25,9 @@ _SCALAR = re.compile(r"null|true|false|-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
-def read_call(tape: Tape, parts: Parts, is_known: Callable[[str], bool] = lambda name: True) -> Steps[bool]:
+def read_call(
+    tape: Tape, parts: Parts, is_known: Callable[[str], bool] = lambda name: True, *, name_key: str = "name"
+) -> Steps[bool]:
     """Read an object and begin a call with it; return whether it is one. Then the tape keeps nothing any more.
 
     Once the call has begun, a fault ends it.
@@ -38,7 +40,7 @@ def read_call(tape: Tape, parts: Parts, is_known: Callable[[str], bool] = lambda
         yield from tape.skip_space()
         if key is None or not (yield from tape.accept(":")):
             return call.has_begun
-        if key == "name" and call.name is None:
+        if key == name_key and call.name is None:
             name = yield from _read_text(tape)
             if name is None or NAME.fullmatch(name) is None or not is_known(name):
                 return call.has_begun

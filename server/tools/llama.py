@@ -8,12 +8,13 @@ from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal, rege
 from gptserve.server.tools.json_call import read_call
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import SPACE, Steps, Tape, drop
+from gptserve.server.tools.values import Tools
 
 TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"[; \t\r\n]+")
 
 
-def _read(tape: Tape, parts: Parts, names: frozenset[str]) -> Steps[None]:
+def _read(tape: Tape, parts: Parts, tools: Tools) -> Steps[None]:
     """Read calls of known names; an answer in JSON may look like another one."""
     is_call = True
     while is_call:
@@ -21,7 +22,7 @@ def _read(tape: Tape, parts: Parts, names: frozenset[str]) -> Steps[None]:
         yield from tape.pass_run(SPACE, drop)
         yield from tape.accept(TAG)
         yield from tape.skip_space()
-        is_call = yield from read_call(tape, parts, names.__contains__)
+        is_call = yield from read_call(tape, parts, tools.__contains__)
         if is_call:
             yield from tape.pass_run(_BETWEEN, drop)
     parts.add_text(tape.kept())

@@ -8,6 +8,7 @@ from gptserve.server.tools.format import Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.json_call import NAME, read_call, read_object
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Steps, Tape, drop
+from gptserve.server.tools.values import Tools
 
 BEGIN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME_CHARS = re.compile(r"[a-zA-Z0-9_.-]+")
@@ -15,7 +16,7 @@ _ID_CHARS = re.compile(r"[a-zA-Z0-9]+")
 _BETWEEN = re.compile(r"[, \t\r\n]+")
 
 
-def _read(tape: Tape, parts: Parts, _names: frozenset[str]) -> Steps[None]:
+def _read(tape: Tape, parts: Parts, _tools: Tools) -> Steps[None]:
     while (yield from tape.pass_until((BEGIN,), parts.add_text)):
         tape.keep()
         yield from tape.skip_space()

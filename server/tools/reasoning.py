@@ -1,7 +1,7 @@
 """<think>…</think>: the reasoning of Qwen3, of DeepSeek's distillations and of others, apart from the answer.
 
-Magistral writes [THINK]…[/THINK]. Some templates end the prompt with the first mark, so that the answer begins within
-the reasoning.
+Magistral, Command A and Seed-OSS have other marks. Some templates end the prompt with the first mark, so that the
+answer begins within the reasoning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ class ThinkMarks(NamedTuple):
 
 
 THINK = ThinkMarks("<think>", "</think>")
-_KNOWN = THINK, ThinkMarks("[THINK]", "[/THINK]")
+_KNOWN = (
+    THINK,
+    ThinkMarks("[THINK]", "[/THINK]"),
+    ThinkMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThinkMarks("<seed:think>", "</seed:think>"),
+)
 
 
 def marks_of(template: str) -> ThinkMarks | None:

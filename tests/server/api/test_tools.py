@@ -102,6 +102,35 @@ def test_calls_are_streamed_with_their_names_first(make_api: MakeApi, kind: str)
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+CODER = """Hm.<tool_call>
+<function=get_weather>
+<parameter=city>
+Oslo "5" 🏔
+</parameter>
+<parameter=days>
+5
+</parameter>
+</function>
+</tool_call>"""
+
+
+def test_values_that_are_written_one_by_one_are_streamed_as_json(make_api: MakeApi) -> None:
+    place = {**PLACE, "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": place}}]
+    template = SHOWN + "{# <tool_call> <function= <parameter= #}"
+    api = make_api(engine_of("hermes", CODER), template=template)
+    [choice] = api.chat(tools=tools).json()["choices"]
+    arguments = '{"city": "Oslo \\"5\\" 🏔", "days": 5}'
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hm.", "tool_calls")
+    assert function_calls(choice["message"]) == [("get_weather", arguments)]
+    chunks = parse_events(api.chat(tools=tools, stream=True).text)
+    pieces = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == arguments
+    assert len(pieces) > 10
+    again = api.chat(tools=tools, messages=[USER, choice["message"], {"role": "tool", "content": "x"}], max_tokens=1)
+    assert again.status_code == 200
+
+
 def test_an_answer_without_calls_is_as_without_tools(make_api: MakeApi) -> None:
     api = api_of(make_api, "hermes", "No <tool>, thanks.\n")
     given, without = api.chat(tools=TOOLS).json()["choices"], api.chat().json()["choices"]

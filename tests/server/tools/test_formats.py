@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptserve.server.text.calls import CallDelta, call_id, join_calls
-from gptserve.server.tools.formats import FORMATS, ToolFormatName, format_of
+from gptserve.server.tools.deepseek import BAR
+from gptserve.server.tools.formats import OWN_FORMATS, format_of
 from gptserve.server.tools.parts import Parts
 from gptserve.server.tools.tape import Tape
+from gptserve.server.tools.values import Tools
 
 Call = tuple[str, str]
-NAMES = frozenset(("f", "get_time"))
+TOOLS: Tools = {"f": {"s": "text", "o": "text or null"}, "get_time": {}}
 
 
-def read(name: ToolFormatName, text: str, cuts: Sequence[int] = ()) -> list[tuple[str, tuple[CallDelta, ...]]]:
+def read(name: str, text: str, cuts: Sequence[int] = ()) -> list[tuple[str, tuple[CallDelta, ...]]]:
     """Return what each piece adds: text and calls."""
     tape, parts = Tape(), Parts(lambda index: f"id {index}")
-    steps = FORMATS[name].read(tape, parts, NAMES)
+    steps = OWN_FORMATS[name].read(tape, parts, TOOLS)
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     added = []
     for number, (start, end) in enumerate(itertools.pairwise(edges), 1):
@@ -35,12 +37,42 @@ def read(name: ToolFormatName, text: str, cuts: Sequence[int] = ()) -> list[tupl
 
 def joined(pieces: list[tuple[str, tuple[CallDelta, ...]]]) -> tuple[str, list[Call]]:
     calls = join_calls(call for _, added in pieces for call in added)
-    assert [(call.index, call.id) for call in calls] == [(i, f"id {i}") for i in range(len(calls))]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls)
+    assert all(call.id == f"id {call.index}" or str(call.id).startswith("functions.") for call in calls)
     return "".join(text for text, _ in pieces), [(str(call.name), call.arguments) for call in calls]
 
 
+def coder(name: str = "f", **values: object) -> str:
+    """Return a call as Qwen3-Coder writes it."""
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+def deepseek(*calls: str) -> str:
+    """Return calls between DeepSeek's marks."""
+    marks = {name: f"<{BAR}tool▁{name}{BAR}>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")}
+    written = (call.format(sep=marks["sep"]) for call in calls)
+    inner = "".join(f"{marks['call▁begin']}{call}{marks['call▁end']}" for call in written)
+    return f"{marks['calls▁begin']}{inner}{marks['calls▁end']}"
+
+
+def dsml(block: str, *values: str) -> str:
+    """Return two calls as DeepSeek writes them from V3.2 on, the first of them with these names and values."""
+    pairs = zip(values[::2], values[1::2], strict=True)
+    written = "".join(f'<@parameter name="{name}">{value}</@parameter>\n' for name, value in pairs)
+    calls = f'<@invoke name="f">\n{written}</@invoke>\n<@invoke name="get_time">\n</@invoke>\n'
+    return f"<@{block}>\n{calls}</@{block}>".replace("@", f"{BAR}DSML{BAR}")
+
+
+def kimi(call_id: str, arguments: str) -> str:
+    """Return a call as Kimi K2 writes it."""
+    call = f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+    return f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+
+
 F = '{"name": "f", "arguments": {"a": 1}}'
-CASES: list[tuple[ToolFormatName, str, str, list[Call]]] = [
+CASES: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", "Just text < <tool", "Just text < <tool", []),
     ("hermes", f"<tool_call>\n{F}\n</tool_call>", "", [("f", '{"a": 1}')]),
     ("hermes", f"I look.\n<tool_call>{F}</tool_call>\n<tool_call>{F}</tool_call>\nSo.", "I look.\nSo.",
@@ -87,11 +119,69 @@ CASES: list[tuple[ToolFormatName, str, str, list[Call]]] = [
      [("f", '{"a": 1}'), ("get_time", "{}")]),
     ("mistral-v11", '[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
     ("mistral-v11", "[TOOL_CALLS]f(1)", "[TOOL_CALLS]f(1)", []),
+    ("qwen-coder", "So.\n" + coder(s=' a\n"b\n', n=5) + "\n" + coder("get_time") + "\nDone.", "So.\nDone.",
+     [("f", '{"s": " a\\n\\"b\\n", "n": 5}'), ("get_time", "{}")]),
+    ("qwen-coder", coder(s="null", o="null", p="None", q="True"), "",
+     [("f", '{"s": "null", "o": null, "p": null, "q": true}')]),
+    ("qwen-coder", coder(o="nullify", a="{'a': (1, 2.5, None), \"b\": 'it\\'s'}", b='{"a": "1\t2"}'), "",
+     [("f", '{"o": "nullify", "a": {"a": [1, 2.5, null], "b": "it\'s"}, "b": {"a": "1\\u00092"}}')]),
+    ("qwen-coder", coder(a="+49", b="(5)", c="nan", d="'x", e="", f="1_0"), "",
+     [("f", '{"a": "+49", "b": "(5)", "c": "nan", "d": "\'x", "e": "", "f": "1_0"}')]),
+    ("qwen-coder", "<function=f>\n<parameter=s>x</parameter></function>", "", [("f", '{"s": "x"}')]),
+    ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=s>\nx\n</param", "", [("f", '{"s": "x\\n</param')]),
+    ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=n>\n5", "", [("f", '{"n": 5')]),
+    ("qwen-coder", "<tool_call>\n<function=f>\n<b></function>.", "<b></function>.", [("f", "")]),
+    ("qwen-coder", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
+    ("qwen-coder", "<function=f g>", "<function=f g>", []),
+    ("seed", "<seed:tool_call>\n<function=f>\n<parameter=s>x\n</parameter>\n</function>\n</seed:tool_call>", "",
+     [("f", '{"s": "x\\n"}')]),
+    ("glm", "So.<tool_call>f\n<arg_key>s</arg_key>\n<arg_value> x\n</arg_value>\n<arg_key>n</arg_key>\n"
+     "<arg_value>[1]</arg_value>\n</tool_call>\n<tool_call>get_time\n</tool_call>\n", "So.",
+     [("f", '{"s": " x\\n", "n": [1]}'), ("get_time", "{}")]),
+    ("glm-4.7", "<tool_call>f<arg_key>s</arg_key><arg_value>5</arg_value></tool_call>.", ".", [("f", '{"s": "5"}')]),
+    ("glm", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x", "", [("f", '{"s": "x')]),
+    ("glm", "<tool_call>f\n<arg_key>s</arg_key>none", "none", [("f", "")]),
+    ("glm", "<tool_call>a b</tool_call>", "<tool_call>a b</tool_call>", []),
+    ("pythonic", "[f(s='it\\'s', n=-1.50, l=[True, None, {'a': .5}]), get_time()]\n", "",
+     [("f", '{"s": "it\'s", "n": -1.50, "l": [true, null, {"a": 0.5}]}'), ("get_time", "{}")]),
+    ("pythonic", ' <|python_start|>[f(s="\\u00e9\\x41\\q\\n\\U0001f600\\/", t=(),)]<|python_end|>', "",
+     [("f", '{"s": "\\u00e9\\u0041\\\\q\\n😀/", "t": []}')]),
+    ("pythonic", "[f](x) is a link", "[f](x) is a link", []),
+    ("pythonic", "[g(a=1)]", "[g(a=1)]", []),
+    ("pythonic", '[f("x")]', '[f("x")]', []),
+    ("pythonic", "[f(a=b)] So", ")] So", [("f", '{"a": ')]),
+    ("pythonic", "[f(a=1), what]", "what]", [("f", '{"a": 1}')]),
+    ("pythonic", "Call [f(a=1)]", "Call [f(a=1)]", []),
+    ("pythonic", "[f(s='x", "", [("f", '{"s": "x')]),
+    ("lfm", "I look.<|tool_call_start|>[f(a=1), f()]<|tool_call_end|>Wait", "I look.Wait",
+     [("f", '{"a": 1}'), ("f", "{}")]),
+    ("lfm", "<|tool_call_start|>[]<|tool_call_end|>", "<|tool_call_start|>[]<|tool_call_end|>", []),
+    ("olmo", "So <function_calls>\nf(a=1)\nget_time()\n</function_calls>", "So ",
+     [("f", '{"a": 1}'), ("get_time", "{}")]),
+    ("deepseek-v3", deepseek("function{sep}f\n```json\n{{\"a\": 1}}\n```"), "", [("f", '{"a": 1}')]),
+    ("deepseek-v3.1", "So." + deepseek('f{sep}{{"a": 1}}', "get_time{sep}{{}}") + " x", "So.x",
+     [("f", '{"a": 1}'), ("get_time", "{}")]),
+    ("deepseek-v3.1", deepseek("f"), deepseek("f"), []),
+    ("deepseek-v3.2", dsml("function_calls", 's" string="true', "5", 'n" string="false', "5"), "",
+     [("f", '{"s": "5", "n": 5}'), ("get_time", "{}")]),
+    ("deepseek-v4", dsml("tool_calls", 'n" string="true', "5", 's" string="false', "[5]") + "\n", "",
+     [("f", '{"n": "5", "s": [5]}'), ("get_time", "{}")]),
+    ("kimi-k2", kimi('functions.f:0', '{"a": 1}') + "x", "x", [("f", '{"a": 1}')]),
+    ("kimi-k2", kimi("f g", "{}"), kimi("f g", "{}"), []),
+    ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n    '
+     '{"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}\n]<|END_ACTION|>', "",
+     [("f", '{"a": 1}'), ("get_time", "{}")]),
+    ("cohere", "<|START_ACTION|>[]", "<|START_ACTION|>[]", []),
+    ("minimax-m1", f"So.<tool_calls>\n{F}\n{F}\n</tool_calls>x", "So.x", [("f", '{"a": 1}')] * 2),
+    ("minimax-m1", "<tool_calls>\n</tool_calls>", "<tool_calls>\n</tool_calls>", []),
+    ("minimax-m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">x</parameter>\n</invoke>\n'
+     '<invoke name="get_time">\n</invoke>\n</minimax:tool_call>\n', "",
+     [("f", '{"s": "x"}'), ("get_time", "{}")]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_calls_are_told_from_text(name: ToolFormatName, text: str, content: str, calls: list[Call]) -> None:
+def test_calls_are_told_from_text(name: str, text: str, content: str, calls: list[Call]) -> None:
     whole, by_char = read(name, text), read(name, text, range(len(text)))
     assert joined(whole) == (content, calls)
     assert joined(by_char) == (content, calls)
@@ -111,18 +201,21 @@ PIECES = [
         ";",
         "\n",
     ),
+    *("<function=f>\n", "</function>", "<parameter=s>\n", "</parameter>", "f\n<arg_key>", "</arg_key>", "<arg_value>"),
+    *("</arg_value>", "[f(", "s=", "n=", "'", ")", "<|tool_call_start|>", "<function_calls>", "True", "null", "-1.5"),
+    *('<invoke name="f">', '<parameter name="o">', "</invoke>", "<minimax:tool_call>", "<tool_calls>", "f(a=1)"),
+    *(deepseek('f{sep}{{"a": 1}}'), deepseek("f")[:-10], dsml("tool_calls", 's" string="true', "5")[:-20]),
+    *(kimi("functions.f:0", "{}"), "<|START_ACTION|>[", '{"tool_name": "f", "parameters": {}}'),
     *('{"name": "f", ', '"arguments": ', '"parameters":', "{", "}", '"', "\\", "é", "a1", F, '{"a": "\\n"}}', "<", "f"),
 ]
 
 
 @given(
-    st.sampled_from(sorted(FORMATS)),
+    st.sampled_from(sorted(OWN_FORMATS)),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.lists(st.integers(0, 200), max_size=12),
 )
-def test_the_deltas_add_up_to_the_same_however_the_text_is_cut(
-    name: ToolFormatName, text: str, cuts: list[int]
-) -> None:
+def test_the_deltas_add_up_to_the_same_however_the_text_is_cut(name: str, text: str, cuts: list[int]) -> None:
     pieces = read(name, text, cuts)
     assert joined(pieces) == joined(read(name, text))
     begun = set[int]()
@@ -130,6 +223,18 @@ def test_the_deltas_add_up_to_the_same_however_the_text_is_cut(
         assert (call.index in begun) == (call.name is None) == (call.id is None), "the first of a call names it"
         assert call.name is not None or call.arguments, "nothing is sent that adds nothing"
         begun.add(call.index)
+
+
+def test_the_id_of_a_call_is_what_the_model_writes_where_its_template_shows_that() -> None:
+    text = "".join(kimi(call_id, "{}") for call_id in ("functions.f:3", "functions.f:3", "f"))
+    calls = [call for _, added in read("kimi-k2", text, range(len(text))) for call in added if call.name]
+    assert [(call.name, call.id) for call in calls] == [("f", "functions.f:3"), ("f", "id 1"), ("f", "id 2")]
+
+
+def test_a_string_comes_as_it_is_written() -> None:
+    text = coder(s="one two", n="[1, 2]", o="three")
+    pieces = [call.arguments for _, added in read("qwen-coder", text, range(len(text))) for call in added]
+    assert pieces == ["", '{"s": ', '"', *"one two", '"', ', "n": ', "[1, 2]", ', "o": ', '"t', *"hree", '"', "}"]
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -149,7 +254,7 @@ def test_a_long_answer_takes_time_in_proportion() -> None:
             return original(num_chars)  # type: ignore[operator, no-any-return]
 
         tape.read = counted  # type: ignore[method-assign]
-        steps = FORMATS["hermes"].read(tape, parts, NAMES)
+        steps = OWN_FORMATS["hermes"].read(tape, parts, TOOLS)
         for char in '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * length:
             tape.feed(char, is_last=False)
             next(steps, None)
@@ -171,11 +276,25 @@ def test_ids_depend_on_their_place_alone() -> None:
         ('in the format {"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
         ("{{- '[TOOL_CALLS]' + tool_calls|tojson }}", "mistral"),
         ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral-v11"),
+        ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen-coder"),
+        ("<seed:tool_call>\n<function=name>\n<parameter=name>", "seed"),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>", "glm"),
+        ("<tool_call>{function-name}<arg_key>a</arg_key><arg_value>b</arg_value><arg_key>", "glm-4.7"),
+        ("format of [func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+         "pythonic"),
+        (deepseek("{{function}}{sep}name\n```json\n"), "deepseek-v3"),
+        (deepseek("name{sep}"), "deepseek-v3.1"),
+        (f"{{% set token = '{BAR}DSML{BAR}' %}}<' + token + 'function_calls>", "deepseek-v3.2"),
+        (f"{{% set token = '{BAR}DSML{BAR}' %}}<' + token + 'tool_calls>", "deepseek-v4"),
+        (kimi("{{ id }}", ""), "kimi-k2"),
+        ('<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "x", "parameters": {}}]<|END_ACTION|>', "cohere"),
+        ("please respond with <tool_calls></tool_calls> XML tags", "minimax-m1"),
+        ('<minimax:tool_call>\n<invoke name="tool-name-1">', "minimax-m2"),
         ("<tool_call>\n<function=example_function_name>", None),
         ("<tool_calls>", None),
         ('<tool_calls>\n<tool_call>{"name": …}</tool_call>\n</tool_calls>', None),
         ("{{ messages }}", None),
     ],
 )  # fmt: skip
-def test_the_chat_template_tells_the_format(template: str, name: ToolFormatName | None) -> None:
-    assert format_of(template) is (None if name is None else FORMATS[name])
+def test_the_chat_template_tells_the_format(template: str, name: str | None) -> None:
+    assert format_of(template) is (None if name is None else OWN_FORMATS[name])

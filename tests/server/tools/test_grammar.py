@@ -19,13 +19,18 @@ from gptserve.engine.grammar.matcher import Matcher
 from gptserve.engine.request import FinishReason, TokenOutput
 from gptserve.server.schemas.completions import ChatRequest
 from gptserve.server.text.output import ChoiceOutput, Delta
+from gptserve.server.tools.deepseek import BAR
 from gptserve.server.tools.dialect import Dialect, Reading
-from gptserve.server.tools.formats import FORMATS
+from gptserve.server.tools.formats import OWN_FORMATS
 from gptserve.server.tools.harmony import MARKS, find_marks
 from gptserve.server.tools.reasoning import THINK, ThinkMarks
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
+from tests.server.tools.test_formats import deepseek, kimi
 
-SPECIAL = (*MARKS, "<|constrain|>", "[TOOL_CALLS]", "[ARGS]")
+SPECIAL = (
+    *(*MARKS, "<|constrain|>", "[TOOL_CALLS]", "[ARGS]", "</arg_value>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
 EOS = 0
 PLACE: dict[str, Any] = {
     "type": "object",
@@ -43,7 +48,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_time"}},
 ]
 SCHEMAS = {"get_weather": PLACE, "get_time": {"type": "object", "maxProperties": 0}}
-KINDS = (*FORMATS, "harmony")
+KINDS = (*OWN_FORMATS, "harmony")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,7 @@ def reading_of(
     unnamed: UnnamedProperties = "refuse",
     **fields: Any,
 ) -> Reading:
-    marks, form = (find_marks(tokenizer), None) if kind == "harmony" else (None, FORMATS[kind])  # type: ignore[index]
+    marks, form = (find_marks(tokenizer), None) if kind == "harmony" else (None, OWN_FORMATS[kind])
     dialect = Dialect(tokenizer, marks, form, knows_tools=True, think=think, unnamed_properties=unnamed)
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields})
     dialect.check(body)
@@ -176,18 +181,64 @@ class Following:
         return [only]
 
 
+def dsml(block: str) -> str:
+    """Return a call as DeepSeek writes it from V3.2 on."""
+    return f'<@{block}>\n<@invoke name="get_time">\n</@invoke>\n</@{block}>'.replace("@", f"{BAR}DSML{BAR}")
+
+
 CALL = {
     "hermes": '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
     "llama": '{"name": "get_time", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "get_time", "arguments": {}}]',
     "mistral-v11": "[TOOL_CALLS]get_time[ARGS]{}",
     "harmony": "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}",
+    "qwen-coder": "<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+    "seed": "<seed:tool_call>\n<function=get_time>\n</function>\n</seed:tool_call>",
+    "glm": "<tool_call>get_time\n</tool_call>",
+    "glm-4.7": "<tool_call>get_time</tool_call>",
+    "pythonic": "[get_time()]",
+    "lfm": "<|tool_call_start|>[get_time()]<|tool_call_end|>",
+    "olmo": "<function_calls>\nget_time()\n</function_calls>",
+    "deepseek-v3": deepseek("function{sep}get_time\n```json\n{{}}\n```"),
+    "deepseek-v3.1": deepseek("get_time{sep}{{}}"),
+    "deepseek-v3.2": dsml("function_calls"),
+    "deepseek-v4": dsml("tool_calls"),
+    "kimi-k2": kimi("functions.get_time:0", "{}"),
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}\n]'
+    "<|END_ACTION|>",
+    "minimax-m1": '<tool_calls>\n{"name": "get_time", "arguments": {}}\n</tool_calls>',
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
 }
 SECOND = {
     "hermes": "\n" + CALL["hermes"],
     "llama": "; " + CALL["llama"],
     "mistral-v11": CALL["mistral-v11"],
+    "qwen-coder": "\n" + CALL["qwen-coder"],
+    "seed": "\n" + CALL["seed"],
+    "glm": "\n" + CALL["glm"],
+    "glm-4.7": CALL["glm-4.7"],
 }
+DSML_ARGUMENT = f'<{BAR}DSML{BAR}parameter name="a" string="true">1</{BAR}DSML{BAR}parameter>\n'
+ARGUMENT = {  # what stands before which mark; others have JSON
+    "qwen-coder": ("<parameter=a>\n1\n</parameter>\n", "</function>"),
+    "seed": ("<parameter=a>1</parameter>\n", "</function>"),
+    "glm": ("<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "</tool_call>"),
+    "glm-4.7": ("<arg_key>a</arg_key><arg_value>1</arg_value>", "</tool_call>"),
+    **dict.fromkeys(("pythonic", "lfm", "olmo"), ("a=1", ")")),
+    **dict.fromkeys(("deepseek-v3.2", "deepseek-v4"), (DSML_ARGUMENT, f"</{BAR}DSML{BAR}invoke>")),
+    "minimax-m2": ('<parameter name="a">1</parameter>\n', "</invoke>"),
+}
+
+
+def with_argument(kind: str, call: str) -> str:
+    """Return a call of CALL with an argument."""
+    if kind not in ARGUMENT:
+        return call.replace("{}", '{"a": 1}')
+    argument, mark = ARGUMENT[kind]
+    assert mark in call
+    return call.replace(mark, argument + mark)
+
+
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
@@ -208,7 +259,7 @@ def test_a_strict_answer_may_be_text_unless_calls_are_required(
         text: choice == "auto",
         before + CALL[kind]: (choice == "auto" and kind != "llama") or harmony,
         CALL[kind].replace("get_time", "get_tim"): False,
-        CALL[kind].replace("{}", '{"a": 1}'): choice == "auto",  # that one is not strict
+        with_argument(kind, CALL[kind]): choice == "auto",  # that one is not strict
         CALL[kind].replace("get_time", "get_weather"): False,
         CALL[kind] + SECOND.get(kind, "x"): is_parallel and kind in SECOND,
     }
@@ -293,7 +344,7 @@ def test_beside_tools_a_text_has_to_match_what_is_wanted(
         "I look. " + call: False,
         final + '{"name":"x"}' + call: False,
         call.replace("get_time", "get_tim"): False,
-        call.replace("{}", '{"a":1}'): True,  # that one is not strict
+        compact(kind, with_argument(kind, call)): True,  # that one is not strict
         call.replace("get_time", "get_weather"): False,
         call + second: is_parallel and kind in SECOND,
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + final + '{"name":"x"}': False,
@@ -308,7 +359,7 @@ def test_beside_tools_a_text_has_to_match_what_is_wanted(
 
 # In llama's format an object with a function's name may be a call, so that not all objects of such a schema are text.
 @pytest.mark.parametrize(
-    ("kind", "schema"), [*((kind, CARD) for kind in FORMATS), ("hermes", {"type": "object"}), ("mistral", {})]
+    ("kind", "schema"), [*((kind, CARD) for kind in OWN_FORMATS), ("hermes", {"type": "object"}), ("mistral", {})]
 )
 def test_whatever_is_written_beside_tools_is_calls_or_validates(
     compiler: Compiler, tokenizer: Tokenizer, kind: str, schema: dict[str, Any]
@@ -316,10 +367,11 @@ def test_whatever_is_written_beside_tools_is_calls_or_validates(
     reading = reading_of(tokenizer, kind, tools=TOOLS[:1], **wanting(schema))
     assert reading.grammar is not None
     compiled, reasons = compiler.compile(reading.grammar), []
-    call = tokenizer.encode_with_special(compact(kind, CALL[kind]).replace("time", "weather").partition("}")[0])
+    mark = ARGUMENT[kind][1] if kind in ARGUMENT else "}"
+    call = tokenizer.encode_with_special(compact(kind, CALL[kind]).replace("time", "weather").partition(mark)[0])
     for seed in range(8):
         begin = call if seed % 2 else ()
-        ids = write_at_random(compiled.copy(), random.Random(seed), max_tokens=100, begin=begin)
+        ids = write_at_random(compiled.copy(), random.Random(seed), max_tokens=250, begin=begin)
         if ids is not None:
             delta = split(reading, tokenizer, ids)
             reasons.append(delta.finish_reason)
