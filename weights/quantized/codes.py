@@ -89,7 +89,7 @@ def codes_of(words: Tensor, bits: int, places: tuple[int, ...] | None = None) ->
     `places`, if given, has the place in its word of each code, counted from the lowest bits.
     """
     shifts = words.new_tensor([bits * place for place in places or range(32 // bits)])
-    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+    return ((words.contiguous()[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def of_inputs(values: Tensor, num_in: int, group_size: int | None, groups: Tensor | None = None) -> Tensor:
@@ -97,7 +97,7 @@ def of_inputs(values: Tensor, num_in: int, group_size: int | None, groups: Tenso
 
     `groups`, if given, has the group of each input, int32 [in]. Raises UnfitError for one that there is not.
     """
-    num = values.shape[-1]
+    values, num = values.contiguous(), values.shape[-1]  # or the result is not, and all that follows is slow
     if groups is not None and num_in:
         first, last = int(groups.min()), int(groups.max())
         if not 0 <= first <= last < num:
