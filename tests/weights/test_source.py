@@ -250,7 +250,7 @@ def test_the_embedded_models_own_name_is_the_embedded_one_unless_a_folder_has_it
 
 BERT = b'{"model_type": "bert"}'
 GPT2 = b'{"model_type": "gpt2"}'
-AWQ = b'{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}'
+HQQ = b'{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}'
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ AWQ = b'{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}'
     [
         ({"config.json": BERT, "model.safetensors": b""}, UnsupportedModelError, "bert is an encoder"),
         ({"config.json": BERT, "pytorch_model.bin": b""}, UnsupportedModelError, "bert is an encoder"),
-        ({"config.json": AWQ, "model.safetensors": b""}, UnsupportedModelError, "quantized by the method 'awq'"),
+        ({"config.json": HQQ, "model.safetensors": b""}, UnsupportedModelError, "quantized by the method 'hqq'"),
         (
             {"tiny.Q4_0.gguf": b""},
             UnsupportedModelError,

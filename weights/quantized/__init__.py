@@ -5,15 +5,17 @@ A new one is a file that makes a StoredType, and a line in METHODS. Importing th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gptserve.weights.errors import UnsupportedModelError, shown
+from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
+from gptserve.weights.json_file import read_json_object
 from gptserve.weights.quantized.awq import read_awq
 from gptserve.weights.quantized.compressed_tensors import read_compressed
 from gptserve.weights.quantized.fp8 import read_fp8
 from gptserve.weights.quantized.gptq import read_gptq
+from gptserve.weights.quantized.modelopt import read_modelopt
 from gptserve.weights.quantized.mxfp4 import read_mxfp4
 from gptserve.weights.quantized.stored_type import PLAIN, Found, PackedType, StoredType, UnfitError
 from gptserve.weights.raw_config import RawConfig
@@ -24,40 +26,52 @@ METHODS: Mapping[str, Callable[[RawConfig], tuple[StoredType, ...]]] = {
     "compressed-tensors": read_compressed,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
 """What reads the section of config.json: the types that weights may have, that of most first. It raises a WeightsError
 for settings that are not supported."""
 
 KEYS = ("quantization_config", "compression_config", "quantization")
-FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files by which some tools mark quantized weights, beside a key of config.json or instead of it."""
+FILES: Mapping[str, tuple[str, str | None]] = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", None),
+    "quant_config.json": ("awq", None),
+}
+"""Files that some tools write beside config.json, and once wrote instead of its section: their method, and the key of
+the section if they have one."""
 
 
 def stored_types(raw: RawConfig, folder: Path) -> tuple[StoredType, ...]:
     """Return the stored types of the quantized weights that config.json names; none if they are all floats.
 
-    Which weights have which, the names, shapes and dtypes of their tensors show: see `type_of`. Raises
-    UnsupportedModelError for what cannot be read.
+    Which weights have which, the names, shapes and dtypes of their tensors show: see `type_of`. Raises a WeightsError
+    for what cannot be read.
     """
-    methods: dict[str, str | None] = {}
     found: tuple[StoredType, ...] = ()
-    for key in (key for key in KEYS if key in raw):
-        section = raw.value(key)
-        method = section.get("quant_method") if isinstance(section, dict) else None
-        methods[f"config.json: {key}"] = method if isinstance(method, str) else None
-        if isinstance(section, dict) and isinstance(method, str) and method in METHODS:
-            found += METHODS[method](RawConfig(section, f"config.json: {key}"))
-    if not methods:
-        methods = {name: None for name in FILES if (folder / name).is_file()}
-    for source, method in methods.items():
-        if method not in METHODS:
+    for section, method in _sections(raw, folder):
+        if method is None or method not in METHODS:
             how = f"by the method {shown(method)}, which" if method else "in a way that"
             raise UnsupportedModelError(
-                f"the weights are quantized {how} gptserve cannot read ({source}); use a checkpoint of this model in "
-                f"fp32, fp16 or bf16, or one that is quantized by {', '.join(METHODS)}"
+                f"the weights are quantized {how} gptserve cannot read ({section.file_name}); use a checkpoint of this "
+                f"model in fp32, fp16 or bf16, or one that is quantized by {', '.join(METHODS)}"
             )
+        found += METHODS[method](section)
     return found
+
+
+def _sections(raw: RawConfig, folder: Path) -> Iterator[tuple[RawConfig, str | None]]:
+    """Yield the sections that say how weights are quantized, and their method as far as they name one."""
+    keys = [key for key in KEYS if key in raw]
+    for key in keys:
+        value, where = raw.value(key), f"config.json: {key}"
+        section = RawConfig(value if isinstance(value, dict) else {}, where)
+        method = section.value("quant_method")
+        yield section, method if isinstance(method, str) else None
+    for name in (name for name in FILES if not keys and (folder / name).is_file()):
+        its_method, its_key = FILES[name]
+        section = RawConfig(read_json_object(folder / name, InvalidConfigError), name)
+        yield section if its_key is None else section.section(its_key), its_method
 
 
 def type_of(weight: str, shape: Shape, files: Mapping[str, StoredTensor], types: Sequence[StoredType]) -> StoredType:

@@ -54,7 +54,9 @@ class Awq:
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
         words = slice(rows.start // _PER_WORD, rows.stop // _PER_WORD)
-        codes, zeros = (codes_of(tensors[name][:, words], _BITS, _PLACES).t().contiguous() for name in ("qweight", "qzeros"))
+        codes, zeros = (
+            codes_of(tensors[name][:, words], _BITS, _PLACES).t().contiguous() for name in ("qweight", "qzeros")
+        )
         groups = shape[1], self.group_size
         return of_inputs(tensors["scales"][:, rows].t().float(), *groups) * (codes - of_inputs(zeros, *groups))
 

@@ -6,6 +6,7 @@ Of a linear X, whose X.weight_scale is one number, or [out, 1], or [out, groups]
   int32 [out * bits / 32, groups], is packed along outputs. Half of the number of codes is added to both.
 - int: X.weight, int8 [out, in]; if not symmetric, X.weight_zero_point, int8, of the shape of the scales.
 - float: X.weight, e4m3 [out, in].
+- 4-bit floats: nvfp4.py and mxfp4.py read them.
 
 A weight is scale * (code - zero). X.weight_g_idx, int32 [in], has the group of each input where act-order took them in
 another order. Activations are not quantized here.
@@ -32,7 +33,9 @@ from gptserve.weights.quantized.codes import (
     require_matrix,
     scalar_shape,
 )
-from gptserve.weights.quantized.stored_type import FLOATS, Expected, Found
+from gptserve.weights.quantized.mxfp4 import CompressedMxfp4
+from gptserve.weights.quantized.nvfp4 import COMPRESSED_NVFP4
+from gptserve.weights.quantized.stored_type import FLOATS, Expected, Found, StoredType
 from gptserve.weights.raw_config import RawConfig
 from gptserve.weights.stored_tensor import Shape
 
@@ -40,7 +43,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+FP4_TYPES: Mapping[str, StoredType] = {
+    "nvfp4-pack-quantized": COMPRESSED_NVFP4,
+    "mxfp4-pack-quantized": CompressedMxfp4(),
+}
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *FP4_TYPES)
+MIXED = "mixed-precision"
+"""A format whose groups say theirs."""
 STRATEGIES = ("tensor", "channel", "group", "block")
 KINDS = ("int", "float")
 MAX_GROUPS = 64
@@ -120,9 +129,9 @@ class Compressed:
         return of_inputs(values[rows], shape[1], self.group_size, tensors.get("weight_g_idx"))
 
 
-def read_compressed(section: RawConfig) -> tuple[Compressed, ...]:
+def read_compressed(section: RawConfig) -> tuple[StoredType, ...]:
     """Return the types, one of each group of modules."""
-    read_choice(section, "format", FORMATS)
+    layout = read_choice(section, "format", (*FORMATS, MIXED))
     read_choice(section.section("sparsity_config"), "format", ("dense",), "dense")
     transforms = section.section("transform_config").section("config_groups")
     if transforms.names():
@@ -131,13 +140,15 @@ def read_compressed(section: RawConfig) -> tuple[Compressed, ...]:
     groups = section.section("config_groups")
     if not 0 < len(groups.names()) <= MAX_GROUPS:
         raise section.error("config_groups", f"1 to {MAX_GROUPS} groups")
-    return tuple(dict.fromkeys(_read_group(groups.section(name)) for name in groups.names()))
+    return tuple(dict.fromkeys(_read_group(groups.section(name), layout) for name in groups.names()))
 
 
-def _read_group(group: RawConfig) -> Compressed:
-    """Return the type of a group of modules."""
+def _read_group(group: RawConfig, layout: str) -> StoredType:
+    """Return the type of a group of modules in this format, or in its own."""
     if "format" in group:
-        read_choice(group, "format", FORMATS[:-1])
+        layout = read_choice(group, "format", FORMATS)
+    if layout in FP4_TYPES:
+        return FP4_TYPES[layout]
     weights = group.section("weights")
     kind = read_choice(weights, "type", KINDS, "int")
     bits = read_bits(weights, "num_bits", choices=(4, 8) if kind == "int" else (8,))

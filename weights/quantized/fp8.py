@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SCALES = ("weight_scale_inv", "weight_scale")
-_OF_ACTIVATIONS = ("activation_scale", "input_scale")
+_NOT_USED = ("activation_scale", "input_scale", "k_scale", "v_scale")
+"""Scales of activations and of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class Fp8:
         require_matrix(shape)
         scale = next(scale for scale in _SCALES if scale in found)
         scales = scalar_shape(found, scale) if self.block is None else block_shape(shape, self.block)
-        of_activations = (name for name in _OF_ACTIVATIONS if name in found)
+        not_used = (name for name in _NOT_USED if name in found)
         return {
             "weight": Expected(shape, ("F8_E4M3",)),
             scale: Expected(scales, (*FLOATS, "F8_E8M0")),
-            **{name: Expected(scalar_shape(found, name), FLOATS) for name in of_activations},
+            **{name: Expected(scalar_shape(found, name), FLOATS) for name in not_used},
         }
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:

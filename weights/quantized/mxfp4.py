@@ -25,6 +25,8 @@ GROUP = 32
 
 _EXPONENT_BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
+"""The 4-bit floats by their codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,29 @@ class Mxfp4:
 MXFP4 = Mxfp4()
 
 
+@dataclass(frozen=True, slots=True)
+class CompressedMxfp4:
+    """The StoredType of compressed-tensors: X.weight_packed, uint8 [out, in / 2], and X.weight_scale [out, in / 32]."""
+
+    name: str = "MXFP4"
+
+    def holds(self, found: Found) -> bool:
+        return "weight_packed" in found
+
+    def tensors(self, shape: Shape, found: Found) -> dict[str, Expected]:
+        if len(shape) != 2 or shape[1] % GROUP:
+            raise UnfitError(f"takes a multiple of {GROUP} inputs")
+        num_out, num_in = shape
+        packed, scales = (num_out, num_in // 2), (num_out, num_in // GROUP)
+        return {"weight_packed": Expected(packed, ("U8",)), "weight_scale": Expected(scales, ("U8", "F8_E8M0"))}
+
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
+        import torch
+
+        blocks, scales = tensors["weight_packed"][rows], tensors["weight_scale"][rows]
+        return unpack(blocks.reshape(*scales.shape, GROUP // 2), scales.view(torch.uint8), dtype).mT
+
+
 def read_mxfp4(section: RawConfig) -> tuple[Mxfp4]:
     """Return the type; nothing of it is left to choose."""
     return (MXFP4,)
@@ -86,7 +111,7 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor [..., in, out]; exact in fp32 and bf16. Groups may be smaller than 32."""
     import torch
 
-    values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+    values = torch.tensor(E2M1)
     pair_of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).to(blocks.device, dtype)
     powers = torch.tensor([2.0 ** (exponent - _EXPONENT_BIAS) for exponent in range(256)])
     power_of_byte = powers.to(blocks.device, dtype)

@@ -141,6 +141,48 @@ def floats(strategy: str = "channel", block: tuple[int, int] = (32, 16)) -> Pack
     return pack
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NVFP4_ENDINGS = ("weight_packed", "weight_scale", "weight_global_scale")
+"""Of compressed-tensors."""
+
+
+def draw_e2m1(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+    """Return two codes a byte, the first in the lower half, and the numbers."""
+    codes = draw(shape, 4, generator)
+    numbers = E2M1[codes % 8] * (1 - 2 * (codes // 8))
+    return {"": (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)}, numbers
+
+
+def nvfp4(endings: tuple[str, str, str] = NVFP4_ENDINGS) -> Packer:
+    """compressed-tensors' or modelopt's, which has the reciprocal of the scale of all."""
+
+    def pack(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+        codes, numbers = draw_e2m1(shape, generator)
+        scales = draw_scales((shape[0], shape[1] // 16), torch.float32, generator) * 2000
+        of_groups, of_all = scales.to(torch.float8_e4m3fn), torch.tensor([1500.0])
+        tensors = dict(zip(endings, (codes[""], of_groups, of_all), strict=True))
+        scales = of_groups.float() / of_all
+        if endings != NVFP4_ENDINGS:
+            of_all = torch.tensor(1 / 1500)
+            tensors |= {endings[2]: of_all, "input_scale": torch.tensor(0.5)}
+            scales = of_groups.float() * of_all
+        return tensors, numbers * scales[:, torch.arange(shape[1]) // 16]
+
+    return pack
+
+
+def mxfp4() -> Packer:
+    """compressed-tensors' mxfp4-pack-quantized."""
+
+    def pack(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+        codes, numbers = draw_e2m1(shape, generator)
+        exponents = torch.randint(-9, -3, (shape[0], shape[1] // 32), generator=generator)
+        tensors = {"weight_packed": codes[""], "weight_scale": (exponents + 127).to(torch.uint8)}
+        return tensors, numbers * (2.0**exponents)[:, torch.arange(shape[1]) // 32]
+
+    return pack
+
+
 def write_quantized(
     folder: Path, section: Mapping[str, Any], packer: Callable[[str], Packer | None], *, is_transposed: bool = False
 ) -> Path:

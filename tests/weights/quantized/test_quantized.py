@@ -50,6 +50,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 16]}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 E4M3 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 
 
@@ -110,15 +112,29 @@ FORMATS: dict[str, Format] = {
         compressed("float-quantized", group(**E4M3 | {"strategy": "block", "block_structure": [32, 16]})),
         packers.floats("block"),
     ),
+    "nvfp4": Format(compressed("nvfp4-pack-quantized", group(**NVFP4)), packers.nvfp4()),
+    "mxfp4": Format(compressed("mxfp4-pack-quantized", group(**MXFP4)), packers.mxfp4()),
+    "nvfp4 of modelopt": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        packers.nvfp4(("weight", "weight_scale", "weight_scale_2")),
+    ),
+    "fp8 of modelopt": Format({"quant_method": "modelopt", "quant_algo": "FP8"}, packers.fp8(None, "weight_scale")),
     "packed and floats": Format(
         compressed(
             "mixed-precision",
             {**group(**INT4), "format": "pack-quantized"},
             {**group(**E4M3), "format": "float-quantized"},
             {**group(**INT8), "format": "int-quantized"},
+            {**group(**NVFP4), "format": "nvfp4-pack-quantized"},
+            {**group(**MXFP4), "format": "mxfp4-pack-quantized"},
         ),
         packers.packed(),
-        {"down_proj": packers.floats(), "o_proj": packers.integers()},
+        {
+            "down_proj": packers.floats(),
+            "o_proj": packers.integers(),
+            "gate_proj": packers.nvfp4(),
+            "up_proj": packers.mxfp4(),
+        },
     ),
 }
 
@@ -185,6 +201,30 @@ def test_a_quantized_model_takes_fewer_bytes_of_the_files(written: Callable[...,
     assert sizes[0] < sizes[1] / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "wraps"),
+    [
+        ("quantize_config.json", "gptq", lambda section: section),
+        ("quant_config.json", "awq of rows", lambda section: section),
+        ("hf_quant_config.json", "nvfp4 of modelopt", lambda section: {"quantization": section}),
+    ],
+)
+def test_an_old_folder_has_a_file_instead_of_the_section(
+    name: str,
+    form: str,
+    wraps: Callable[[dict[str, Any]], dict[str, Any]],
+    written: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    folder, plain = written(form)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    section = config.pop("quantization_config")
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / name).write_text(json.dumps(wraps({key: section[key] for key in section if key != "quant_method"})))
+    assert all_equal(stream(copy), stream(plain))
+
+
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
 def test_a_file_that_repeats_the_config_is_no_obstacle(
     name: str, written: Callable[..., tuple[Path, Path]], tmp_path: Path
@@ -226,10 +266,14 @@ SECTIONS: dict[str, tuple[Mapping[str, Any], str]] = {
         "zero_point must be true, got False: AWQ without zeros is not read",
     ),
     "e5m2": ({**FP8, "fmt": "e5m2"}, "fmt must be e4m3, float8_e4m3fn, got 'e5m2': others are not read"),
-    "NVFP4": (
-        compressed("nvfp4-pack-quantized", group(**E4M3)),
-        "format must be pack-quantized, int-quantized, float-quantized, naive-quantized, mixed-precision, got "
-        "'nvfp4-pack-quantized': others are not read",
+    "6-bit floats": (
+        compressed("mxfp6-pack-quantized", group(**E4M3)),
+        "format must be pack-quantized, int-quantized, float-quantized, naive-quantized, nvfp4-pack-quantized, "
+        "mxfp4-pack-quantized, mixed-precision, got 'mxfp6-pack-quantized': others are not read",
+    ),
+    "W4A8 of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "quant_algo must be nvfp4, fp8, got 'W4A8_AWQ': others are not read",
     ),
     "2:4": (
         compressed("pack-quantized", group(**INT4), sparsity_config={"format": "sparse-24-bitmask"}),
@@ -268,7 +312,7 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     assert str(caught.value) == f"config.json: quantization_config: {message}"
 
 
-@pytest.mark.parametrize("method", ["exl2", "exl3", "aqlm", "hqq", "torchao", "quip", "modelopt", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "aqlm", "hqq", "torchao", "quip", "bitsandbytes"])
 def test_a_method_that_is_not_known_is_named(method: str, tmp_path: Path) -> None:
     section = {"quant_method": method}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA, "quantization_config": section}))
