@@ -130,7 +130,10 @@ def _rules(calls: Calls, spell: Spell, *, elements: Elements) -> str:
 
 
 def _argument_rules(arguments: Arguments, spell: Spell, *, elements: Elements) -> Sequence[str]:
-    text, after = elements.text + elements.value_line, elements.json + elements.value_line
-    end = elements.value_line, elements.value_end, elements.line
+    text, after = (literal(mark + elements.value_line) for mark in (elements.text, elements.json))
+    end = spell(elements.value_end)
+    if end.startswith('"'):  # else the text may end with the white space
+        end = literal(elements.value_line + elements.value_end)
     kinds: dict[Kind, str] = {"text": text, "text or null": text, "json": after}
-    return value_rules(arguments, ValueSyntax(elements.parameter, kinds, end, spell))
+    between = literal(elements.line) if elements.line else ""
+    return value_rules(arguments, ValueSyntax(literal(elements.parameter), kinds, end, between, elements.value_end))

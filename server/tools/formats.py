@@ -12,8 +12,9 @@ from importlib.metadata import entry_points
 from gptserve.server.tools.cohere import COHERE
 from gptserve.server.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1, DEEPSEEK_V3_2, DEEPSEEK_V4
 from gptserve.server.tools.format import ToolFormat
-from gptserve.server.tools.glm import GLM, GLM_4_7
+from gptserve.server.tools.glm import GLM
 from gptserve.server.tools.hermes import HERMES
+from gptserve.server.tools.json_list import APRIEL, GRANITE_3, NEMOTRON_2
 from gptserve.server.tools.kimi import KIMI_K2
 from gptserve.server.tools.llama import LLAMA
 from gptserve.server.tools.minimax import MINIMAX_M1, MINIMAX_M2
@@ -32,9 +33,11 @@ OWN_FORMATS: Mapping[str, ToolFormat] = {
     "cohere": COHERE,
     "minimax-m1": MINIMAX_M1,
     "minimax-m2": MINIMAX_M2,
+    "apriel": APRIEL,
+    "nemotron-2": NEMOTRON_2,
+    "granite-3": GRANITE_3,
     "seed": SEED,
     "qwen-coder": QWEN_CODER,
-    "glm-4.7": GLM_4_7,
     "glm": GLM,
     "lfm": LFM,
     "olmo": OLMO,

@@ -1,13 +1,12 @@
 """GLM-4.5 and later: <tool_call>name, then <arg_key>…</arg_key> and <arg_value>…</arg_value> for each argument.
 
-GLM-4.5 and 4.6 have line ends between these, GLM-4.7 has none.
+GLM-4.5 and 4.6 have line ends between these, GLM-4.7 has none: a grammar leaves that to the model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 from gptserve.server.tools.format import Arguments, Calls, Spell, ToolFormat, literal
 from gptserve.server.tools.json_call import NAME
@@ -19,6 +18,7 @@ from gptserve.server.tools.values import ArgumentWriter, Kind, Tools
 BEGIN, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _NAME_CHARS = re.compile(r"[a-zA-Z0-9_.-]+")
+_LINE = '"\\n"?'
 _MARKS = BEGIN, END, KEY, KEY_END, VALUE, VALUE_END
 
 
@@ -57,30 +57,17 @@ def _read_arguments(tape: Tape, writer: ArgumentWriter) -> Steps[None]:
         writer.end()
 
 
-def _rules(calls: Calls, spell: Spell, *, line: str) -> str:
+def _rules(calls: Calls, spell: Spell) -> str:
     def call(name: str, arguments: str) -> str:
-        return f"{literal(name + line)} {arguments} {spell(END)}"
+        return f"{literal(name)} {_LINE} {arguments} {spell(END)}"
 
-    between = f"{literal(line)} {spell(BEGIN)}" if line else spell(BEGIN)
-    return f"calls: call {calls.repeated(between)}\ncall: {calls.either(call)}\n"
+    return f"calls: call {calls.repeated(f'{_LINE} {spell(BEGIN)}')}\ncall: {calls.either(call)}\n"
 
 
-def _argument_rules(arguments: Arguments, spell: Spell, *, line: str) -> Sequence[str]:
-    after = f"{KEY_END}{line}{VALUE}"
+def _argument_rules(arguments: Arguments, spell: Spell) -> Sequence[str]:
+    after = f"{spell(KEY_END)} {_LINE} {spell(VALUE)}"
     kinds: dict[Kind, str] = {"text": after, "text or null": after, "json": after}
-    return value_rules(arguments, ValueSyntax(KEY, kinds, ("", VALUE_END, line), spell))
+    return value_rules(arguments, ValueSyntax(spell(KEY), kinds, spell(VALUE_END), _LINE, VALUE_END))
 
 
-def _form(line: str, *signs: str) -> ToolFormat:
-    return ToolFormat(
-        signs=signs,
-        begin=BEGIN,
-        marks=_MARKS,
-        read=_read,
-        rules=partial(_rules, line=line),
-        arguments=partial(_argument_rules, line=line),
-    )
-
-
-GLM = _form("\n", BEGIN, KEY)
-GLM_4_7 = _form("", BEGIN, VALUE_END + KEY)
+GLM = ToolFormat((BEGIN, KEY), BEGIN, _MARKS, _read, _rules, _argument_rules)

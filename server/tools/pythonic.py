@@ -163,5 +163,5 @@ def _rules_of(arguments: Arguments, shape: Shape) -> Iterator[str]:
 
 
 PYTHONIC = _Frame().form("[func_name1(params_name1=params_value1")
-LFM = _Frame("<|tool_call_start|>", "<|tool_call_end|>").form("<|tool_call_start|>")
+LFM = _Frame("<|tool_call_start|>", "<|tool_call_end|>").form("List of tools: ")
 OLMO = _Frame("<function_calls>", "</function_calls>", ("", ""), "\n").form("<function_calls>")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptserve.engine.grammar.schema.document import Node, SchemaError
-from gptserve.server.tools.format import Arguments, Spell, literal, regex
+from gptserve.server.tools.format import Arguments, literal, regex
 from gptserve.server.tools.values import Kind
 
 _NAME = r"[a-zA-Z0-9_.-]{1,64}"
@@ -33,15 +33,15 @@ _MAX_REFS = 16  # one after the other
 
 @dataclass(frozen=True, slots=True)
 class ValueSyntax:
-    """How a format spells an argument: `before`, its name, what comes after the name of its kind, its value, `end`.
-
-    `end` is white space, the mark that no text contains, and white space.
+    """How a format spells an argument, in symbols of Lark: `before`, its name, what comes after that by its kind, the
+    value, `end`, `between`. No text has the mark that `end` holds.
     """
 
     before: str
     after: Mapping[Kind, str]
-    end: tuple[str, str, str]
-    spell: Spell
+    end: str
+    between: str
+    mark: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,15 @@ def _value_rules(arguments: Arguments, shape: Shape, syntax: ValueSyntax) -> Ite
         part = f"{rule}_{i}"
         kind = arguments.kinds.get(name, "json")
         parts.append(part + ("" if name in shape.required else "?"))
-        head, null = f"{literal(syntax.before)} {literal(name)}", syntax.after["json"]
+        head, null = f"{syntax.before} {literal(name)}", syntax.after["json"]
         is_told = kind == "text or null" and null != syntax.after[kind]  # then a text that says null is a string
-        either = f' | {head} {literal(null)} "null" {_last(syntax)}' if is_told else ""
-        yield f"{part}: {head} {literal(syntax.after[kind])} {part}_value{either}"
+        either = f' | {head} {null} "null" {syntax.end} {syntax.between}' if is_told else ""
+        yield f"{part}: {head} {syntax.after[kind]} {part}_value {syntax.between}{either}"
         yield from _value(f"{part}_value", schema, "text" if is_told else kind, shape, arguments, syntax)
     if shape.others is not False:
         part, kind = f"{rule}_other", "text" if shape.others in (True, {}) else "json"
         parts.append(part + "*")
-        yield f"{part}: {literal(syntax.before)} {part.upper()} {literal(syntax.after[kind])} {part}_value"
+        yield f"{part}: {syntax.before} {part.upper()} {syntax.after[kind]} {part}_value {syntax.between}"
         yield f"{part.upper()}: {other_names(shape)}"
         others = {"type": "string"} if kind == "text" else shape.others
         yield from _value(f"{part}_value", others, kind, shape, arguments, syntax)
@@ -129,27 +129,17 @@ def _value(
     rule: str, schema: Node, kind: Kind, shape: Shape, arguments: Arguments, syntax: ValueSyntax
 ) -> Iterator[str]:
     """Yield the rules of a value and of what ends it."""
-    last, mark = _last(syntax), syntax.end[1]
     if kind == "json":
         value = '("true" | "false" | "True" | "False")' if shape.is_boolean(schema) else f"{rule}_json"
-        yield f"{rule}: {value} {last}"
+        yield f"{rule}: {value} {syntax.end}"
         if value.endswith("_json"):
             yield shape.json_rule(value, schema, arguments.options)
         return
     # The first mark ends a text, so the rule is lazy, unless the mark is a token that no text matches.
     text = f'({rule.upper()} | "null")' if kind == "text or null" else rule.upper()
-    without_mark = f"~{regex(f'(?s:.*){exactly(mark)}(?s:.*)')}"
-    yield f"{rule}{'[lazy]' if last.startswith(chr(34)) else ''}: {text} {last}"
+    without_mark = f"~{regex(f'(?s:.*){exactly(syntax.mark)}(?s:.*)')}"
+    yield f"{rule}{'[lazy]' if syntax.end.startswith(chr(34)) else ''}: {text} {syntax.end}"
     yield f"{rule.upper()}: {_text(schema, shape, has_null=kind != 'text')} & {without_mark}"
-
-
-def _last(syntax: ValueSyntax) -> str:
-    """Return what ends a value: a text, or a token and perhaps a text."""
-    before, mark, after = syntax.end
-    end = syntax.spell(mark)
-    if end.startswith('"'):
-        return literal(before + mark + after)
-    return f"{end} {literal(after)}" if after else end
 
 
 def _text(schema: Node, shape: Shape, *, has_null: bool) -> str:

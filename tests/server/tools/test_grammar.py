@@ -195,7 +195,6 @@ CALL = {
     "qwen-coder": "<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
     "seed": "<seed:tool_call>\n<function=get_time>\n</function>\n</seed:tool_call>",
     "glm": "<tool_call>get_time\n</tool_call>",
-    "glm-4.7": "<tool_call>get_time</tool_call>",
     "pythonic": "[get_time()]",
     "lfm": "<|tool_call_start|>[get_time()]<|tool_call_end|>",
     "olmo": "<function_calls>\nget_time()\n</function_calls>",
@@ -207,6 +206,9 @@ CALL = {
     "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}\n]'
     "<|END_ACTION|>",
     "minimax-m1": '<tool_calls>\n{"name": "get_time", "arguments": {}}\n</tool_calls>',
+    "apriel": '<tool_calls>[{"name": "get_time", "arguments": {}}]</tool_calls>',
+    "nemotron-2": '<TOOLCALL>[{"name": "get_time", "arguments": {}}]</TOOLCALL>',
+    "granite-3": '<|tool_call|>[{"name": "get_time", "arguments": {}}]',
     "minimax-m2": '<minimax:tool_call>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
 }
 SECOND = {
@@ -216,14 +218,12 @@ SECOND = {
     "qwen-coder": "\n" + CALL["qwen-coder"],
     "seed": "\n" + CALL["seed"],
     "glm": "\n" + CALL["glm"],
-    "glm-4.7": CALL["glm-4.7"],
 }
 DSML_ARGUMENT = f'<{BAR}DSML{BAR}parameter name="a" string="true">1</{BAR}DSML{BAR}parameter>\n'
 ARGUMENT = {  # what stands before which mark; others have JSON
     "qwen-coder": ("<parameter=a>\n1\n</parameter>\n", "</function>"),
     "seed": ("<parameter=a>1</parameter>\n", "</function>"),
     "glm": ("<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "</tool_call>"),
-    "glm-4.7": ("<arg_key>a</arg_key><arg_value>1</arg_value>", "</tool_call>"),
     **dict.fromkeys(("pythonic", "lfm", "olmo"), ("a=1", ")")),
     **dict.fromkeys(("deepseek-v3.2", "deepseek-v4"), (DSML_ARGUMENT, f"</{BAR}DSML{BAR}invoke>")),
     "minimax-m2": ('<parameter name="a">1</parameter>\n', "</invoke>"),

@@ -136,6 +136,19 @@ def test_a_grammar_of_elements_allows_what_the_schema_does(
         jsonschema.validate(json.loads(call.arguments), body["tools"][0]["function"]["parameters"])
 
 
+@pytest.mark.parametrize("line", ["\n", ""])
+def test_a_model_of_glm_may_leave_the_line_ends_out(compiler: Compiler, tokenizer: Tokenizer, line: str) -> None:
+    reading = reading_of(tokenizer, "glm", **tools_of(parameters("short", "day", names=("short", "day"))))
+    assert reading.grammar is not None
+    pair = f"<arg_key>{{}}</arg_key>{line}<arg_value>{{}}</arg_value>{line}"
+    ids = tokenizer.encode_with_special(
+        f"<tool_call>f{line}{pair.format('short', 'x')}{pair.format('day', 5)}</tool_call>"
+    )
+    assert allows(compiler.compile(reading.grammar), ids)
+    [call] = split(reading, tokenizer, ids).tool_calls
+    assert call.arguments == '{"short": "x", "day": 5}'
+
+
 def test_a_strict_function_beside_others_may_have_any_argument_if_it_is_not_strict(
     compiler: Compiler, tokenizer: Tokenizer
 ) -> None:
