@@ -120,5 +120,5 @@ def test_a_format_that_is_none_is_refused_by_its_entry_point(
 
 
 def test_a_name_that_no_format_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ChatTemplateError, match=r"tool_call_format must be one of cohere, .*, seed, got 'xml'$"):
+    with pytest.raises(ChatTemplateError, match=r"tool_call_format must be one of apriel, .*, seed, got 'xml'$"):
         format_named("xml")
