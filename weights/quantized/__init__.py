@@ -12,9 +12,11 @@ from pathlib import Path
 from gptserve.weights.errors import InvalidConfigError, UnsupportedModelError, shown
 from gptserve.weights.json_file import read_json_object
 from gptserve.weights.quantized.awq import read_awq
+from gptserve.weights.quantized.bitsandbytes import read_bitsandbytes
 from gptserve.weights.quantized.compressed_tensors import read_compressed
 from gptserve.weights.quantized.fp8 import read_fp8
 from gptserve.weights.quantized.gptq import read_gptq
+from gptserve.weights.quantized.mlx import read_mlx
 from gptserve.weights.quantized.modelopt import read_modelopt
 from gptserve.weights.quantized.mxfp4 import read_mxfp4
 from gptserve.weights.quantized.stored_type import PLAIN, Found, PackedType, StoredType, UnfitError
@@ -23,14 +25,19 @@ from gptserve.weights.stored_tensor import Shape, StoredTensor
 
 METHODS: Mapping[str, Callable[[RawConfig], tuple[StoredType, ...]]] = {
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fp8": read_fp8,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
+    "mlx": read_mlx,
     "mxfp4": read_mxfp4,
 }
 """What reads the section of config.json: the types that weights may have, that of most first. It raises a WeightsError
 for settings that are not supported."""
+
+_MLX = {"bits", "group_size"}
+"""MLX writes these, in two sections that are alike, and names no method."""
 
 KEYS = ("quantization_config", "compression_config", "quantization")
 FILES: Mapping[str, tuple[str, str | None]] = {
@@ -57,7 +64,7 @@ def stored_types(raw: RawConfig, folder: Path) -> tuple[StoredType, ...]:
                 f"model in fp32, fp16 or bf16, or one that is quantized by {', '.join(METHODS)}"
             )
         found += METHODS[method](section)
-    return found
+    return tuple(dict.fromkeys(found))
 
 
 def _sections(raw: RawConfig, folder: Path) -> Iterator[tuple[RawConfig, str | None]]:
@@ -66,7 +73,7 @@ def _sections(raw: RawConfig, folder: Path) -> Iterator[tuple[RawConfig, str | N
     for key in keys:
         value, where = raw.value(key), f"config.json: {key}"
         section = RawConfig(value if isinstance(value, dict) else {}, where)
-        method = section.value("quant_method")
+        method = section.value("quant_method", "mlx" if set(section.names()) >= _MLX else None)
         yield section, method if isinstance(method, str) else None
     for name in (name for name in FILES if not keys and (folder / name).is_file()):
         its_method, its_key = FILES[name]

@@ -183,6 +183,56 @@ def mxfp4() -> Packer:
     return pack
 
 
+def mlx(bits: int = 4, group_size: int = 32) -> Packer:
+    def pack(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+        groups = torch.arange(shape[1]) // group_size
+        codes = draw(shape, bits, generator)
+        scales, biases = (draw_scales((shape[0], int(groups[-1]) + 1), torch.bfloat16, generator) for _ in range(2))
+        tensors = {"weight": words(codes, bits).view(torch.uint32), "scales": scales, "biases": -biases}
+        return tensors, codes * scales.float()[:, groups] - biases.float()[:, groups]
+
+    return pack
+
+
+def four_bits(is_nested: bool = False) -> Packer:
+    """bitsandbytes', with a table of no known kind."""
+
+    def pack(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+        num = shape[0] * shape[1]
+        codes, table = draw((num,), 4, generator), torch.randn(16, generator=generator)
+        absmax = draw_scales((-(-num // 64),), torch.float32, generator)
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
+        tensors = {
+            "weight": (16 * codes[::2] + codes[1::2]).to(torch.uint8)[:, None],
+            "weight.absmax": absmax,
+            "weight.quant_map": table,
+        }
+        if is_nested:
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+            its_codes, its_table = draw((len(absmax),), 8, generator), torch.rand(256, generator=generator)
+            its_absmax = draw_scales((-(-len(absmax) // 256),), torch.float32, generator)
+            absmax = its_table[its_codes] * its_absmax[torch.arange(len(absmax)) // 256] + 0.25
+            nested = {"absmax": its_codes.to(torch.uint8), "nested_absmax": its_absmax, "nested_quant_map": its_table}
+            tensors |= {f"weight.{name}": tensor for name, tensor in nested.items()}
+        text = json.dumps(state).encode()
+        tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+        return tensors, (table[codes] * absmax[torch.arange(num) // 64]).reshape(shape)
+
+    return pack
+
+
+def eight_bits() -> Packer:
+    """bitsandbytes'."""
+
+    def pack(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+        codes = (draw(shape, 8, generator) - 128).to(torch.int8)
+        factors = draw_scales((shape[0],), torch.float32, generator)
+        tensors = {"weight": codes, "SCB": factors, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, codes * factors[:, None] * (1 / 127)
+
+    return pack
+
+
 def write_quantized(
     folder: Path, section: Mapping[str, Any], packer: Callable[[str], Packer | None], *, is_transposed: bool = False
 ) -> Path:

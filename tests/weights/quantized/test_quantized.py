@@ -119,6 +119,15 @@ FORMATS: dict[str, Format] = {
         packers.nvfp4(("weight", "weight_scale", "weight_scale_2")),
     ),
     "fp8 of modelopt": Format({"quant_method": "modelopt", "quant_algo": "FP8"}, packers.fp8(None, "weight_scale")),
+    "mlx": Format({"bits": 4, "group_size": 32}, packers.mlx()),
+    "mlx of both": Format(
+        {"bits": 4, "group_size": 32, "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 16}},
+        packers.mlx(),
+        {"down_proj": packers.mlx(8, 16)},
+    ),
+    "four bits": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, packers.four_bits()),
+    "four bits, nested": Format({"quant_method": "bitsandbytes"}, packers.four_bits(is_nested=True)),
+    "eight bits": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, packers.eight_bits()),
     "packed and floats": Format(
         compressed(
             "mixed-precision",
@@ -312,7 +321,7 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     assert str(caught.value) == f"config.json: quantization_config: {message}"
 
 
-@pytest.mark.parametrize("method", ["exl2", "exl3", "aqlm", "hqq", "torchao", "quip", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "aqlm", "hqq", "torchao", "quip"])
 def test_a_method_that_is_not_known_is_named(method: str, tmp_path: Path) -> None:
     section = {"quant_method": method}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA, "quantization_config": section}))
@@ -329,6 +338,11 @@ def spoil(folder: Path, target: Path, **changed: Tensor | None) -> Path:
         tensors |= {} if tensor is None else {f"model.layers.0.mlp.down_proj.{ending}": tensor}
     save_file(tensors, copy / "model.safetensors")
     return copy
+
+
+def state_of(**values: Any) -> Tensor:
+    """Return the quant_state of bitsandbytes with these values."""
+    return torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
 
 
 SPOILT: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
@@ -363,6 +377,31 @@ SPOILT: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
         {"weight_scale_inv": torch.zeros(1, 6)},
         r"1 misshapen \(.*weight_scale_inv is \[1, 6\], expected \[2, 6\]\)$",
     ),
+    "a state that is none": (
+        "four bits",
+        {"weight.quant_state.bitsandbytes__nf4": torch.zeros(3, dtype=torch.uint8)},
+        r"down_proj\.weight is in bitsandbytes' 4 bits, which takes a quant_state in JSON$",
+    ),
+    "a state of other blocks": (
+        "four bits",
+        {"weight.quant_state.bitsandbytes__nf4": state_of(shape=[64, 96], blocksize=128)},
+        r"down_proj\.weight is in bitsandbytes' 4 bits, which takes a quant_state with blocksize 64, got 128$",
+    ),
+    "a state of another shape": (
+        "four bits",
+        {"weight.quant_state.bitsandbytes__nf4": state_of(shape=[96, 64], blocksize=64)},
+        r"which takes a quant_state with shape \[64, 96\], got \[96, 64\]$",
+    ),
+    "an offset that is no number": (
+        "four bits, nested",
+        {"weight.quant_state.bitsandbytes__nf4": state_of(shape=[64, 96], blocksize=64, nested_offset=float("nan"))},
+        r"which takes a quant_state with a finite nested_offset, got nan$",
+    ),
+    "a format of other rows": (
+        "eight bits",
+        {"weight_format": torch.tensor(1, dtype=torch.uint8)},
+        r"which takes a weight_format of 0, rows, got 1$",
+    ),
     "8-bit floats without scales": (
         "fp8",
         {"weight_scale_inv": None},
@@ -391,6 +430,15 @@ def test_a_width_that_fills_no_word_is_refused(tmp_path: Path) -> None:
         stream(tmp_path / "quantized")
 
 
+FUZZED = (
+    "gptq with act-order",
+    "awq",
+    "fp8",
+    "packed, asymmetric",
+    "packed and floats",
+    "mlx of both",
+    "four bits, nested",
+)
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 0.5, "", "a", [], {}, [0, 0], [1, 1], [2**62, 1], {"a": 1}]
 )
@@ -409,7 +457,7 @@ def change_one(value: Any, data: st.DataObject) -> Any:
 def test_a_changed_configuration_or_header_is_refused_in_one_sentence_or_read(
     data: st.DataObject, written: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    form = data.draw(st.sampled_from(["gptq with act-order", "awq", "fp8", "packed, asymmetric", "packed and floats"]))
+    form = data.draw(st.sampled_from(FUZZED))
     folder = Path(shutil.copytree(written(form)[0], tmp_path / "changed", dirs_exist_ok=True))
     if data.draw(st.booleans()):
         path = folder / "config.json"
