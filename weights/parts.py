@@ -100,7 +100,11 @@ class _Faults:
     def describe(self, family: Family, files: Mapping[str, StoredTensor]) -> str:
         """Return all faults in one line; nothing if there is none."""
         is_ignored = re.compile(family.ignored).fullmatch
-        others = [shown(files[name].name) for name in files if not (name in self.names or is_ignored(name))]
+        others = [
+            shown(files[name].name)
+            for name in files
+            if not (name in self.names or is_ignored(name) or _is_idle_bias(name, files))
+        ]
         unexpected = [] if self.unfit else others  # those may be of an unfit one
         misshapen = self.misshapen + self.unfit
         kinds = {"missing": self.missing, "unexpected": unexpected, "misshapen": misshapen, "mistyped": self.mistyped}
@@ -109,3 +113,9 @@ class _Faults:
             for kind, names in kinds.items()
             if names
         )
+
+
+def _is_idle_bias(name: str, files: Mapping[str, StoredTensor]) -> bool:
+    """Return whether this is a bias of zeros, which older GPTQ files have for linears without one."""
+    base = name.removesuffix("bias")
+    return name.endswith(".bias") and f"{base}qweight" in files and files[name].is_zero()

@@ -8,6 +8,8 @@ from pathlib import Path
 from gptserve.weights.errors import InvalidCheckpointError
 
 CHUNK_BYTES = 2**20  # compared at once
+MAX_ZERO_BYTES = 2**22
+"""More than any bias has."""
 
 Shape = tuple[int, ...]
 
@@ -22,6 +24,18 @@ class StoredTensor:
     shape: Shape
     start: int
     end: int
+
+    def is_zero(self) -> bool:
+        """Return whether all bytes are 0, of at most MAX_ZERO_BYTES. Raises InvalidCheckpointError."""
+        size = self.end - self.start
+        if size > MAX_ZERO_BYTES:
+            return False
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                return not any(file.read(size))
+        except OSError as fault:
+            raise InvalidCheckpointError(f"{self.path} could not be read: {fault.strerror}") from fault
 
     def equals(self, other: StoredTensor) -> bool:
         """Return whether both have the same type, shape and bytes. Raises InvalidCheckpointError."""

@@ -47,11 +47,14 @@ class DTypeReport:
 class ModelReport:
     """The needs of one model, and what fits into memory_bytes; of its first rank, if it is split among several.
 
+    stored_types names how the files hold the quantized weights, if any are.
+
     The other ranks hold no embedding and no head.
     """
 
     model: str
     model_type: str
+    stored_types: tuple[str, ...]
     tensor_parallel_size: int
     parameters: dict[str, int]
     num_parameters: int
@@ -104,6 +107,7 @@ def inspect_model(
     return ModelReport(
         model=name,
         model_type=model.model_type,
+        stored_types=tuple(dict.fromkeys(stored.name for stored in types)),
         tensor_parallel_size=num_ranks,
         parameters=parameters,
         num_parameters=num_parameters,
@@ -122,7 +126,11 @@ def render(report: ModelReport) -> str:
     """Return the report as tables for a terminal."""
     types = [entry.dtype for entry in report.by_dtype]
     rank = "" if report.tensor_parallel_size == 1 else f", the first of {report.tensor_parallel_size} ranks"
-    lines = [f"{report.model} ({report.model_type}){rank}", "", _row("parameters", "number", *types)]
+    lines = [f"{report.model} ({report.model_type}){rank}"]
+    if report.stored_types:
+        how = "a column has what they are unpacked to, but for one of the same name"
+        lines.append(f"quantized weights in the files: {', '.join(report.stored_types)}; {how}")
+    lines += ["", _row("parameters", "number", *types)]
     for part, number in (report.parameters | {"total": report.num_parameters}).items():
         label = "head (the embedding)" if part == "head" and report.tied_head else part
         sizes = [_bytes((entry.part_bytes | {"total": entry.weights_bytes})[part]) for entry in report.by_dtype]

@@ -14,6 +14,7 @@ from gptserve.weights.families.family import RawConfig
 from gptserve.weights.families.gpt_oss import GPT_OSS
 from gptserve.weights.families.llama import LLAMA
 from gptserve.weights.families.nanogpt import NANOGPT
+from gptserve.weights.quantized.gptq import read_gptq
 from gptserve.weights.quantized.mxfp4 import MXFP4
 from tests.weights.families.known import KNOWN
 
@@ -92,6 +93,16 @@ def test_the_table_shows_every_part_the_formula_and_a_tied_head() -> None:
         "on a CPU a server reserves at most 40% of the memory that loading leaves free, unless --kv-cache-bytes says "
         "more; what is reserved is used only as the cache fills"
     ) in table
+
+
+def test_the_table_names_the_stored_types_of_quantized_weights() -> None:
+    types = read_gptq(RawConfig({"bits": 4, "dynamic": {"+:.*": {"bits": 8}}}))
+    report = inspect_model("tiny", TINY, 2**20, 16, types=types)
+
+    assert report.stored_types == ("GPTQ",)
+    assert [entry.dtype for entry in report.by_dtype] == ["float32", "bfloat16", "int8"]
+    assert "\nquantized weights in the files: GPTQ; a column has what they are unpacked to" in render(report)
+    assert "in the files" not in render(inspect_model("tiny", TINY, 2**20, 16))
 
 
 def test_the_table_shows_a_head_of_its_own() -> None:

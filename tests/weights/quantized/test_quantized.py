@@ -420,6 +420,19 @@ def test_tensors_that_do_not_fit_are_named(
         stream(folder)
 
 
+def test_a_bias_of_zeros_is_no_obstacle_and_another_one_is(
+    written: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Older GPTQ files have one for each linear."""
+    folder, plain = written("gptq")
+    bias = torch.zeros(64, dtype=torch.float16)
+    assert all_equal(stream(spoil(folder, tmp_path / "zeros", bias=bias)), stream(plain))
+    bias[63] = 1
+    message = r"1 unexpected \('model\.layers\.0\.mlp\.down_proj\.bias'\)$"
+    with pytest.raises(InvalidCheckpointError, match=message):
+        stream(spoil(folder, tmp_path / "one", bias=bias))
+
+
 def test_a_width_that_fills_no_word_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "quantized", "llama", LLAMA)
     write_quantized(tmp_path / "quantized", FORMATS["awq"].section, FORMATS["awq"].of)
