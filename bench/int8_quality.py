@@ -44,14 +44,13 @@ from gptserve.engine.backends.cpu import int8
 from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.engine import Engine
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.linear import Linear
+from gptserve.engine.model.linear import Affine, Linear
 from gptserve.engine.request import Request, SamplingParams, TokenLogprobs
 from gptserve.engine.runner import products, prompt_logprobs
 from gptserve.engine.runner.logprobs import top_logprobs
-from gptserve.engine.runner.products import make_linear
+from gptserve.engine.runner.products import ProductOptions, make_linear
 from gptserve.engine.runner.runner import ModelRunner
 from gptserve.weights.config import Activation
-from gptserve.weights.huge_pages import HugePages
 from gptserve.weights.source import resolve_model
 from gptserve.weights.tokenizers.tokenizer import Tokenizer
 
@@ -185,19 +184,10 @@ class SimulatedLinear:
 def simulated(recipe: Recipe) -> Iterator[None]:
     """Have models that load in int8 compute as the recipe says."""
 
-    def make(
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None = None,
-        out_dtype: torch.dtype | None = None,
-        weight_type: WeightType | None = None,
-        call_rows: int | None = None,
-        exact_inputs: Tensor | None = None,
-        memory: HugePages | None = None,
-    ) -> Linear:
+    def make(affine: Affine, weight_type: WeightType | None, options: ProductOptions) -> Linear:
         if weight_type is None or (weight_type == "int10" and "int10" in recipe.words):
-            return make_linear(weight, bias, activation, out_dtype, weight_type, call_rows, exact_inputs, memory)
-        return SimulatedLinear(recipe, weight, bias, activation, exact_inputs)
+            return make_linear(affine, weight_type, options)
+        return SimulatedLinear(recipe, affine.weight, affine.bias, affine.activation, options.exact_inputs)
 
     with patch.object(products, "make_linear", make):
         yield

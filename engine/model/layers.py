@@ -15,6 +15,7 @@ from torch import Tensor
 from gptserve.engine.model.activation import activate
 from gptserve.engine.model.attention import AttentionBackend, AttentionMetadata, AttentionSpec
 from gptserve.engine.model.experts import GroupedExperts, MixtureOfExperts, stack
+from gptserve.engine.model.linear import Affine
 from gptserve.engine.model.loading import StreamedTensors, take_linear, take_norm
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import BlockWriter, Operations, WritePart
@@ -244,7 +245,7 @@ def take_feed_forward(
     # Not quantized: it is small, and its errors would choose other experts.
     weight = source.take(f"{name}.router.weight")
     bias = source.take(f"{name}.router.bias") if config.ffn_bias else None
-    router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", weight, bias)
+    router = source.linears[f"{name}.router"] = source.maker.make(f"{name}.router", Affine(weight, bias))
     num, num_active, operations = experts.num, experts.num_active, source.operations
     if operations.experts is not None:
         weights = stack(source.take, name, num, config.ffn_bias)

@@ -5,6 +5,7 @@ layers.py and decoder.py have one `Linear` made for each weight. They know nothi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +17,19 @@ from gptserve.weights.config import Activation
 
 _ALIGNED_ROWS = 8
 """On an H100 the head of GPT-2, of 50,257 rows, takes 108 us for 32 sequences without rows of zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """What a linear computes, act(x W^T + b), for a weight [out, in] in the dtype of computation.
+
+    `out_dtype` float32 spares a bf16 result its rounding where the product can give it.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: Activation | None = None
+    out_dtype: torch.dtype | None = None
 
 
 class Linear(Protocol):
@@ -92,18 +106,8 @@ class LinearMaker(Protocol):
     def begin(self, embedding: Tensor, positions: Tensor | None) -> None:
         """Take a look at the tables [tokens, hidden] that the residual stream begins with, before the first linear."""
 
-    def make(
-        self,
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Linear:
-        """Return the linear of this canonical name for a weight [out, in]. The caller may drop the weight.
-
-        `out_dtype` float32 spares a bf16 result its rounding where the product can give it.
-        """
+    def make(self, name: str, affine: Affine) -> Linear:
+        """Return the linear of this canonical name. The caller may drop the weight."""
 
     def rows_of(self, linear: Linear) -> Rows | None:
         """Return the rows of the weight, bit for bit, if a linear that was made here holds them in a copy of its own.
@@ -124,12 +128,5 @@ class DenseLinears:
     def rows_of(self, linear: Linear) -> Rows | None:
         return linear.copied_rows if isinstance(linear, DenseLinear) else None
 
-    def make(
-        self,
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Linear:
-        return DenseLinear(weight, bias, activation, out_dtype, self._call_rows)
+    def make(self, name: str, affine: Affine) -> Linear:
+        return DenseLinear(affine.weight, affine.bias, affine.activation, affine.out_dtype, self._call_rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptserve.engine.model.attention import AttentionSpec
 from gptserve.engine.model.group import Group
-from gptserve.engine.model.linear import DenseLinears, Linear, LinearMaker, Rows
+from gptserve.engine.model.linear import Affine, DenseLinears, Linear, LinearMaker, Rows
 from gptserve.engine.model.norm import Norm
 from gptserve.engine.model.operations import TORCH, Operations
 from gptserve.weights.config import Activation, ModelConfig
@@ -73,7 +73,7 @@ def take_linear(
     """Return the linear of this name. `weight`, if given, is its weight, which the source then does not have."""
     weight = source.take(f"{name}.weight") if weight is None else weight
     its_bias = source.take(f"{name}.bias") if bias else None
-    linear = source.linears[name] = source.maker.make(name, weight, its_bias, activation, out_dtype)
+    linear = source.linears[name] = source.maker.make(name, Affine(weight, its_bias, activation, out_dtype))
     return linear
 
 

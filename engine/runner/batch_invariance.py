@@ -24,9 +24,9 @@ from gptserve.engine.config import EngineConfig, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.attention import AttentionBackend
 from gptserve.engine.model.layout import Span, StepArrays, lay_out
-from gptserve.engine.model.linear import Linear
+from gptserve.engine.model.linear import Affine, Linear
 from gptserve.engine.runner.memory import linear_shapes, weight_types
-from gptserve.engine.runner.products import make_linear, product_of
+from gptserve.engine.runner.products import ProductOptions, make_linear, product_of
 from gptserve.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,8 @@ def first_difference(
             bias, x = rows(1, len(weight))[0], rows(counts[-1], num_in)
             # On a GPU a bias and a wide result are other kernels.
             kinds = [(None, dtype)] if device.type == "cpu" else [(None, dtype), (bias, dtype), (None, torch.float32)]
-            for linear in (make_linear(weight, b, None, out, weight_type, call_rows) for b, out in kinds):
+            affines = (Affine(weight, its_bias, out_dtype=out) for its_bias, out in kinds)
+            for linear in (make_linear(affine, weight_type, ProductOptions(call_rows)) for affine in affines):
                 whole = linear(x)
                 for width in widths if device.type == "cpu" else (num_threads,):
                     torch.set_num_threads(1 if is_ours else width)  # the team has these threads, or torch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,9 +25,9 @@ from gptserve.engine.backends.cpu.linear import (
 )
 from gptserve.engine.config import EngineConfig, Quantization, WeightType
 from gptserve.engine.errors import InvalidConfigurationError
-from gptserve.engine.model.linear import DenseLinear, Linear, Rows
+from gptserve.engine.model.linear import Affine, DenseLinear, Linear, Rows
 from gptserve.engine.runner.memory import OF_STREAM, linear_shapes, weight_type_of
-from gptserve.weights.config import Activation, ModelConfig
+from gptserve.weights.config import ModelConfig
 from gptserve.weights.huge_pages import HugePages
 
 logger = logging.getLogger(__name__)
@@ -82,35 +83,40 @@ def build_of(product: Product, dtype: torch.dtype) -> str:
             return product
 
 
-def make_linear(
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Activation | None = None,
-    out_dtype: torch.dtype | None = None,
-    weight_type: WeightType | None = None,
-    call_rows: int | None = None,
-    exact_inputs: Tensor | None = None,
-    memory: HugePages | None = None,
-) -> Linear:
-    """Return the fastest exact Linear for a weight [out, in] on its device. The caller may drop the weight.
+@dataclass(frozen=True, slots=True)
+class ProductOptions:
+    """What some products take: torch's multiplies `call_rows` rows a call.
 
-    `out_dtype` float32 spares a bf16 result its rounding where the product can give it; on a CPU oneDNN's and torch's
-    cannot. With `call_rows`, torch's multiplies so many rows a call. Of a quantized weight the columns `exact_inputs`,
-    int64 and ascending, are not quantized. Our own products keep the weight in `memory`, or in memory of its own.
+    Of a quantized weight the columns `exact_inputs`, int64 and ascending, are not quantized. Our own products keep the
+    weight in `memory`, or in memory of its own.
     """
+
+    call_rows: int | None = None
+    exact_inputs: Tensor | None = None
+    memory: HugePages | None = None
+
+
+def make_linear(affine: Affine, weight_type: WeightType | None = None, options: ProductOptions | None = None) -> Linear:
+    """Return the fastest exact Linear on the weight's device. The caller may drop the weight.
+
+    `weight_type` is what becomes of the weight. On a CPU oneDNN's product and torch's round results in bf16.
+    """
+    weight, terms = affine.weight, (affine.weight, affine.bias, affine.activation)
+    options = options or ProductOptions()
+    exact, memory = options.exact_inputs, options.memory
     match product_of(weight.device, weight.dtype, weight_type):
         case "native":
-            return NativeLinear(weight, bias, activation, out_dtype, memory=memory)
+            return NativeLinear(*terms, affine.out_dtype, memory=memory)
         case "native_int8":
-            return NativeInt8Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
+            return NativeInt8Linear(*terms, affine.out_dtype, exact_inputs=exact, memory=memory)
         case "native_int10":
-            return NativeInt10Linear(weight, bias, activation, out_dtype, exact_inputs=exact_inputs, memory=memory)
+            return NativeInt10Linear(*terms, affine.out_dtype, exact_inputs=exact, memory=memory)
         case "torch_int8":
-            return DenseInt8Linear(weight, bias, activation, out_dtype, exact_inputs)
+            return DenseInt8Linear(*terms, affine.out_dtype, exact)
         case "onednn":
-            return PackedLinear(weight, bias, activation)
+            return PackedLinear(*terms)
         case "torch":
-            return DenseLinear(weight, bias, activation, out_dtype, call_rows)
+            return DenseLinear(*terms, affine.out_dtype, options.call_rows)
 
 
 class Linears:
@@ -136,19 +142,12 @@ class Linears:
         if self._quantization is not None:
             self._large_channels = large_channels(embedding, positions)
 
-    def make(
-        self,
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Linear:
+    def make(self, name: str, affine: Affine) -> Linear:
         weight_type = weight_type_of(name, self._num_layers, self._quantization)
         exact_inputs = self._large_channels if name.rpartition(".")[2] in OF_STREAM else None
-        num_out, num_in = weight.shape
-        options = weight_type, self._call_rows.get((num_in, num_out)), exact_inputs, self._memory
-        return make_linear(weight, bias, activation, out_dtype, *options)
+        num_out, num_in = affine.weight.shape
+        options = ProductOptions(self._call_rows.get((num_in, num_out)), exact_inputs, self._memory)
+        return make_linear(affine, weight_type, options)
 
     def rows_of(self, linear: Linear) -> Rows | None:
         if isinstance(linear, DenseLinear):

@@ -14,7 +14,7 @@ from torch import Tensor
 from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.cpu.linear import NativeLinear, PackedLinear, PackedRows
 from gptserve.engine.model.activation import activate
-from gptserve.engine.model.linear import DenseLinear, with_aligned_rows
+from gptserve.engine.model.linear import Affine, DenseLinear, with_aligned_rows
 from gptserve.engine.runner.products import build_of, make_linear, product_of
 from gptserve.weights.config import Activation
 from tests.engine.backends.cpu import onednn
@@ -77,8 +77,8 @@ def test_sums_in_another_order_are_seen_by_the_comparison() -> None:
 def test_the_cpu_gets_our_own_linear_if_it_is_built() -> None:
     for dtype in DTYPES:
         expected = NativeLinear if native.is_available() else PackedLinear
-        assert isinstance(make_linear(torch.randn(8, 8, dtype=dtype), None), expected)
-    assert isinstance(make_linear(torch.randn(8, 8).half(), None), DenseLinear)
+        assert isinstance(make_linear(Affine(torch.randn(8, 8, dtype=dtype))), expected)
+    assert isinstance(make_linear(Affine(torch.randn(8, 8).half())), DenseLinear)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("dtype", onednn.DTYPES, ids=str)
 def test_without_the_library_onednn_multiplies(dtype: torch.dtype) -> None:
-    assert isinstance(make_linear(torch.randn(8, 8, dtype=dtype), None), PackedLinear)
+    assert isinstance(make_linear(Affine(torch.randn(8, 8, dtype=dtype))), PackedLinear)
     assert build_of(product_of(CPU, dtype), dtype) == "onednn"
 
 

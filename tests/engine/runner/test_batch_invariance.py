@@ -20,7 +20,7 @@ from gptserve.engine.backends.cpu import native
 from gptserve.engine.backends.reference.attention import ReferenceAttention
 from gptserve.engine.errors import InvalidConfigurationError
 from gptserve.engine.model.layout import StepArrays
-from gptserve.engine.model.linear import DenseLinear, Linear
+from gptserve.engine.model.linear import Affine, DenseLinear, Linear
 from gptserve.engine.runner import batch_invariance
 from gptserve.engine.runner import products as products_module
 from gptserve.engine.runner.batch_invariance import (
@@ -71,7 +71,7 @@ def test_calls_of_any_number_of_rows_would_depend_on_it_with_amx(monkeypatch: py
 def test_a_product_whose_rows_depend_on_their_number_is_seen(
     tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    linear = type(make_linear(torch.randn(32, 64), None))
+    linear = type(make_linear(Affine(torch.randn(32, 64))))
     compute = linear.__call__
 
     def depending(self: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -109,7 +109,9 @@ class Calls:
         monkeypatch.setattr(DenseLinear, "_multiply", noting)
         monkeypatch.setattr(batch_invariance, "product_of", lambda *_: "torch")
         monkeypatch.setattr(
-            batch_invariance, "make_linear", lambda w, b, a, out, q, rows: DenseLinear(w, b, a, call_rows=rows)
+            batch_invariance,
+            "make_linear",
+            lambda affine, _, options: DenseLinear(affine.weight, affine.bias, call_rows=options.call_rows),
         )
         monkeypatch.setattr(torch, "Generator", lambda device: GENERATOR(CPU))
         randn = torch.randn
@@ -180,7 +182,7 @@ def test_only_the_shapes_that_need_it_get_calls_of_one_size(
     monkeypatch.setattr(products_module, "product_of", lambda *_: "torch")
     linears, x = Linears(call_rows=products.call_rows), torch.randn(70, head[0])
     for num_out, rows in ((9, CALL_ROWS), (7, len(x))):
-        linear = linears.make("head", torch.randn(num_out, head[0]), None)
+        linear = linears.make("head", Affine(torch.randn(num_out, head[0])))
         calls.rows.clear()
         assert linear(x).shape == (70, num_out)
         assert calls.rows == {rows}

@@ -22,6 +22,7 @@ from gptserve.engine.backends.cpu.int8 import (
     quantize_weight,
 )
 from gptserve.engine.backends.cpu.linear import NativeInt8Linear, NativeInt10Linear
+from gptserve.engine.model.linear import Affine
 from gptserve.engine.model.loading import StreamedTensors, take_linear
 from gptserve.engine.runner.products import Linears, build_of, make_linear, product_of
 from gptserve.weights.config import Activation
@@ -366,10 +367,10 @@ def test_the_largest_sums_fit(kind: Kind) -> None:
 
 def test_without_the_kernel_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(40, 64), torch.randn(3, 64)
-    best = make_linear(weight, None, weight_type="int8")
+    best = make_linear(Affine(weight), "int8")
     name = build_of(product_of(CPU, torch.float32, "int8"), torch.float32)
     monkeypatch.setattr(native, "is_available", lambda: False)
-    slow = make_linear(weight, None, weight_type="int8")
+    slow = make_linear(Affine(weight), "int8")
     assert isinstance(slow, DenseInt8Linear)
     assert torch.equal(slow(x), best(x))
     assert build_of(product_of(CPU, torch.float32, "int8"), torch.float32) == "torch_int8"
