@@ -7,6 +7,7 @@ worker processes, as sandbox.py has it. Knows no tokenizer. Called by the server
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ class ChatTemplate:
         self.source = source
         self._for_tools = for_tools
         self._special_tokens = special_tokens
+        self._reads_reasoning = re.search(r"""\.reasoning\b|(['"])reasoning\1""", source) is not None
         self._workers = Workers("gptserve.weights.chat.sandbox:open_template", source, LIMITS)
         self._fitting = Fitting(source, partial(_try, self._workers, special_tokens))
 
@@ -75,7 +77,7 @@ class ChatTemplate:
             )
         more = {**variables, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         refusal: ChatTemplateError | None = None
-        for version in versions([_with_reasoning(message) for message in messages]):
+        for version in versions([self._with_reasoning(message) for message in messages]):
             try:
                 final, text = self._render(version, more, continue_final_message)
             except ChatTemplateError as fault:
@@ -98,6 +100,17 @@ class ChatTemplate:
         except ForeignCodeError as fault:
             raise ChatTemplateError(f"the chat template refuses this conversation: {fault}") from fault
         return final, text
+
+    def _with_reasoning(self, message: Mapping[str, Any]) -> Message:
+        """Return a copy that has reasoning_content also as "thinking", which gpt-oss's template reads.
+
+        For a template that reads it, also as "reasoning".
+        """
+        if "reasoning_content" not in message:
+            return {**message}
+        reasoning = message["reasoning_content"]
+        more = {"reasoning": reasoning} if self._reads_reasoning else {}
+        return {"thinking": reasoning, **more, **message}
 
     def check(self) -> None:
         """Raise ChatTemplateError unless it is valid Jinja."""
@@ -131,11 +144,6 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate 
         return None
     for_tools = ChatTemplate(named[TOOL_USE], tokens) if TOOL_USE in named else None
     return ChatTemplate(named[DEFAULT], tokens, for_tools=for_tools)
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that has reasoning_content also as "thinking", which gpt-oss's template reads."""
-    return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else {**message}
 
 
 def _try(workers: Workers, special_tokens: Mapping[str, str], messages: Sequence[Message]) -> str | None:

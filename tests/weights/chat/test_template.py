@@ -427,3 +427,16 @@ def test_variables_of_the_client_win_over_special_tokens_as_in_transformers(make
     assert text == expected
     assert text is not None
     assert text.startswith("<mine><|start_header_id|>")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[1].reasoning }}|{{ messages[1].thinking }}", "Hm.|Hm."),
+        ("{{ messages[1].get('reasoning') }}", "Hm."),
+        ("{{ messages[1]['reasoning_content'] }}{{ messages[1] | length }}", "Hm.4"),
+    ],
+)
+def test_reasoning_has_the_name_that_a_template_reads(source: str, expected: str) -> None:
+    messages = [*say("Sure?"), {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}]
+    assert ChatTemplate(source, {}).render(messages, {}) == expected
