@@ -1,4 +1,7 @@
-"""Llama 3.x: the answer is {"name": …, "parameters": …}, perhaps after <|python_tag|>; more calls follow after "; "."""
+"""Llama 3.x: the answer is {"name": …, "parameters": …}, perhaps after <|python_tag|>; more calls follow after "; ".
+
+Llama 4 may put its marks of Python before it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from gptserve.server.tools.tape import SPACE, Steps, Tape, drop
 from gptserve.server.tools.values import Tools
 
 TAG = "<|python_tag|>"
+START, END = "<|python_start|>", "<|python_end|>"
 _BETWEEN = re.compile(r"[; \t\r\n]+")
 
 
@@ -20,11 +24,14 @@ def _read(tape: Tape, parts: Parts, tools: Tools) -> Steps[None]:
     while is_call:
         tape.keep()
         yield from tape.pass_run(SPACE, drop)
-        yield from tape.accept(TAG)
-        yield from tape.skip_space()
+        for mark in (TAG, START, END):
+            yield from tape.accept(mark)
+            yield from tape.skip_space()
         is_call = yield from read_call(tape, parts, tools.__contains__)
         if is_call:
             yield from tape.pass_run(_BETWEEN, drop)
+            if (yield from tape.accept(END)):
+                yield from tape.skip_space()
     parts.add_text(tape.kept())
     yield from tape.pass_until((), parts.add_text)
 
@@ -42,4 +49,4 @@ def _rules(calls: Calls, _spell: Spell) -> str:
     return f"calls: call {calls.repeated(literal('; '))}\ncall: {calls.either(call)}\n"
 
 
-LLAMA = ToolFormat(signs=('"parameters": dictionary',), begin="", marks=(TAG,), read=_read, rules=_rules)
+LLAMA = ToolFormat(signs=('"parameters": dictionary',), begin="", marks=(TAG, START, END), read=_read, rules=_rules)
