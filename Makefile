@@ -25,7 +25,7 @@ inputs := pyproject.toml constraints.txt $(wildcard setup.py engine/backends/cpu
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-all test-nightly sanitize mutants chaos clients check format docs bench image gpu gpu-test gpu-chaos gpu-bench help
+.PHONY: serve test test-all test-nightly sanitize mutants chaos clients templates check format docs bench image gpu gpu-test gpu-chaos gpu-bench help
 
 serve: $(venv)/serving  ## serve the embedded model, or MODEL=folder-or-hub-id, with ARGS="--port 9000"
 	$(bin)/gptserve serve $(MODEL) $(ARGS)
@@ -51,6 +51,11 @@ chaos: $(venv)/developing  ## kill the engine and the server under clients for t
 clients: $(venv)/developing  ## try the clients of other projects, each installed into build/clients; needs npm, too
 	$(bin)/python -m tests.clients.environments
 	$(bin)/pytest -m clients tests/clients $(ARGS)
+
+templates: $(venv)/developing  ## try the chat templates of published models, downloaded into build/templates
+	$(bin)/python -m tests.weights.chat.published
+	$(bin)/pytest -m 'slow or not slow' tests/weights/chat/test_published.py tests/server/tools/test_published_formats.py \
+		$(ARGS)
 
 check: $(venv)/developing  ## lint, formatting, types, import directions, size budget, spelling
 	@failed=; \
