@@ -24,7 +24,6 @@ from gptserve.server.completions.lengths import capped_max_tokens
 from gptserve.server.completions.plan import CompletionPlan
 from gptserve.server.completions.run import CompletionOutput, CompletionRun, expiring
 from gptserve.server.completions.service import Service
-from gptserve.server.core.error_responses import error_body
 from gptserve.server.http.envelope import log_fields, report
 from gptserve.server.text.output import Delta
 
@@ -136,7 +135,7 @@ class AnswerSender:
                 end = await self._computed(encoder.num_entries, encoder.end, self.output.usage())
             except Exception as error:
                 is_well = False
-                end = encoder.error(error_body(report(error, scope)))
+                end = encoder.error(report(error, scope))
         if connection.is_gone:
             raise ClientDisconnect
         await connection.write(end.encode("ascii"), is_last=True)

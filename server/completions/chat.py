@@ -23,6 +23,7 @@ from gptserve.server.core.errors import ServiceError
 from gptserve.server.schemas.chat import Conversation
 from gptserve.server.schemas.completions import ChatRequest
 from gptserve.server.schemas.grammar import asked_grammar
+from gptserve.server.schemas.seed import choose_seed, engine_seed
 from gptserve.server.tools.dialect import Reading
 from gptserve.server.tools.grammar import fault_of_function
 from gptserve.server.tools.request import asked_tools
@@ -73,6 +74,17 @@ async def plan_chat(
         raise InvalidRequestError(str(error), param=given.get(error.param, error.param), code=error.code) from error
     # The messages have become the prompt, and parsed they take up to ten times the bytes that were sent.
     return replace(planned, body=body.model_copy(update={"messages": []}))
+
+
+async def count_prompt_tokens(body: ChatRequest, service: Service) -> int:
+    """Return the number of tokens of a chat's prompt. Raises what `plan_chat` raises for a body that it refuses."""
+    service = service.naming(body.model)
+    engine_seed(choose_seed(body.seed))
+    body.sampling_params(service.model.sampling_defaults, bad_words=(), max_tokens=1)
+    check_conversation(body, service)
+    service.model.dialect.check(body)
+    encode = partial(encode_conversation, body, service, add_special=bool(body.add_special_tokens))
+    return len(await service.in_worker(encode))
 
 
 async def _check_reading(reading: Reading, body: ChatRequest, service: Service) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from starlette.responses import Response
 
+from gptserve.server.core.errors import ServiceError
 from gptserve.server.text.output import Delta
 
 PIECE_ENTRIES = 64
@@ -34,7 +35,7 @@ class StreamEncoder(Protocol):
     def end(self, usage: dict[str, object]) -> str:
         """Return what closes a stream that did not fail."""
 
-    def error(self, body: Mapping[str, object]) -> str:
+    def error(self, error: ServiceError) -> str:
         """Return the event that ends a failed stream."""
 
 

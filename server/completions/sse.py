@@ -8,12 +8,14 @@ line separator.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from starlette.types import Receive, Send
 
 from gptserve.server.completions.encoding import PIECE_ENTRIES, PiecewiseEncoder
 from gptserve.server.completions.shapes import Json, Shape
+from gptserve.server.core.error_responses import error_body
+from gptserve.server.core.errors import ServiceError
 from gptserve.server.text.output import Delta
 
 HEADERS = (
@@ -79,9 +81,9 @@ class EventEncoder:
         """Return what closes a stream that did not fail."""
         return (self._event("", usage, suffix=END_SUFFIX) if self.include_usage else "") + DONE
 
-    def error(self, body: Mapping[str, object]) -> str:
+    def error(self, error: ServiceError) -> str:
         """Return the event that ends a failed stream. It has no id, as it is not part of the completion."""
-        return f"data: {self._encode(body)}\n\n"
+        return f"data: {self._encode(error_body(error))}\n\n"
 
     def _open(self, usage: Json | None) -> str:
         self._is_open = True

@@ -9,14 +9,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.completions.admission import take_places
-from gptserve.server.completions.chat import check_conversation, encode_conversation, plan_chat
+from gptserve.server.completions.chat import count_prompt_tokens, plan_chat
 from gptserve.server.completions.identity import Identity
 from gptserve.server.completions.model import Model
 from gptserve.server.completions.plan import CompletionPlan, restore_plan
@@ -30,12 +29,10 @@ from gptserve.server.responses.truncation import truncations
 from gptserve.server.schemas.completions import ChatRequest
 from gptserve.server.schemas.response_tools import CallItem, CallOutputItem, CustomCallItem, HostedTool, InputPart
 from gptserve.server.schemas.responses import InputItem, Item, ItemReference, StoredRequest
-from gptserve.server.schemas.seed import choose_seed, engine_seed
 from gptserve.server.text.output import Delta
 from gptserve.weights.errors import ChatTemplateError
 from gptserve.weights.generation import SAMPLING_DEFAULTS
 
-Result = TypeVar("Result")
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 RESPONSE_SHAPE = replace(CHAT_SHAPE, id_prefix="resp_", object="response")
@@ -55,7 +52,6 @@ _NAMES = {
     "].function.": "].",
     "tool_choice.allowed_tools.": "tool_choice.",
 }
-_WORKER_BYTES = 2**13  # a conversation of so many bytes becomes a chat in some milliseconds in the worst case
 _PLACE = re.compile(r"^tools\[(\d+)\]")
 
 
@@ -165,14 +161,8 @@ async def count_input_tokens(asked: StoredRequest, service: Service) -> int:
     tools, items = ResponseTools(asked.tools), [*asked.earlier, *input_items(asked)]
     of_chat = tools.to_chat(asked.tool_choice)
     with _own_names(tools):
-        chat = await _if_large_in_worker(service, _to_chat, asked, of_chat, items)
-        service = service.naming(chat.model)
-        engine_seed(choose_seed(chat.seed))  # the body is that of a response, which would be refused
-        chat.sampling_params(service.model.sampling_defaults, bad_words=(), max_tokens=1)
-        check_conversation(chat, service)
-        service.model.dialect.check(chat)
-        encode = partial(encode_conversation, chat, service, add_special=bool(chat.add_special_tokens))
-        return len(await service.in_worker(encode))
+        chat = await service.in_worker_if_large(_to_chat, asked, of_chat, items)
+        return await count_prompt_tokens(chat, service)
 
 
 @contextmanager
@@ -201,7 +191,7 @@ async def _plan_chat(
     """Plan the chat; with truncation auto without as many of its oldest items as make it fit."""
 
     async def plan(make: Callable[..., ChatRequest], *arguments: object) -> CompletionPlan:
-        chat = await _if_large_in_worker(service, make, *arguments)
+        chat = await service.in_worker_if_large(make, *arguments)
         if background is not None:
             chat = background.seeded(chat)
         return await plan_chat(chat, service, owner, RESPONSE_SHAPE)
@@ -215,7 +205,7 @@ async def _plan_chat(
         if asked.truncation != "auto" or error.code != "context_length_exceeded":
             raise
         too_long = error
-    last, shortened = await _if_large_in_worker(service, truncations, items)
+    last, shortened = await service.in_worker_if_large(truncations, items)
     first, found = 1, None
     while first <= last:  # the first that fits, by halves: the templates of some models take long
         middle = (first + last) // 2
@@ -229,13 +219,6 @@ async def _plan_chat(
     if found is None:
         raise too_long
     return found
-
-
-async def _if_large_in_worker(service: Service, call: Callable[..., Result], *arguments: object) -> Result:
-    """Make a call, whose time grows with the conversation, and return its result; let no other request wait for it."""
-    if service.place.num_bytes > _WORKER_BYTES:
-        return await service.in_worker(call, *arguments)
-    return call(*arguments)
 
 
 def _to_chat(asked: StoredRequest, tools: Json, items: Sequence[Item]) -> ChatRequest:

@@ -22,6 +22,8 @@ from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
 from gptserve.server.core.background_status import BackgroundStatus
+from gptserve.server.core.error_responses import error_body, status_of
+from gptserve.server.core.errors import ServiceError
 from gptserve.server.http.envelope import log_fields
 from gptserve.server.jobs.background import BackgroundJobs
 from gptserve.server.jobs.job import BackgroundJob
@@ -68,12 +70,11 @@ class ResponseEncoder:
         ends = output.end("completed" if status == "completed" else "incomplete")
         return self._render(ends) + self._render([self._of_response(status, status, output=output, usage=usage)])
 
-    def error(self, body: Mapping[str, Any]) -> str:
+    def error(self, error: ServiceError) -> str:
         """Return the event that ends a stream which failed."""
-        error = body["error"]
-        if error["type"] != "server_error" or error["code"] in RESUMABLE:
-            return f"data: {self._encoder.encode_short(body)}\n\n"
-        return self._render([self._of_response("failed", "failed", output=self._output, error=error["message"])])
+        if status_of(error) < 500 or error.code in RESUMABLE:
+            return f"data: {self._encoder.encode_short(error_body(error))}\n\n"
+        return self._render([self._of_response("failed", "failed", output=self._output, error=str(error))])
 
     def _of_response(self, name: str, status: Status, **fields: Any) -> Json:
         return {"type": f"response.{name}", "response": self._plan.response(status, **fields)}

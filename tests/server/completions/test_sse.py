@@ -10,6 +10,7 @@ from starlette.types import Message
 from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.shapes import CHAT_SHAPE, TEXT_SHAPE
 from gptserve.server.completions.sse import AFTER_KEEP_ALIVE, DONE, KEEP_ALIVE, Connection, EventEncoder
+from gptserve.server.core.errors import ServiceError
 from gptserve.server.schemas.completions import ChatCompletionChunk, Completion
 from gptserve.server.text.output import Delta, TokenScore
 
@@ -104,8 +105,9 @@ def test_events_are_ascii_lines_and_those_of_a_resumable_stream_have_ids(is_resu
 
 
 def test_an_error_event_has_no_id() -> None:
-    event = EventEncoder(HEAD, TEXT_SHAPE, 4, include_usage=False).error({"error": {"message": "m"}})
-    assert event == 'data: {"error":{"message":"m"}}\n\n'
+    event = EventEncoder(HEAD, TEXT_SHAPE, 4, include_usage=False).error(ServiceError("cancelled", "m"))
+    told = {"message": "m", "type": "invalid_request_error", "param": None, "code": "cancelled"}
+    assert event == f"data: {json.dumps({'error': told}, separators=(',', ':'))}\n\n"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
