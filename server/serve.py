@@ -249,7 +249,7 @@ class ServingProcess:
             from gptserve.server.operations.banner import log_banner
 
         settings = self._settings
-        names = settings.served_model_names or (model_name(settings.model),)
+        names = settings.own_names or (model_name(settings.model),)
         self._model = model = load_model(folder, engine, names, settings, *_sampling_defaults(settings, folder))
         if settings.otlp_traces_endpoint is not None:
             from gptserve.server.operations.tracing import Tracing

@@ -19,7 +19,9 @@ from gptserve.weights.chat.template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model. Answers have the first of its `names`; requests may have any. Chats need a chat_template.
+    """One model. Answers have the first of its `names`; requests may have any, or one that matches a pattern.
+
+    A pattern is a name with a * for any characters, such as claude-*. Chats need a chat_template.
 
     sampling_defaults are the model's own values of sampling parameters, max_new_tokens is its own limit of an answer in
     a chat. Without a grammar_checker the engine alone finds out whether a grammar compiles.
@@ -34,6 +36,7 @@ class Model:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_new_tokens: int | None = None
     tokenizer_info: Mapping[str, object] = field(default_factory=lambda: {"tokenizer_class": "unknown"})
+    name_patterns: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -52,6 +55,7 @@ class ModelRegistry:
 
     def __init__(self, *models: Model) -> None:
         self.default = models[0]
+        self._models = models
         self._by_name = {name: model for model in models for name in model.names}
         assert len(self._by_name) == sum(len(model.names) for model in models), "a name is of one model"
 
@@ -63,10 +67,11 @@ class ModelRegistry:
         """Return the model of a name, and without one the default. Raises ServiceError."""
         if name is None:
             return self.default
-        if name not in self._by_name:
+        model = self._by_name.get(name) or self._matching(name)
+        if model is None:
             message = f"model {show(name)} does not exist; this server has {', '.join(map(repr, self._by_name))}"
             raise ServiceError("model_not_found", message, param="model")
-        return self._by_name[name]
+        return model
 
     def find_kept(self, name: str) -> Model:
         """Return the model for a completion that an earlier server began under a name.
@@ -74,3 +79,11 @@ class ModelRegistry:
         Where nothing has the name any more it is the default: its fingerprints say whether it is the same model.
         """
         return self._by_name.get(name, self.default)
+
+    def _matching(self, name: str) -> Model | None:
+        """Return the first model with a pattern that a name matches."""
+        for model in self._models:
+            for begin, _, end in (pattern.partition("*") for pattern in model.name_patterns):
+                if len(name) >= len(begin) + len(end) and name.startswith(begin) and name.endswith(end):
+                    return model
+        return None

@@ -39,4 +39,5 @@ def load_model(
         sampling_defaults=sampling_defaults,
         max_new_tokens=max_new_tokens,
         tokenizer_info=load_tokenizer_info(folder),
+        name_patterns=settings.name_patterns,
     )

@@ -91,7 +91,10 @@ class ServerSettings:
     unnamed_properties: Annotated[
         UnnamedProperties, "whether a JSON Schema that names properties and says nothing of others allows others"
     ] = "refuse"
-    served_model_names: Annotated[tuple[str, ...], "names of the model; answers give the first (default: its own)"] = ()
+    served_model_names: Annotated[
+        tuple[str, ...],
+        "names of the model, or patterns such as claude-*; answers give the first name (default: its own)",
+    ] = ()
     generation_config: Annotated[
         GenerationConfig, "whether requests take sampling defaults from the model's generation_config.json"
     ] = "auto"
@@ -196,6 +199,9 @@ class ServerSettings:
                 raise SettingsError(f"{name} needs an engine in a process of its own, got in-process")
         if not all(self.served_model_names):
             raise SettingsError("served-model-name must not be empty, got ''")
+        crowded = next((name for name in self.served_model_names if name.count("*") > 1), None)
+        if crowded is not None:
+            raise SettingsError(f"served-model-name may have one * at most, got {crowded!r}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl-keyfile and ssl-certfile go together, got one without the other")
         if self.chat_template not in (None, PLAIN_NAME) and not Path(str(self.chat_template)).is_file():
@@ -222,6 +228,16 @@ class ServerSettings:
     def needs_key(self) -> bool:
         """Whether requests need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The served names that are no patterns."""
+        return tuple(name for name in self.served_model_names if "*" not in name)
+
+    @property
+    def name_patterns(self) -> tuple[str, ...]:
+        """The served names that are patterns."""
+        return tuple(name for name in self.served_model_names if "*" in name)
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -509,13 +509,14 @@ def test_a_model_without_a_chat_template_takes_the_one_chosen(launch: Any, tmp_p
 
 @pytest.mark.slow
 def test_a_model_has_names_sampling_defaults_and_a_tokenizer(launch: Any) -> None:
-    process = launch("--served-model-name", "teller", "--served-model-name", "gpt-4o")
+    process = launch("--served-model-name", "teller", "--served-model-name", "gpt-4o", "--served-model-name=claude-*")
     process.wait_for_line("sampling defaults of the model: temperature=0.8 (--generation-config none turns them off)")
     with process.wait_until_ready() as client:
         models = client.get("/v1/models").json()["data"]
         info = client.get("/tokenizer_info").json()
         eos = client.post("/tokenize", json={"prompt": info["eos_token"], "add_special_tokens": False}).json()
         text = client.post("/detokenize", json={"tokens": [*eos["tokens"], 5]}).json()["prompt"]
+        by_pattern = client.post("/detokenize", json={"tokens": [5], "model": "claude-opus-5"})
         again = client.post("/tokenize", json={"prompt": text, "model": "gpt-4o"}).json()
         drawn = {"prompt": "Once upon a time", "seed": 3, "max_tokens": 30, "model": "gpt-4o"}
         by_default, as_said, otherwise = (
@@ -528,6 +529,7 @@ def test_a_model_has_names_sampling_defaults_and_a_tokenizer(launch: Any) -> Non
         ("gpt-4o", {"temperature": 0.8}),
     ]
     assert (info["tokenizer_class"], eos["tokens"], again["tokens"]) == ("GPT2Tokenizer", [0], [0, 5])
+    assert by_pattern.status_code == 200
     assert by_default["model"] == "teller"
     assert by_default["choices"] == as_said["choices"] != otherwise["choices"]
 

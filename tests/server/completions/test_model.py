@@ -34,6 +34,37 @@ def test_a_name_leads_to_its_model_and_none_to_the_first(name: str | None, expec
     assert models.find(name).engine is engines[expected]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("claude-", "small"),
+        ("claude-opus-5", "small"),
+        ("claude-large", "large"),
+        ("gpt-mini", "large"),
+        ("large", "large"),
+    ],
+)
+def test_a_pattern_leads_to_the_first_model_that_has_one_but_a_name_comes_before(name: str, expected: str) -> None:
+    engines = {name: FakeEngineClient(info=replace(INFO, fingerprint=name)) for name in NAMES}
+    patterns = {"small": ("claude-*",), "large": ("claude-*", "gpt*mini")}
+    names = {"small": ("small",), "large": ("large", "claude-large")}
+    models = [
+        model_and_options(
+            engines[of], ByteTokenizer(), of, aliases=names[of][1:], name_patterns=patterns[of], max_new_tokens=9
+        )[0]
+        for of in NAMES
+    ]
+    found = ModelRegistry(*models).find(name)
+    assert (found.engine, found.name) == (engines[expected], expected)
+
+
+@pytest.mark.parametrize("name", ["claude", "xclaude-", "Claude-1", "gptmini2", "gpt-min", "*"])
+def test_what_no_pattern_matches_is_refused_and_no_pattern_is_told(name: str) -> None:
+    model, _ = model_and_options(FakeEngineClient(), ByteTokenizer(), name_patterns=("claude-*", "gpt*mini"))
+    with pytest.raises(ServiceError, match=r"does not exist; this server has 'm'$"):
+        ModelRegistry(model).find(name)
+
+
 @pytest.mark.parametrize("name", ["", "Small", "small ", "x"])
 def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(ServiceError) as refused:

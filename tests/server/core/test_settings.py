@@ -176,6 +176,17 @@ def test_an_option_means_the_same_as_flag_variable_and_key(name: str, tmp_path: 
     assert values[0] == values[1] == values[2] != option.default
 
 
+def _names(*names: str) -> dict[str, object]:
+    return flags(*(word for name in names for word in ("--served-model-name", name)))
+
+
+def test_served_names_are_names_or_patterns_with_one_star() -> None:
+    settings = load_settings(_names("teller", "claude-*", "t"), {})
+    assert (settings.own_names, settings.name_patterns) == (("teller", "t"), ("claude-*",))
+    expected = "served-model-name may have one * at most, got 'a*b*'"
+    assert message(_names("teller", "a*b*")) == expected
+
+
 def test_toml_numbers_switches_and_lists_are_taken_as_they_are(tmp_path: Path) -> None:
     settings = load_settings(
         settings_file(tmp_path, 'port = 9000\nin-process = true\nshutdown-timeout = 2.5\napi-key = ["a", "b"]'), {}
