@@ -21,6 +21,7 @@ from starlette.routing import Match, Route
 import gptserve
 from gptserve.server.api.background import background_router
 from gptserve.server.api.completions import chat_router, completions_router
+from gptserve.server.api.messages import messages_router
 from gptserve.server.api.models import models_router
 from gptserve.server.api.operations import operations_router
 from gptserve.server.api.responses import responses_router
@@ -105,7 +106,7 @@ def create_app(models: ModelRegistry, options: AppOptions, store: JobStore) -> F
     app.state.jobs = jobs
     app.state.metrics = metrics
     routers = [make(service, jobs) for make in (completions_router, background_router, chat_router, responses_router)]
-    routers += [make(service) for make in (tokenize_router, models_router, operations_router)]
+    routers += [make(service) for make in (messages_router, tokenize_router, models_router, operations_router)]
     if settings.playground:
         routers.append(playground_router(service))
     for router in routers:
@@ -134,7 +135,7 @@ def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-gptserve-ignored", "x-gptserve-max-tokens", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "x-gptserve-ignored", "x-gptserve-max-tokens", "retry-after"],
         )
     ]
 
@@ -172,11 +173,11 @@ async def _answer_routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked = f"{request.method} {request.url.path[:MAX_PATH]}"
     told, headers = ServiceError("not_found", f"there is no route {asked}; {_what_to_call(request)}"), error.headers
-    if error.status_code == 405:
-        headers = {"Allow": _methods(request)}
-        message = f"this route does not take {asked}; it takes {headers['Allow']}"
+    if error.status_code == 405 and (methods := _methods(request)):
+        headers = {"Allow": methods}
+        message = f"this route does not take {asked}; it takes {methods}"
         told = ServiceError("method_not_allowed", message)
-    return error_response(report(told, request.scope), headers)
+    return error_response(report(told, request.scope), headers, scope=request.scope)
 
 
 def _methods(request: Request) -> str:

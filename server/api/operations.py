@@ -1,4 +1,4 @@
-"""Routes for operators and their machines: /health, /ready, /metrics, /version, /openapi.json."""
+"""Routes for operators and their machines: /health, /ready, /metrics, /version, /openapi.json, and HEAD /."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from gptserve.server.api.tokenize import TOKENIZE_BODIES
 from gptserve.server.completions.service import Service
 from gptserve.server.schemas.completions import ChatCompletionChunk, ChatRequest, CompletionRequest, Status, Version
+from gptserve.server.schemas.messages import MessageEvent, MessagesErrorBody, MessagesRequest, TokenCountRequest
 from gptserve.server.schemas.openapi import error_responses, openapi_document
 from gptserve.server.schemas.responses import ResponseEvent, ResponsesRequest
 
@@ -60,11 +61,17 @@ def operations_router(service: Service) -> APIRouter:
     async def metrics() -> Response:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    @router.head("/", include_in_schema=False)
+    async def root() -> Response:
+        """Tell a client of Anthropic's API, which asks so, that there is a server."""
+        return Response()
+
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
         if not document:
             completions = CompletionRequest, ChatRequest, ChatCompletionChunk
-            models = (*completions, ResponsesRequest, ResponseEvent, *TOKENIZE_BODIES)
+            of_messages = MessagesRequest, TokenCountRequest, MessageEvent, MessagesErrorBody
+            models = (*completions, ResponsesRequest, ResponseEvent, *of_messages, *TOKENIZE_BODIES)
             make = partial(openapi_document, request.app, models, settings)
             document.update(await asyncio.to_thread(make))  # some 100 ms, once
         return JSONResponse(document)

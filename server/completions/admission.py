@@ -5,13 +5,18 @@ Routes enter with `planned`; `plan.py` takes the places of the choices once it k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.server.completions.planning import Place
 from gptserve.server.completions.service import Service
+
+WORKER_BYTES = 2**13  # a conversation of so many bytes becomes a chat in some milliseconds in the worst case
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -33,6 +38,13 @@ def hold(service: Service, num_bytes: int) -> None:
     """Count more bytes that are held for the request that is planned. Raises ServiceError."""
     with service.counting_rejections():
         service.planning.hold(service.place, num_bytes)
+
+
+async def in_worker_if_large(service: Service, call: Callable[..., Result], *arguments: object) -> Result:
+    """Make a call, whose time grows with the body that is planned, and return its result; let no other wait for it."""
+    if service.place.num_bytes > WORKER_BYTES:
+        return await service.in_worker(call, *arguments)
+    return call(*arguments)
 
 
 def take_places(service: Service, owner: str | None, n: int, num_prompts: int) -> None:

@@ -127,7 +127,9 @@ class AnswerSender:
         is_well = True
         self._tell_limit(scope)
         keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
-        async with sse.Connection(receive, send, self.on_gone, keep_alive_s=keep_alive_s) as connection:
+        async with sse.Connection(
+            receive, send, self.on_gone, keep_alive_s=keep_alive_s, keep_alive=encoder.keep_alive
+        ) as connection:
             await connection.begin(encoder.opening)
             try:
                 async for outputs in self.source:

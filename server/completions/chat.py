@@ -14,7 +14,7 @@ from gptserve.server.completions.bad_words import bad_word_ids
 from gptserve.server.completions.checks import check_request, check_size
 from gptserve.server.completions.grammar import check_compiles, check_grammar
 from gptserve.server.completions.identity import new_identity
-from gptserve.server.completions.lengths import asked_max_tokens, fit_max_tokens
+from gptserve.server.completions.lengths import Overlong, asked_max_tokens, fit_max_tokens
 from gptserve.server.completions.prompt import blaming, check_length, cut_tokens, num_kept_tokens
 from gptserve.server.completions.roles import check_roles
 from gptserve.server.completions.service import Service
@@ -36,9 +36,17 @@ OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pro
 
 
 async def plan_chat(
-    body: ChatRequest, service: Service, owner: str | None, shape: Shape = CHAT_SHAPE
+    body: ChatRequest,
+    service: Service,
+    owner: str | None,
+    shape: Shape = CHAT_SHAPE,
+    *,
+    overlong: Overlong | None = None,
 ) -> plan.CompletionPlan:
-    """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError."""
+    """Check, render the conversation and tokenize. Raises ServiceError, InvalidRequestError or ChatTemplateError.
+
+    `overlong` says what becomes of max_tokens beyond the context; None is the server's setting.
+    """
     service = service.naming(body.model)
     model = service.model
     check_conversation(body, service)
@@ -60,7 +68,7 @@ async def plan_chat(
         if reading is not None and reading.grammar is not None:
             await _check_reading(reading, body, service)
             params = replace(params, grammar=reading.grammar)
-        params = fit_max_tokens(params, max_tokens, len(prompt), service, most=model.max_new_tokens)
+        params = fit_max_tokens(params, max_tokens, len(prompt), service, most=model.max_new_tokens, overlong=overlong)
         check_size(body, params, [prompt], service)
         identity = new_identity(shape, body, service, owner)
         planned = plan.make_plan(body, shape, model, [prompt], params, identity, reading=reading, dialect=model.dialect)

@@ -24,6 +24,8 @@ class StreamEncoder(Protocol):
 
     opening: str
     """What the stream opens with, before there are tokens."""
+    keep_alive: bytes
+    """What tells the client of a silent stream that it is not dead."""
 
     @property
     def num_entries(self) -> int:

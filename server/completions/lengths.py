@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from gptserve.engine.errors import InvalidRequestError
 from gptserve.engine.request import Request, SamplingParams
 from gptserve.server.completions.service import Service
 from gptserve.server.schemas.completions import ChatRequest, GenerationRequest
 
+Overlong = Literal["refuse", "cap"]
 NO_LIMIT = -1
 """A max_tokens that asks for what the context leaves, as clients of llama.cpp and LM Studio send it."""
 _DEFAULT = SamplingParams().max_tokens
@@ -37,17 +39,23 @@ def asked_max_tokens(body: GenerationRequest) -> int | None:
 
 
 def fit_max_tokens(
-    params: SamplingParams, asked: int | None, num_prompt_tokens: int, service: Service, *, most: int | None = None
+    params: SamplingParams,
+    asked: int | None,
+    num_prompt_tokens: int,
+    service: Service,
+    *,
+    most: int | None = None,
+    overlong: Overlong | None = None,
 ) -> SamplingParams:
     """Return the parameters with what the context leaves, `most` at most, where no limit was asked for.
 
-    A limit beyond that is one that Request.check refuses, unless the server was started to cap it.
+    A limit beyond that is one that Request.check refuses, unless `overlong`, or else the server's setting, caps it.
     """
     limit = service.model.engine.info.max_model_len
     left = max(1, limit - num_prompt_tokens)
     if asked is None:
         return replace(params, max_tokens=min(left, most or left))
-    caps = service.options.settings.overlong_max_tokens == "cap"
+    caps = (overlong or service.options.settings.overlong_max_tokens) == "cap"
     return replace(params, max_tokens=left) if caps and asked > left else params
 
 

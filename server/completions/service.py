@@ -20,8 +20,6 @@ from gptserve.server.core.limits import KeyLimits
 from gptserve.server.core.metrics import Metrics
 from gptserve.server.http.body import IncomingBodies
 
-WORKER_BYTES = 2**13  # a conversation of so many bytes becomes a chat in some milliseconds in the worst case
-
 Result = TypeVar("Result")
 
 
@@ -68,12 +66,6 @@ class Service:
         """Make a call that may wait for a worker process, in a thread, as `Planning.run` does; return its result."""
         with self.counting_rejections():
             return await self.planning.run(self.place, call, *arguments)
-
-    async def in_worker_if_large(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """Make a call, whose time grows with the body that is planned; let no other request wait for it."""
-        if self.place.num_bytes > WORKER_BYTES:
-            return await self.in_worker(call, *arguments)
-        return call(*arguments)
 
     def admit(self, owner: str | None) -> None:
         """Raise ServiceError if completions are refused: of this owner, or of all, as the server shuts down."""

@@ -40,7 +40,7 @@ class EventEncoder:
     some clients split a stream at blank lines and strip that prefix from each block.
     """
 
-    opening, num_entries = "", 0
+    opening, keep_alive, num_entries = "", KEEP_ALIVE, 0
 
     def __init__(
         self,
@@ -105,17 +105,23 @@ class EventEncoder:
 class Connection:
     """Watches a client that waits for its answer, as an async context; write the last part after the context.
 
-    Calls `on_gone` when the client hangs up. Sends a comment when a stream has been silent for keep_alive_s.
+    Calls `on_gone` when the client hangs up. Sends keep_alive when a stream has been silent for keep_alive_s.
     """
 
     def __init__(
-        self, receive: Receive, send: Send, on_gone: Callable[[], None], *, keep_alive_s: float | None = None
+        self,
+        receive: Receive,
+        send: Send,
+        on_gone: Callable[[], None],
+        *,
+        keep_alive_s: float | None = None,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         self.is_gone = False
         self._receive = receive
         self._send = send
         self._on_gone = on_gone
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s, self._keep_alive = keep_alive_s, keep_alive
         self._clock = asyncio.get_running_loop().time
         self._is_writing = False
         self._last_write = self._clock()
@@ -152,9 +158,9 @@ class Connection:
                     message = await self._receive()
             except TimeoutError:
                 if self._is_writing:
-                    self._last_write = self._clock()  # the client has enough to read; a comment would wait
+                    self._last_write = self._clock()  # the client has enough to read; that would wait
                 elif self._clock() - self._last_write >= (self._keep_alive_s or 0):
-                    await self.write(KEEP_ALIVE)
+                    await self.write(self._keep_alive)
                 continue
             if message["type"] == "http.disconnect":
                 self.is_gone = True

@@ -1,16 +1,19 @@
-"""Every error that a client can get, in OpenAI's envelope: {"error": {message, type, param, code}}.
+"""Every error that a client can get, in OpenAI's envelope: {"error": {message, type, param, code}}; on the routes of
+messages in Anthropic's: {"type": "error", "error": {type, message}, "request_id"}.
 
 `to_service_error` is the one table of the exceptions of others, `_CODES` the one from codes to HTTP's statuses.
-`http/envelope.py`, `http/protocol.py` and `completions/sse.py` send what is made here. Knows nothing of routes.
+`http/envelope.py`, `http/protocol.py` and the encoders of events send what is made here.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from gptserve.engine.errors import DeathKind, EngineDiedError, InvalidRequestError, QueueFullError
 from gptserve.server.core.errors import ServiceError, show, shutting_down
@@ -19,13 +22,14 @@ from gptserve.weights.errors import ChatTemplateError
 UNAVAILABLE_RETRY_AFTER_S = 5  # about the time for an orchestrator to route elsewhere, or for a small model to load
 INTERNAL_ERROR = "internal_error"  # the code of unexpected errors
 # After these fields of the schemas pydantic's location names the member of the union.
-UNIONS = frozenset({"prompt", "stop", "content", "input", "output", "tool_choice"})
+UNIONS = frozenset({"prompt", "stop", "content", "input", "output", "tool_choice", "system"})
 # What pydantic's location has for a key of an object, and for the kinds of parts, items and tools.
 _NO_FIELDS = frozenset(
     {
         *("[key]", "[text]", "[refusal]"),
         *("[message]", "[function_call]", "[custom_tool_call]", "[call_output]", "[item_reference]"),
         *("[function]", "[custom]", "[namespace]", "[hosted]"),
+        *("[thinking]", "[tool_use]", "[tool_result]", "[tool_reference]"),
     }
 )
 
@@ -49,6 +53,18 @@ _CODES = {
 _CLOSING = ("request_timeout", "body_too_large", "too_many_bodies")
 # A retry cannot fix these, so they have x-should-retry: false; OpenAI's clients try every other 409 and 5xx again.
 _FINAL = ("idempotency_key_reused", "cancelled", "generation_failed", "model_changed", "not_implemented")
+
+_MESSAGES_PATH = re.compile(r"/v1/messages(/|$)")
+# Anthropic's classes of errors by status, and the classes of all others. Their clients know 503 as overload, too.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 # Replaces those of pydantic's messages that use Python's words.
 _JSON_RULES = {
@@ -111,9 +127,27 @@ def error_body(error: ServiceError) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: ServiceError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Render `error` as a response, with further headers."""
-    return JSONResponse(error_body(error), status_of(error), {**headers_of(error), **(headers or {})})
+def messages_error_body(error: ServiceError, request_id: str | None = None) -> dict[str, object]:
+    """Return Anthropic's envelope; that of an event has no request id."""
+    status = status_of(error)
+    kind = _MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    named = {} if request_id is None else {"request_id": request_id}
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, **named}
+
+
+def is_of_messages(path: str) -> bool:
+    """Return whether a path is that of the routes of messages, or below it."""
+    return _MESSAGES_PATH.search(path) is not None
+
+
+def error_response(
+    error: ServiceError, headers: Mapping[str, str] | None = None, *, scope: Scope | None = None
+) -> JSONResponse:
+    """Render `error` as a response, with further headers, in the envelope of the path in the scope."""
+    body: Mapping[str, object] = error_body(error)
+    if scope is not None and is_of_messages(scope["path"]):
+        body = messages_error_body(error, scope.get("state", {}).get("log_fields", {}).get("request_id"))
+    return JSONResponse(body, status_of(error), {**headers_of(error), **(headers or {})})
 
 
 def _invalid_body(error: ValidationError) -> ServiceError:

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gptserve.server.core.error_responses import INTERNAL_ERROR, error_response, to_service_error
+from gptserve.server.core.error_responses import INTERNAL_ERROR, error_response, is_of_messages, to_service_error
 from gptserve.server.core.errors import ServiceError
 from gptserve.server.core.limits import KeyLimits
 from gptserve.server.core.metrics import NO_ROUTE, Metrics
@@ -59,15 +59,16 @@ class RequestEnvelope:
         state = scope.setdefault("state", {})
         fields: dict[str, Any] = {"request_id": request_id.decode(), "status": None, **state.get("log_fields", {})}
         state["log_fields"] = fields
-        # HEAD is GET without the body, which uvicorn leaves out (RFC 9110, section 9.3.2).
-        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        # HEAD is GET without the body, which uvicorn leaves out (RFC 9110, section 9.3.2); that of / has its own route.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" and scope["path"] != "/" else scope
+        ids = (b"x-request-id", b"request-id") if is_of_messages(scope["path"]) else (b"x-request-id",)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 fields["status"] = message["status"]
                 told = [(header, str(fields[name]).encode()) for name, header in _TOLD if fields.get(name) is not None]
                 left = self._limits.headers(scope["state"].get("owner"))
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *told, *left]
+                message["headers"] = [*message["headers"], *((name, request_id) for name in ids), *told, *left]
             await send(message)
 
         try:
@@ -77,7 +78,7 @@ class RequestEnvelope:
         except Exception as error:
             if fields["status"] is not None:
                 raise
-            await error_response(report(error, scope))(scope, receive, send_with_id)
+            await error_response(report(error, scope), scope=scope)(scope, receive, send_with_id)
         finally:
             fields["total_s"] = round(time.perf_counter() - started_at, 6)
             route = getattr(routed.get("route"), "path", NO_ROUTE)

@@ -45,7 +45,7 @@ class LoadingApp:
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         progress = self._progress()
         error = ServiceError("loading", f"the model is {progress.status}: {progress.words}; try again later")
-        response: Response = error_response(error)
+        response: Response = error_response(error, scope=scope)
         if scope["path"].endswith("/health"):
             elapsed_s = round(time.monotonic() - self._started_at, 1)
             state = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,7 +17,9 @@ OPERATION_PATHS = frozenset({"/metrics", "/version", "/openapi.json"})
 
 
 class ApiKeyGuard:
-    """Requires `Authorization: Bearer KEY` with one of `keys`, except on `open_paths`.
+    """Requires one of `keys` as `Authorization: Bearer KEY` or `x-api-key: KEY`, except on `open_paths` and for HEAD /.
+
+    Clients of Anthropic's API send the one or the other, or both: then one of them has to be valid.
 
     The name of the key's owner becomes "owner" in the scope's state, and "key" in the log line.
     """
@@ -30,19 +32,22 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or raise ServiceError."""
-        if scope["path"] in self._open_paths:
+        if scope["path"] in self._open_paths or (scope["method"], scope["path"]) == ("HEAD", "/"):
             await self._app(scope, receive, send)
             return
-        owner = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+        owner = self._owner(dict(scope["headers"]))
         scope["state"]["owner"] = log_fields(scope)["key"] = owner
         with self._limits.answering(owner):
             await self._app(scope, receive, send)
 
-    def _owner(self, authorization: bytes) -> str:
-        scheme, _, given = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
+    def _owner(self, headers: Mapping[bytes, bytes]) -> str:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        keys = [given.strip()] if scheme.lower() == b"bearer" else []
+        if b"x-api-key" in headers:
+            keys.append(headers[b"x-api-key"].strip())
+        if not keys:
             raise _unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
-        name = self._keys.name_of(given.strip())
+        name = next(filter(None, map(self._keys.name_of, keys)), None)
         if name is None:
             raise _unauthorized("Incorrect API key provided: it is not one of this server's")
         return name

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from gptserve.engine.errors import InvalidRequestError
-from gptserve.server.completions.admission import take_places
+from gptserve.server.completions.admission import in_worker_if_large, take_places
 from gptserve.server.completions.chat import count_prompt_tokens, plan_chat
 from gptserve.server.completions.identity import Identity
 from gptserve.server.completions.model import Model
@@ -161,7 +161,7 @@ async def count_input_tokens(asked: StoredRequest, service: Service) -> int:
     tools, items = ResponseTools(asked.tools), [*asked.earlier, *input_items(asked)]
     of_chat = tools.to_chat(asked.tool_choice)
     with _own_names(tools):
-        chat = await service.in_worker_if_large(_to_chat, asked, of_chat, items)
+        chat = await in_worker_if_large(service, _to_chat, asked, of_chat, items)
         return await count_prompt_tokens(chat, service)
 
 
@@ -191,7 +191,7 @@ async def _plan_chat(
     """Plan the chat; with truncation auto without as many of its oldest items as make it fit."""
 
     async def plan(make: Callable[..., ChatRequest], *arguments: object) -> CompletionPlan:
-        chat = await service.in_worker_if_large(make, *arguments)
+        chat = await in_worker_if_large(service, make, *arguments)
         if background is not None:
             chat = background.seeded(chat)
         return await plan_chat(chat, service, owner, RESPONSE_SHAPE)
@@ -205,7 +205,7 @@ async def _plan_chat(
         if asked.truncation != "auto" or error.code != "context_length_exceeded":
             raise
         too_long = error
-    last, shortened = await service.in_worker_if_large(truncations, items)
+    last, shortened = await in_worker_if_large(service, truncations, items)
     first, found = 1, None
     while first <= last:  # the first that fits, by halves: the templates of some models take long
         middle = (first + last) // 2

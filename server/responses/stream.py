@@ -21,6 +21,7 @@ from gptserve.server.completions.encoding import PiecewiseEncoder
 from gptserve.server.completions.run import CompletionOutput
 from gptserve.server.completions.service import Service
 from gptserve.server.completions.shapes import Json
+from gptserve.server.completions.sse import KEEP_ALIVE
 from gptserve.server.core.background_status import BackgroundStatus
 from gptserve.server.core.error_responses import error_body, status_of
 from gptserve.server.core.errors import ServiceError
@@ -43,6 +44,8 @@ class ResponseEncoder:
     An error that ends the response is its last event. Any other, such as the server's shutdown, is not part of the
     response and has no number.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, plan: ResponsePlan, after: int = NO_EVENT) -> None:
         self.number = 0

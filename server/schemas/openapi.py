@@ -32,16 +32,18 @@ _DESCRIPTIONS = {
 }
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """Return FastAPI's `responses` for these statuses; a reference spares it a model for each of them."""
-    content = {"application/json": {"schema": _one_of((ErrorBody,))}}
+    content = {"application/json": {"schema": _one_of((body,))}}
     return {status: {"description": _DESCRIPTIONS[status], "content": content} for status in statuses}
 
 
-def event_stream(*chunks: type[BaseModel]) -> dict[str, Any]:
-    """Return FastAPI's description of server-sent events: data is one of `chunks` or an error, at last [DONE]."""
-    json_data = {"contentMediaType": "application/json", "contentSchema": _one_of((*chunks, ErrorBody))}
-    data = {"type": "string", "anyOf": [json_data, {"const": "[DONE]"}]}
+def event_stream(
+    *chunks: type[BaseModel], error: type[BaseModel] = ErrorBody, end: str | None = "[DONE]"
+) -> dict[str, Any]:
+    """Return FastAPI's description of server-sent events: data is one of `chunks` or an error, at last `end`."""
+    json_data = {"contentMediaType": "application/json", "contentSchema": _one_of((*chunks, error))}
+    data = {"type": "string", "anyOf": [json_data, *([] if end is None else [{"const": end}])]}
     event = {"type": "object", "properties": {"id": {"type": "string"}, "data": data}, "required": ["data"]}
     return {"content": {"text/event-stream": {"schema": event}}}
 

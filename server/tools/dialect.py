@@ -82,7 +82,7 @@ class Dialect:
             if wanted is not None and wanted.kind != "json":
                 message = f"{field} may not be given together with tools that may be called, but JSON may be asked for"
                 raise InvalidRequestError(message, param=field)
-        if body.thinking_limit is not None and not self._marks_are_tokens():
+        if body.thinking_limit is not None and not self.can_limit_reasoning:
             raise InvalidRequestError(NO_THINKING, param="thinking_token_budget", code="unsupported_parameter")
         reason = ""
         if asked is not None and asked.needs_grammar:
@@ -137,8 +137,9 @@ class Dialect:
         steps = partial(_read, form=form, tools=tools, think=think, is_open=is_open, text=text)
         return Reading(grammar, special_ids - self._mark_ids(form, think), steps=steps)
 
-    def _marks_are_tokens(self) -> bool:
-        """Whether the marks of reasoning are a token each."""
+    @property
+    def can_limit_reasoning(self) -> bool:
+        """Whether thinking_token_budget is taken: the marks of reasoning are a token each."""
         return self.think is not None and all(len(self.tokenizer.encode_with_special(mark)) == 1 for mark in self.think)
 
     def _mark_ids(self, form: ToolFormat | None, think: ThinkMarks | None) -> set[int]:

@@ -10,6 +10,7 @@ import pytest
 
 from gptserve.server.schemas.base import _Model
 from gptserve.server.schemas.completions import ChatRequest, CompletionRequest
+from gptserve.server.schemas.messages import MessagesRequest
 from gptserve.server.schemas.openapi import _field_docstrings
 from tests.server.conftest import MODEL, Api, LiveServer
 from tests.server.fake_engine import FakeEngineClient
@@ -86,6 +87,24 @@ def test_a_chats_body_and_answers_are_described(document: dict[str, Any]) -> Non
     assert set(schemas["ChatRequest"]["properties"]) == set(ChatRequest.model_fields)
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert {"ChatCompletion", "ChatCompletionChunk", "Message", "TextPart"} <= set(schemas)
+
+
+def test_messages_are_described_with_their_own_errors(document: dict[str, Any]) -> None:
+    create, count = (document["paths"][f"/v1/messages{end}"]["post"] for end in ("", "/count_tokens"))
+    assert set(create["responses"]) == set(count["responses"])
+    for operation in (create, count):
+        for status in set(operation["responses"]) - {"200"}:
+            schema = operation["responses"][status]["content"]["application/json"]["schema"]
+            assert schema["$ref"].endswith("/MessagesErrorBody")
+    event = create["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    [data] = event["properties"]["data"]["anyOf"]
+    names = [option["$ref"].rpartition("/")[2] for option in data["contentSchema"]["anyOf"]]
+    assert names == ["MessageEvent", "MessagesErrorBody"]
+    schemas = document["components"]["schemas"]
+    assert set(schemas["MessagesRequest"]["properties"]) == set(MessagesRequest.model_fields)
+    assert set(schemas["MessagesRequest"]["required"]) == {"messages", "max_tokens"}
+    assert schemas["TokenCountRequest"]["required"] == ["messages"]
+    assert schemas["MessagesRequest"]["additionalProperties"] is True
 
 
 def test_background_completions_are_described(document: dict[str, Any]) -> None:
@@ -207,6 +226,8 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         "/v1/responses/{id}/cancel",
         "/v1/responses/{id}/input_items",
         "/v1/responses/input_tokens",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{model}",
         "/tokenize",

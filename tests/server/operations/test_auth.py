@@ -107,6 +107,28 @@ def test_another_scheme_opens_nothing(guarded: Api, header: bytes) -> None:
     assert guarded.get("/v1/models", headers=[(b"authorization", header)]).status_code == 401
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_may_come_as_anthropics_clients_send_it(guarded: Api, key: str) -> None:
+    assert guarded.get("/v1/models", headers=[(b"x-api-key", key.encode())]).status_code == 200
+    for other in (b"Bearer wrong", b"Basic wrong"):  # of two keys one has to be valid
+        both = [(b"authorization", other), (b"x-api-key", b" " + key.encode() + b" ")]
+        assert guarded.get("/v1/models", headers=both).status_code == 200
+    assert guarded.get("/v1/models", headers=[*bearer(key), (b"x-api-key", b"wrong")]).status_code == 200
+
+
+@pytest.mark.parametrize("header", [b"", b"first-ke", b"Bearer first-key", b"\xff"])
+def test_a_wrong_key_of_that_header_opens_nothing(guarded: Api, header: bytes) -> None:
+    response = guarded.get("/v1/models", headers=[(b"x-api-key", header)])
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_whoever_asks_whether_there_is_a_server_needs_no_key(guarded: Api) -> None:
+    response = guarded.request("HEAD", "/")
+    assert (response.status_code, response.content) == (200, b"")
+    assert guarded.request("HEAD", "/v1/models").status_code == 401
+    assert guarded.request("POST", "/").status_code == 405
+
+
 def test_without_keys_everything_is_open(api: Api) -> None:
     assert api.get("/v1/models").status_code == 200
 

@@ -63,6 +63,13 @@ def test_another_client_gets_the_error_of_an_unknown_route(api: Api, accept: str
     assert response.json()["error"]["message"] == "there is no route GET /; /openapi.json lists the routes"
 
 
+@pytest.mark.parametrize("playground", [True, False])
+def test_a_head_request_for_the_root_is_told_that_there_is_a_server(make_api: MakeApi, *, playground: bool) -> None:
+    api = make_api(FakeEngineClient(), playground=playground)
+    response = api.request("HEAD", "/")
+    assert (response.status_code, response.content) == (200, b"")
+
+
 def test_without_the_playground_there_is_neither_page_nor_route(make_api: MakeApi) -> None:
     api = make_api(FakeEngineClient(), playground=False)
     for path in ("/", "/playground/playground.js", "/playground/engine"):
