@@ -126,10 +126,8 @@ class AnswerSender:
         """Send the completion as events; an error becomes the last event. Return whether there was no error."""
         is_well = True
         self._tell_limit(scope)
-        keep_alive_s = self.service.options.settings.sse_keep_alive_interval_s
-        async with sse.Connection(
-            receive, send, self.on_gone, keep_alive_s=keep_alive_s, keep_alive=encoder.keep_alive
-        ) as connection:
+        every_s, ping = self.service.options.settings.sse_keep_alive_interval_s, encoder.keep_alive
+        async with sse.Connection(receive, send, self.on_gone, keep_alive_s=every_s, keep_alive=ping) as connection:
             await connection.begin(encoder.opening)
             try:
                 async for outputs in self.source:
